@@ -1,0 +1,1 @@
+"""Triton kernels. Only kvpage/ops.py imports them; installed as kvpage.kernels."""

@@ -1,0 +1,48 @@
+"""Builds kvpage._C with CMake. Metadata lives in pyproject.toml; `kernels/` is installed as kvpage.kernels.
+
+Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA architectures), CMAKE_ARGS (passed on).
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).parent.resolve()
+CUDA_CHOICES = ("AUTO", "ON", "OFF")
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        cuda = os.environ.get("KVPAGE_CUDA", "AUTO").upper()
+        if cuda not in CUDA_CHOICES:
+            sys.exit(f"KVPAGE_CUDA must be one of {', '.join(CUDA_CHOICES)}, got {cuda!r}")
+        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build = Path(self.build_temp).resolve() / ext.name
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(HERE), "-B", str(build), "-G", "Ninja",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DKVPAGE_CUDA={cuda}",
+            f"-DKVPAGE_VERSION={self.distribution.get_version()}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]  # fmt: skip
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "_C"], check=True)
+
+
+setup(
+    packages=["kvpage", "kvpage.serving", "kvpage.kernels"],
+    package_dir={"kvpage.kernels": "kernels"},
+    package_data={"kvpage": ["py.typed", "*.pyi"]},
+    ext_modules=[Extension("kvpage._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
