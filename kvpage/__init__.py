@@ -5,7 +5,22 @@ Importing it needs neither a GPU nor Triton nor transformers.
 
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
+from kvpage.backends import AttentionBackend, register_backend
+from kvpage.cache_engine import CacheEngine
+from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.layout import CacheLayout
 
 __version__: str = _C.build_info()["version"]
 
-__all__ = ["OutOfBlocks", "__version__"]
+__all__ = [
+    "AttentionBackend",
+    "CacheConfig",
+    "CacheEngine",
+    "CacheLayout",
+    "DeviceConfig",
+    "ModelConfig",
+    "OutOfBlocks",
+    "ParallelConfig",
+    "register_backend",
+    "__version__",
+]
