@@ -6,6 +6,7 @@ Importing it needs neither a GPU nor Triton nor transformers.
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
 from kvpage.backends import AttentionBackend, register_backend
+from kvpage.block_manager import Allocation, BlockManager, BlockStats
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout import CacheLayout
@@ -13,7 +14,10 @@ from kvpage.layout import CacheLayout
 __version__: str = _C.build_info()["version"]
 
 __all__ = [
+    "Allocation",
     "AttentionBackend",
+    "BlockManager",
+    "BlockStats",
     "CacheConfig",
     "CacheEngine",
     "CacheLayout",
