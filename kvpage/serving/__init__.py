@@ -1,0 +1,7 @@
+"""The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `serve`."""
+
+from kvpage.serving.engine import Engine, EngineStats
+from kvpage.serving.requests import RequestOutput, StepOutput
+from kvpage.serving.sampling_params import SamplingParams
+
+__all__ = ["Engine", "EngineStats", "RequestOutput", "SamplingParams", "StepOutput"]
