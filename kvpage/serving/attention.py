@@ -1,8 +1,8 @@
 """The attention function that transformers' models call while kvpage serves them.
 
-It writes the new K and V into the step's slots, then attends over the sequences' blocks. It is registered under the name
-"kvpage" in AttentionInterface and deliberately not in AttentionMaskInterface: the models then build no mask at all, and
-causality and window are decided here, by the positions in each sequence.
+It writes the new K and V into the step's slots, then attends over the sequences' blocks. It is registered under the
+name "kvpage" in AttentionInterface and deliberately not in AttentionMaskInterface: the models then build no mask at
+all, and causality and window are decided here, by the positions in each sequence.
 """
 
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ from kvpage.serving.step import Step
 IMPLEMENTATION = "kvpage"
 
 current_step: ContextVar[Step | None] = ContextVar("kvpage_step", default=None)
-"""The step, for models that drop keywords on the way to the attention function; others get it as the keyword `kvpage`."""
+"""The step, for models that drop keywords on the way to the attention function; others pass the keyword `kvpage`."""
 
 
 class StepMissing(RuntimeError):
@@ -39,10 +39,10 @@ def paged_attention(
     kvpage: Step | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, num_tokens, size], key and value [1, kv heads, num_tokens, size] -> [1, num_tokens, heads, size].
+    """Attention of the new tokens over all of their sequences: ([1, num_tokens, heads, size of a value], None).
 
-    Size of the result: the value's. attention_mask, dropout and what else a model may give are not looked at; that
-    nothing of it matters is what `verify_model` has shown at load.
+    query: [1, heads, num_tokens, size]. key, value: [1, kv heads, num_tokens, size]. attention_mask, dropout and what
+    else a model may give are not looked at; that nothing of it matters is what `verify_model` has shown at load.
     """
     step = kvpage or current_step.get()
     if step is None:
@@ -54,12 +54,17 @@ def paged_attention(
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
     options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # each [num_tokens, heads, size]
-    return _attend_over_blocks(*rows, step.caches[layer], step, options).unsqueeze(0), None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
+    return _attend_over_blocks(query, key, value, step.caches[layer], step, options).unsqueeze(0), None
 
 
 def _attend_over_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, step: Step, options: AttentionOptions
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    step: Step,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     layout = step.layout
     if key.shape[1] != layout.num_kv_heads:

@@ -9,11 +9,13 @@ The queries are the sequence's last positions; they are taken in tiles, and a ti
     query 7     . . . . # # # #           tile 2 reads keys 4..8
           8     . . . . . # # # #
 
-torch's scaled_dot_product_attention does the work where it can; with softcap or sinks, which it lacks, fp32 products do.
+torch's scaled_dot_product_attention does the work where it can, fp32 products where softcap or sinks, which it lacks,
+apply.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,30 +43,38 @@ class AttentionOptions:
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Attention of the last len(query) of len(key) positions: [num_queries, num_heads, value size], in query's dtype.
 
-    query: [num_queries, num_heads, size]. key: [num_keys, num_kv_heads, size]. value: [num_keys, num_kv_heads, its size].
-    All may be strided. A group of num_heads / num_kv_heads query heads shares a KV head.
+    query: [num_queries, num_heads, size]. key: [num_keys, num_kv_heads, size]. value: [num_keys, num_kv_heads, its own
+    size]. All may be strided. A group of num_heads / num_kv_heads query heads shares a KV head.
     """
     num_kv_heads = key.shape[1]
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
     keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (key, value))  # [kv heads, 1, keys, size]
     one_tile = _by_products if options.needs_products else _by_sdpa
-    tiles = [one_tile(grouped[:, :, rows], keys[:, :, span], values[:, :, span], mask, options)
-             for rows, span, mask in _tiles(len(query), len(key), query.shape[1], options, query.device)]  # fmt: skip
-    output = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+    tiles = _tiles(len(query), len(key), query.shape[1], options, query.device)
+    outputs = [
+        one_tile(grouped[:, :, tile.rows], keys[:, :, tile.span], values[:, :, tile.span], tile, options)
+        for tile in tiles
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-Mask = torch.Tensor | None | bool
-"""True: causal from the first key on, queries and keys are as many. None: every query sees every key."""
+class Tile(NamedTuple):
+    """Rows of queries and the keys that they read. `mask`: bool [rows, keys], what each row sees of these; None: all.
+    is_causal: the tile is everything, with as many queries as keys, and needs no mask in memory."""
+
+    rows: slice
+    span: slice
+    mask: torch.Tensor | None
+    is_causal: bool = False
 
 
 def _tiles(
     num_queries: int, num_keys: int, num_heads: int, options: AttentionOptions, device: torch.device
-) -> Iterator[tuple[slice, slice, Mask]]:
-    """The tiles: rows of queries, the keys that they read, and which of these each row sees."""
+) -> Iterator[Tile]:
     first = num_keys - num_queries
     if first == 0 and not options.needs_products and (options.window is None or options.window >= num_keys):
-        yield slice(None), slice(None), True
+        yield Tile(slice(None), slice(None), None, is_causal=True)
         return
     num_rows = MAX_MASK_ENTRIES // num_keys
     if options.needs_products:
@@ -75,7 +85,7 @@ def _tiles(
         low = 0 if options.window is None else max(0, first + begin - options.window + 1)
         span = slice(low, first + end)
         mask = _mask(range(first + begin, first + end), span, options.window, device) if end - begin > 1 else None
-        yield slice(begin, end), span, mask
+        yield Tile(slice(begin, end), span, mask)
 
 
 def _mask(positions: range, span: slice, window: int | None, device: torch.device) -> torch.Tensor:
@@ -87,27 +97,24 @@ def _mask(positions: range, span: slice, window: int | None, device: torch.devic
 
 
 def _by_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
 ) -> torch.Tensor:
     # One head size for all: the fused kernels know no other. Expanding gives a stride of 0, no copy.
     value_size, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    is_causal = mask is True
-    output = F.scaled_dot_product_attention(
-        query, key, value, None if is_causal else mask, is_causal=is_causal, scale=options.scale
-    )
+    output = F.scaled_dot_product_attention(query, key, value, tile.mask, is_causal=tile.is_causal, scale=options.scale)
     return output[..., :value_size]
 
 
 def _by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
 ) -> torch.Tensor:
     scores = (query.float() * options.scale) @ key.float().transpose(-1, -2)  # [kv heads, group, queries, keys]
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    if tile.mask is not None:
+        scores = scores.masked_fill(~tile.mask, float("-inf"))
     if options.sinks is not None:
         sinks = options.sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)

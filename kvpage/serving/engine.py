@@ -9,7 +9,6 @@ Everything happens inside `step()`: between two steps the caller's model is its 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,35 +24,9 @@ from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.sampler import sample
 from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.scheduler import Batch, Scheduler
+from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Step
 from kvpage.tokens import Tokens, as_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the engine was made, and its state now.
-
-    num_computed_tokens: whose K and V were computed; what a preemption made necessary again counts again.
-    num_prompt_tokens, num_cached_tokens: of the requests that were admitted, and how many of these were found in the
-        cache when they were first admitted.
-    num_used_blocks: held by running requests; cached blocks in nobody's use do not count.
-    """
-
-    num_steps: int
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    num_finished: int
-    num_running: int
-    num_waiting: int
-    num_used_blocks: int
-    num_blocks: int
-
-    @property
-    def hit_rate(self) -> float:
-        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 class Engine:
@@ -94,10 +67,11 @@ class Engine:
     ) -> "Engine":
         """An engine on the model's device.
 
-        max_num_seqs: requests that run at once. max_num_batched_tokens: of one step; longer prompts are computed in chunks.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: of one step; longer prompts are computed in chunks.
         max_model_len: tokens of a request, generated ones included; by default what the model's config allows.
 
-        Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without blocks.
+        Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
         """
         if cache_config.num_gpu_blocks == 0:
             raise ValueError(
@@ -121,8 +95,8 @@ class Engine:
 
         namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks.
 
-        Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary, and a
-        request that is longer than the model or than all blocks.
+        Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary,
+        and a request that is longer than the model or than all blocks.
         """
         return self._add(tokens, params, request_id, namespace, None).request_id
 
@@ -179,7 +153,7 @@ class Engine:
         """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
 
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
-        the `update` of a progress bar. If anything raises, the prompts are aborted; a bad prompt before any is computed.
+        the `update` of a progress bar. If anything raises, the prompts are aborted; for a bad prompt, before a step.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):

@@ -58,7 +58,7 @@ def _name(config: Any) -> str | None:
 def _configs(model: PreTrainedModel) -> list[Any]:
     """Every config that a module of the model or another config holds, each once."""
     found: dict[int, Any] = {}
-    queue = [module.config for module in model.modules() if hasattr(module, "config")]
+    queue: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while queue:
         config = queue.pop()
         if id(config) in found or not hasattr(config, "_attn_implementation_internal"):

@@ -1,8 +1,8 @@
 """What a model has to be to be served from blocks, found out at load: from its config, then by computing with it.
 
 Many models would run without an error and without any cache, or with wrong results: attention that bypasses the
-interface, state outside of attention (Mamba, convolutions), biases in the mask. So two short sequences are computed over
-blocks, packed and in two pieces, and the logits have to be those of the model's own forward.
+interface, state outside of attention (Mamba, convolutions), biases in the mask. So two short sequences are computed
+over blocks, packed and in two pieces, and the logits have to be those of the model's own forward.
 
     step 1   [ a0 a1 a2 a3 a4 a5 | b0 b1 b2 b3 ]
     step 2   [ a6 a7 a8 | b4 ]
@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.serving.model_limits import vocab_size
 from kvpage.serving.model_runner import ModelRunner, PackedTokens
 from kvpage.serving.step import Step
 
@@ -40,7 +41,7 @@ def check_config(model: PreTrainedModel) -> None:
 def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
     """Computes a little over a few blocks of its own. ValueError, with the reason, if the model cannot be served."""
     model, name = runner.model, type(runner.model).__name__
-    sequences = _probe_tokens(model.get_input_embeddings().num_embeddings)
+    sequences = _probe_tokens(vocab_size(model))
     expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
     blocks_each = -(-max(map(len, sequences)) // cache_config.block_size)
     config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)

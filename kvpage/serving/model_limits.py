@@ -3,12 +3,15 @@
 import sys
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 
 def vocab_size(model: PreTrainedModel) -> int:
     """How many token ids the model can look up."""
-    return model.get_input_embeddings().num_embeddings
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -23,8 +26,8 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 def max_model_len(model: PreTrainedModel) -> int:
     """The most tokens of a sequence.
 
-    Rotary embeddings whose frequencies change with the length ("dynamic", "longrope") are held to the length before that:
-    beyond it, a token's K would depend on what else is in the batch, and no block could be shared.
+    Rotary embeddings whose frequencies change with the length ("dynamic", "longrope") are held to the length before
+    that: beyond it, a token's K would depend on what else is in the batch, and no block could be shared.
     """
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or sys.maxsize

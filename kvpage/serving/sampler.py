@@ -1,8 +1,8 @@
 """The next token of each sequence, from its logits and its request's SamplingParams.
 
-Greedy rows take the argmax, all in one call. The others are warped by transformers' own processors, those of equal parameters
-together, and drawn by inverting the distribution function at a number that depends on the request's seed and on how many
-tokens it has, and on nothing else: not on the batch, and not on whether a step was computed twice.
+Greedy rows take the argmax, all in one call. The others are warped by transformers' own processors, those of equal
+parameters together, and drawn by inverting the distribution function at a number that depends on the request's seed and
+on how many tokens it has, and on nothing else: not on the batch, and not on whether a step was computed twice.
 
     weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
                             ^ u
@@ -57,7 +57,8 @@ def _warpers(warping: Warping) -> LogitsProcessorList:
 
 
 def _draw(logits: torch.Tensor, warping: Warping, requests: Sequence[Request]) -> torch.Tensor:
-    weights = _warpers(warping)(None, logits.float()).double().softmax(dim=-1)
+    no_ids = torch.LongTensor(len(requests), 0)  # processors take the tokens so far; these do not look at them
+    weights = _warpers(warping)(no_ids, logits.float()).double().softmax(dim=-1)
     sums = weights.cumsum(dim=-1)
     points = torch.tensor([_uniform(request) for request in requests], dtype=torch.float64, device=logits.device)
     return torch.searchsorted(sums, points[:, None] * sums[:, -1:], right=True).squeeze(1)

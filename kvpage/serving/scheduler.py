@@ -6,12 +6,13 @@
 
 Both lists serve the first come first; `waiting` is kept in order of arrival, also for those that come back.
 
-Every request finishes. `add` refuses what does not fit into all blocks together. A step gives its tokens to the decoding
-requests first, and admits nothing before every running request has got what it wants; so a running prefill waits at
-most for a finite number of decodes. Only the youngest running request is preempted, hence never the oldest while
-another runs, and alone it cannot lack blocks: all others are free or evictable. So the oldest running request gets to
-its end, then the next one. The oldest waiting request is passed over only while another's prefill computes blocks that
-it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is free.
+Every request finishes. `add` refuses what does not fit into all blocks together. A step gives its tokens to the
+decoding requests first, and admits nothing before every running request has got what it wants; so a running prefill
+waits at most for a finite number of decodes. Only the youngest running request is preempted, hence never the oldest
+while another runs, and alone it cannot lack blocks: all others are free or evictable. So the oldest running request
+gets to its end, then the next one. The oldest waiting request is passed over only while another's prefill computes
+blocks that it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is
+free.
 """
 
 from bisect import insort

@@ -3,6 +3,8 @@
     input_ids    [ a17 | b5 | c0 c1 c2 c3 c4 | d8 d9 ]     4 sequences, 9 tokens
     query_lens   [ 1     1    5                2      ]     tokens of each in this step
     seq_lens     [ 18    6    5                10     ]     tokens of each in the cache after it
+
+It is made once a step and read by every layer.
 """
 
 from dataclasses import dataclass, field

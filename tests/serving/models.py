@@ -36,11 +36,11 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "qwen3": lambda: _config("Qwen3Config", head_dim=16),
     "mistral": lambda: _config("MistralConfig", sliding_window=WINDOW, head_dim=8),
     "gemma2": lambda: _config(
-        "Gemma2Config", sliding_window=WINDOW, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0,
-        final_logit_softcapping=20.0,
+        "Gemma2Config", tie_word_embeddings=False, sliding_window=WINDOW, head_dim=16, query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0, final_logit_softcapping=20.0,
     ),
     "gemma3": lambda: _config(
-        "Gemma3TextConfig", sliding_window=WINDOW, head_dim=16, query_pre_attn_scalar=16,
+        "Gemma3TextConfig", tie_word_embeddings=False, sliding_window=WINDOW, head_dim=16, query_pre_attn_scalar=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gpt2": lambda: tf.GPT2Config(
