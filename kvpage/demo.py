@@ -7,7 +7,6 @@ that was said before. What a served request has written is found again by the ne
 
 import ast
 import importlib.metadata
-import importlib.resources
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,8 +45,9 @@ class DemoOptions:
 
 
 class Tokenizer(Protocol):
+    """What the demo asks of a tokenizer; transformers' have it."""
+
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -55,9 +55,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def decode(self, token_ids: list[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -102,7 +99,7 @@ def cache_config(options: DemoOptions) -> CacheConfig:
 # --- the model and the prompts ---------------------------------------------------------------------------------------
 
 
-def load_model(options: DemoOptions) -> tuple[Any, Tokenizer]:
+def load_model(options: DemoOptions) -> tuple[Any, Any]:
     """The model in fp32, in which equal tokens can be asked for, and its tokenizer."""
     import transformers
 
@@ -112,9 +109,7 @@ def load_model(options: DemoOptions) -> tuple[Any, Tokenizer]:
     if not options.model.is_dir():
         raise ValueError(f"--model must be a folder, got {options.model}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, local_files_only=True
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
     return model.eval().to(options.device), tokenizer
 
 
@@ -141,7 +136,7 @@ def make_conversations(options: DemoOptions, tokenizer: Tokenizer) -> list[Conve
     text = project_text()
     systems = [text[i * SYSTEM_BYTES : (i + 1) * SYSTEM_BYTES] for i in range(NUM_SYSTEM_PROMPTS)]
     questions = pieces(text[NUM_SYSTEM_PROMPTS * SYSTEM_BYTES :], TURN_BYTES)
-    conversations = []
+    conversations: list[Conversation] = []
     for first in range(0, options.num_requests, options.num_turns):
         num_turns = min(options.num_turns, options.num_requests - first)
         turns = [tokenizer.encode(f"\nQ: {next(questions)}\nA: ") for _ in range(num_turns)]
@@ -152,8 +147,8 @@ def make_conversations(options: DemoOptions, tokenizer: Tokenizer) -> list[Conve
 
 def project_text() -> str:
     """The README, from the installed metadata, and the docstrings of the package's modules."""
-    readme = importlib.metadata.metadata("kvpage").get_payload() or ""
-    modules = sorted(path for path in importlib.resources.files("kvpage").iterdir() if path.name.endswith(".py"))
+    readme = importlib.metadata.metadata("kvpage").json.get("description", "")
+    modules = sorted(Path(__file__).parent.glob("*.py"))
     documents = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules]
     return "\n".join([str(readme), *documents])
 
@@ -206,7 +201,9 @@ def compare(model: Any, outputs: list[RequestOutput], options: DemoOptions, cons
     chosen = outputs[::step][: options.num_checked]
     columns = TextColumn("comparing with model.generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
-        return sum(progress.track((equals_generate(model, output) for output in chosen), total=len(chosen))), len(chosen)
+        return sum(progress.track((equals_generate(model, output) for output in chosen), total=len(chosen))), len(
+            chosen
+        )
 
 
 def equals_generate(model: Any, output: RequestOutput) -> bool:
