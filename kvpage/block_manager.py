@@ -186,7 +186,7 @@ class BlockManager:
         return self._tables.ids(self._sequences[seq_id].row).copy()
 
     def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
-        """The tables of several sequences: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing."""
+        """Several sequences' tables: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing."""
         return self._tables.tables([self._sequences[seq_id].row for seq_id in seq_ids])
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
