@@ -174,8 +174,8 @@ def serve(engine: Engine, conversations: list[Conversation], params: SamplingPar
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("serving", total=num_requests)
         while engine.has_unfinished:
-            for output in engine.step():
-                if not output.finished:
+            for output in (step_output.output for step_output in engine.step()):
+                if output is None:
                     continue
                 record.outputs.append(output)
                 progress.advance(task)
@@ -219,7 +219,7 @@ def equals_generate(model: Any, output: RequestOutput) -> bool:
 
 def show(engine: Engine, record: Record, console: Console) -> None:
     stats = engine.stats()
-    first_token = [output.time_to_first_token * 1e3 for output in record.outputs]
+    first_token = [1e3 * (output.first_token_time - output.arrival_time) for output in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
     table = Table(title="served")
     for name in ("requests", "generated tokens/s", "first token p50", "p99", "hit rate", "blocks used", "preemptions"):
