@@ -2,7 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstdint>
+
 #include "check.h"
+#include "gather_cache.h"
+#include "reshape_cache.h"
 
 namespace py = pybind11;
 using namespace kvpage;
@@ -36,10 +41,55 @@ void register_errors(py::module_& m) {
   });
 }
 
+// --- tokens: writing, gathering and attending -----------------------------------------------------------------------
+
+using View = std::array<int64_t, 4>;  // address, then strides in bytes, outermost first; a RowView has two of them
+
+template <typename T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+BlockView block_view(const View& view) { return {pointer<std::byte>(view[0]), view[1], view[2], view[3]}; }
+
+RowView row_view(const std::array<int64_t, 3>& view) { return {pointer<std::byte>(view[0]), view[1], view[2]}; }
+
+// (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size)
+BlockTables block_tables(const std::array<int64_t, 6>& table) {
+  return {pointer<const int32_t>(table[0]), table[1], table[2], table[3], table[4], table[5]};
+}
+
+void bind_token_ops(py::module_& m) {
+  using Rows = std::array<int64_t, 3>;
+  using Pair = std::array<int64_t, 2>;
+  m.def(
+      "reshape_and_cache",
+      [](const Rows& key, const Rows& value, const View& key_cache, const View& value_cache, const Pair& num_bytes,
+         int64_t slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t num_blocks, int64_t block_size,
+         int max_threads) {
+        reshape_and_cache({row_view(key), row_view(value), block_view(key_cache), block_view(value_cache), num_bytes[0],
+                           num_bytes[1], pointer<const int64_t>(slot_mapping), num_tokens, num_heads, num_blocks,
+                           block_size, max_threads});
+      },
+      py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.reshape_and_cache, which checks what needs a tensor.");
+  m.def(
+      "gather_cache",
+      [](const View& key_cache, const View& value_cache, const Rows& key, const Rows& value, const Pair& num_bytes,
+         const std::array<int64_t, 6>& tables, int64_t seq_starts, int64_t seq_lens, const Pair& offsets,
+         int64_t num_heads, int max_threads) {
+        gather_cache({block_view(key_cache), block_view(value_cache), row_view(key), row_view(value), num_bytes[0],
+                      num_bytes[1], block_tables(tables), pointer<const int64_t>(seq_starts),
+                      pointer<const int64_t>(seq_lens), pointer<const int64_t>(offsets[0]),
+                      pointer<const int64_t>(offsets[1]), num_heads, max_threads});
+      },
+      py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.gather_cache, which checks what needs a tensor.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The native core of kvpage: addresses, sizes and stream handles in; no torch.";
   register_errors(m);
   m.def("build_info", &build_info, "What this extension was built with.");
+  bind_token_ops(m);
 }

@@ -5,3 +5,38 @@ from typing import Any
 from kvpage.errors import OutOfBlocks as OutOfBlocks
 
 def build_info() -> dict[str, Any]: ...
+
+# Tokens. A view is an address and strides in bytes: rows (address, token, head), blocks (address, block, token, head).
+# tables: (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size). num_bytes: of a head of K, V.
+_Rows = tuple[int, int, int]
+_Blocks = tuple[int, int, int, int]
+_Tables = tuple[int, int, int, int, int, int]
+
+def reshape_and_cache(
+    key: _Rows,
+    value: _Rows,
+    key_cache: _Blocks,
+    value_cache: _Blocks,
+    num_bytes: tuple[int, int],
+    slot_mapping: int,
+    num_tokens: int,
+    num_heads: int,
+    num_blocks: int,
+    block_size: int,
+    max_threads: int,
+    /,
+) -> None: ...
+def gather_cache(
+    key_cache: _Blocks,
+    value_cache: _Blocks,
+    key: _Rows,
+    value: _Rows,
+    num_bytes: tuple[int, int],
+    tables: _Tables,
+    seq_starts: int,
+    seq_lens: int,
+    offsets: tuple[int, int],
+    num_heads: int,
+    max_threads: int,
+    /,
+) -> None: ...

@@ -9,6 +9,8 @@ import torch
 
 from kvpage import reference
 from kvpage.layout import CacheLayout
+from kvpage.token_ops import gather_cache as gather_cache
+from kvpage.token_ops import reshape_and_cache as reshape_and_cache
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
@@ -24,15 +26,3 @@ def swap_blocks_layers(
 
 def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
     reference.copy_blocks(caches, block_mapping, layout)
-
-
-def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
-) -> None:
-    reference.reshape_and_cache(key, value, cache, slot_mapping, layout)
-
-
-def gather_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, layout: CacheLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.gather_cache(cache, block_tables, seq_lens, layout)

@@ -26,7 +26,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, lay
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
 ) -> None:
-    """Writes row i of key and value [num_tokens, num_heads, size] to slot_mapping[i]; -1 is padding, written nowhere."""
+    """Writes row i of key and value [num_tokens, num_heads, size] to slot_mapping[i]; -1 is padding, goes nowhere."""
     real = slot_mapping >= 0
     block_ids, offsets = slot_mapping[real] // layout.block_size, slot_mapping[real] % layout.block_size
     for rows, blocks in zip((key, value), layout.split_kv(cache), strict=True):
@@ -36,7 +36,7 @@ def reshape_and_cache(
 def gather_cache(
     cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, layout: CacheLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the first seq_lens[i] tokens of each table, one sequence after the other: [total, heads, head_size]."""
+    """K and V of the first seq_lens[i] tokens of each table, one after the other: [total, heads, head_size]."""
     parts = []
     for table, length in zip(block_tables.long(), seq_lens.tolist(), strict=True):
         positions = torch.arange(length, device=cache.device)

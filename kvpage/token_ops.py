@@ -1,0 +1,197 @@
+"""Operations on tokens: writing them into blocks, gathering them out of blocks, attending over blocks.
+
+Each validates what needs a tensor (shapes, dtypes, devices, strides), then calls C++ for tensors on the CPU and Triton
+for tensors on a CUDA device. Block ids and slots on the host are checked before anything is written; those on a device
+are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from kvpage import _C
+from kvpage.layout import CacheLayout
+
+Lengths = Sequence[int] | torch.Tensor
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
+) -> None:
+    """Writes row i of `key` and `value` into slot `slot_mapping[i]` of `cache`.
+
+    key, value: [num_tokens, num_kv_heads, size], any strides with the last dimension contiguous, the cache's dtype and
+        device. `size` may be under the layout's head_size, and differ between the two: the rest of a cache row stays.
+    slot_mapping: int64 [num_tokens], block_id * block_size + offset; -1 is padding and written nowhere.
+
+    Raises ValueError for anything else, for a slot out of range, and for one named twice; on the host nothing has then
+    been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
+    share a slot any may win. `key` and `value` must not share memory with `cache`.
+    """
+    num_blocks = layout.num_blocks(cache)
+    key_cache, value_cache = layout.split_kv(cache)
+    _check_rows("key", key, None, cache, layout)
+    _check_rows("value", value, key.shape[0], cache, layout)
+    _check_tensor("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), cache.device)
+    slots = slot_mapping.contiguous()  # held until the call is over
+    _C.reshape_and_cache(
+        _row_view(key),
+        _row_view(value),
+        _block_view(key_cache),
+        _block_view(value_cache),
+        (_row_bytes(key), _row_bytes(value)),
+        slots.data_ptr(),
+        key.shape[0],
+        layout.num_kv_heads,
+        num_blocks,
+        layout.block_size,
+        torch.get_num_threads(),
+    )
+
+
+def gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: Lengths,
+    layout: CacheLayout,
+    seq_starts: Lengths | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies the keys and values of `seq_lens[i]` tokens of each sequence, from `seq_starts[i]` on, out of its blocks.
+
+    block_tables: int32 [num_seqs, max_blocks] on the cache's device; entries that no wanted token lies in are not read.
+    seq_lens, seq_starts: [num_seqs] integers on the host (a list, or an int32 or int64 tensor); starts default to 0.
+    out: (key, value) to write into, of the cache's dtype and device, any strides with the last dimension contiguous;
+        `size` may be under head_size: so much of each row is read. Either [total_tokens, num_kv_heads, size], one
+        sequence after the other, or [num_seqs, max_len, num_kv_heads, size], where the rows past a sequence stay as
+        they are. Without `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size].
+
+    Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
+    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped, and
+    `check_device` reports it. `out` must not share memory with `cache`.
+    """
+    layout.validate(cache)
+    tables = _tables(cache, block_tables, layout)
+    num_seqs = block_tables.shape[0]
+    capacity = block_tables.shape[1] * layout.block_size
+    lengths = _lengths("seq_lens", seq_lens, num_seqs, capacity)
+    starts = _lengths("seq_starts", [0] * num_seqs if seq_starts is None else seq_starts, num_seqs, capacity)
+    if out is None:
+        shape = (int(lengths.sum()), layout.num_kv_heads, layout.head_size)
+        out = cache.new_empty(shape), cache.new_empty(shape)
+    offsets = [
+        _out_offsets(name, rows, lengths, cache, layout) for name, rows in zip(("key", "value"), out, strict=True)
+    ]
+    key_cache, value_cache = layout.split_kv(cache)
+    _C.gather_cache(
+        _block_view(key_cache),
+        _block_view(value_cache),
+        _row_view(out[0]),
+        _row_view(out[1]),
+        (_row_bytes(out[0]), _row_bytes(out[1])),
+        tables,
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        (offsets[0].data_ptr(), offsets[1].data_ptr()),
+        layout.num_kv_heads,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]."""
+    item, strides = blocks.element_size(), blocks.stride()
+    return blocks.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
+
+
+def _row_view(rows: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides in bytes of rows [..., num_tokens, num_heads, size]."""
+    item, strides = rows.element_size(), rows.stride()
+    return rows.data_ptr(), strides[-3] * item, strides[-2] * item
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[-1] * rows.element_size()
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape must be {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def _check_rows(
+    name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout
+) -> None:
+    """`rows` must be [num_tokens, num_kv_heads, 1..head_size] like the cache, with its last dimension contiguous."""
+    if rows.dim() != 3:
+        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
+    _check_size(name, rows, layout)
+    expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
+    _check_tensor(name, rows, cache.dtype, expected, cache.device)
+
+
+def _check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
+    if not 1 <= rows.shape[-1] <= layout.head_size:
+        raise ValueError(f"{name}'s head size must be in [1, {layout.head_size}], got {rows.shape[-1]}")
+    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {rows.stride(-1)}")
+
+
+def _tables(
+    cache: torch.Tensor, block_tables: torch.Tensor, layout: CacheLayout
+) -> tuple[int, int, int, int, int, int]:
+    """The block tables as the extension takes them, checked for all but the ids."""
+    if block_tables.dim() != 2:
+        raise ValueError(f"block_tables must be [num_seqs, max_blocks], got shape {tuple(block_tables.shape)}")
+    num_seqs, max_blocks = block_tables.shape
+    _check_tensor("block_tables", block_tables, torch.int32, (num_seqs, max_blocks), cache.device)
+    if max_blocks > 1 and block_tables.stride(1) != 1:
+        raise ValueError(f"block_tables must be contiguous in its last dimension, got stride {block_tables.stride(1)}")
+    num_blocks = cache.shape[layout.block_dim]
+    return block_tables.data_ptr(), block_tables.stride(0), num_seqs, max_blocks, num_blocks, layout.block_size
+
+
+def _lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> torch.Tensor:
+    """`lengths` as a contiguous int64 tensor on the host, each in [0, maximum]."""
+    if isinstance(lengths, torch.Tensor):
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu":
+            raise ValueError(f"{name} must be int32 or int64 on the host, got {lengths.dtype} on {lengths.device}")
+        tensor = lengths.to(torch.int64).contiguous()
+    else:
+        tensor = torch.tensor([operator.index(length) for length in lengths], dtype=torch.int64)
+    if tuple(tensor.shape) != (num_seqs,):
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {tuple(tensor.shape)}")
+    for bound in (int(tensor.min()), int(tensor.max())) if num_seqs else ():
+        if not 0 <= bound <= maximum:
+            raise ValueError(f"{name} must be in [0, {maximum}], for which block_tables has room, got {bound}")
+    return tensor
+
+
+def _out_offsets(
+    name: str, rows: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor, layout: CacheLayout
+) -> torch.Tensor:
+    """Checks an output of gather_cache; bytes from its address to the first row of each sequence, int64 [num_seqs]."""
+    heads, item = layout.num_kv_heads, rows.element_size()
+    if rows.dim() == 3:
+        expected: tuple[int, ...] = (int(lengths.sum()), heads, rows.shape[-1])
+        offsets = (lengths.cumsum(0) - lengths) * (rows.stride(0) * item)
+    elif rows.dim() == 4:
+        expected = (len(lengths), rows.shape[1], heads, rows.shape[-1])
+        offsets = torch.arange(len(lengths)) * (rows.stride(0) * item)
+        if len(lengths) and int(lengths.max()) > rows.shape[1]:
+            raise ValueError(f"{name} must have room for {int(lengths.max())} tokens a sequence, got {rows.shape[1]}")
+    else:
+        raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
+    _check_size(name, rows, layout)
+    _check_tensor(name, rows, cache.dtype, expected, cache.device)
+    if any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True)):
+        raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
+    return offsets
