@@ -32,7 +32,9 @@ def paged_attention(module, query, key, value, attention_mask, scaling=None, ste
         keys, values = ops.gather_cache(cache, table[None], torch.tensor([end]), layout)  # [end, heads, head_size]
         queries = query[:, :, row : row + end - start]
         causal = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        keys, values = (x.transpose(0, 1).repeat_interleave(module.num_key_value_groups, 0)[None] for x in (keys, values))
+        keys, values = (
+            x.transpose(0, 1).repeat_interleave(module.num_key_value_groups, 0)[None] for x in (keys, values)
+        )
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, causal, scale=scaling))
         row += end - start
     return torch.cat(outputs, dim=2).transpose(1, 2), None

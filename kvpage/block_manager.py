@@ -186,7 +186,7 @@ class BlockManager:
         return self._tables.ids(self._sequences[seq_id].row).copy()
 
     def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
-        """The tables of several sequences: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing."""
+        """Several sequences' tables: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing."""
         return self._tables.tables([self._sequences[seq_id].row for seq_id in seq_ids])
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
@@ -198,9 +198,7 @@ class BlockManager:
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for seq_id, seq, start, end in zip(seq_ids, sequences, starts, ends, strict=True):
             if not 0 <= start <= end <= seq.num_tokens:
-                raise ValueError(
-                    f"positions of {seq_id!r} must lie in [0, {seq.num_tokens}], got [{start}, {end}]"
-                )
+                raise ValueError(f"positions of {seq_id!r} must lie in [0, {seq.num_tokens}], got [{start}, {end}]")
         rows = [seq.row for seq in sequences]
         return self._tables.slots(rows, np.asarray(starts, np.int64), np.asarray(ends, np.int64))
 
