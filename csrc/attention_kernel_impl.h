@@ -25,14 +25,29 @@ struct Rows {
   Rows from(int64_t row) const { return {data + row * stride, stride}; }
 };
 
+// The rows of a tile that are read now, and rows that will be read next: while one element is worked on, the memory of
+// its companion is on its way. Blocks lie anywhere, so the hardware does not see them coming.
+template <typename T>
+struct Stream {
+  const T* const* rows;
+  const T* const* next;  // null: nothing to fetch
+
+  Stream from(int64_t j) const { return {rows + j, next ? next + j : nullptr}; }
+  Stream alone() const { return {rows, nullptr}; }
+  const T* at(int64_t j, int64_t d) const {
+    if (next) __builtin_prefetch(next[j] + d, 0, 2);
+    return rows[j] + d;
+  }
+};
+
 // --- scores: dot products of NumRows queries with NumKeys keys ---------------------------------------------------------
 
 template <int NumRows, int NumKeys, typename T>
-inline void dot_tile(Rows queries, const T* const* keys, int64_t size, Rows scores) {
+inline void dot_tile(Rows queries, Stream<T> keys, int64_t size, Rows scores) {
   Vec sums[NumRows][NumKeys] = {};
   auto add = [&](int64_t d, auto load_key) {
     Vec key[NumKeys];
-    for (int j = 0; j < NumKeys; ++j) key[j] = load_key(keys[j] + d);
+    for (int j = 0; j < NumKeys; ++j) key[j] = load_key(keys.at(j, d));
     for (int r = 0; r < NumRows; ++r) {
       const Vec query = load(queries[r] + d);
       for (int j = 0; j < NumKeys; ++j) sums[r][j] += query * key[j];
@@ -52,19 +67,20 @@ inline void dot_tile(Rows queries, const T* const* keys, int64_t size, Rows scor
 }
 
 template <int NumRows, typename T>
-inline void dot_rows(Rows queries, const T* const* keys, int64_t num_keys, int64_t size, Rows scores) {
+inline void dot_rows(Rows queries, Stream<T> keys, int64_t num_keys, int64_t size, Rows scores) {
   int64_t j = 0;
   for (; j + kDotKeys <= num_keys; j += kDotKeys)
-    dot_tile<NumRows, kDotKeys>(queries, keys + j, size, {scores.data + j, scores.stride});
-  for (; j < num_keys; ++j) dot_tile<NumRows, 1>(queries, keys + j, size, {scores.data + j, scores.stride});
+    dot_tile<NumRows, kDotKeys>(queries, keys.from(j), size, {scores.data + j, scores.stride});
+  for (; j < num_keys; ++j) dot_tile<NumRows, 1>(queries, keys.from(j), size, {scores.data + j, scores.stride});
 }
 
 template <typename T>
-inline void dot(Rows queries, int64_t num_rows, const T* const* keys, int64_t num_keys, int64_t size, Rows scores) {
+inline void dot(Rows queries, int64_t num_rows, Stream<T> keys, int64_t num_keys, int64_t size, Rows scores) {
   int64_t r = 0;
-  for (; r + kDotRows <= num_rows; r += kDotRows)
+  for (; r + kDotRows <= num_rows; r += kDotRows, keys = keys.alone())
     dot_rows<kDotRows>(queries.from(r), keys, num_keys, size, scores.from(r));
-  for (; r < num_rows; ++r) dot_rows<1>(queries.from(r), keys, num_keys, size, scores.from(r));
+  for (; r < num_rows; ++r, keys = keys.alone())
+    dot_rows<1>(queries.from(r), keys, num_keys, size, scores.from(r));
 }
 
 // --- weights: the online softmax of one row ----------------------------------------------------------------------------
@@ -108,10 +124,10 @@ inline void sum_tile(Rows weights, int64_t num_keys, Rows sums, LoadValue load_v
 }
 
 template <int NumRows, typename T>
-inline void sum_rows(Rows weights, const T* const* values, int64_t num_keys, int64_t size, Rows sums) {
+inline void sum_rows(Rows weights, Stream<T> values, int64_t num_keys, int64_t size, Rows sums) {
   int64_t d = 0;
-  auto whole = [&](int64_t j, int c) { return load(values[j] + d + c * kLanes); };
-  auto partial = [&](int64_t j, int) { return load_partial(values[j] + d, size - d); };
+  auto whole = [&](int64_t j, int c) { return load(values.at(j, d + c * kLanes)); };
+  auto partial = [&](int64_t j, int) { return load_partial(values.at(j, d), size - d); };
   for (; d + kSumColumns * kLanes <= size; d += kSumColumns * kLanes)
     sum_tile<NumRows, kSumColumns>(weights, num_keys, {sums.data + d, sums.stride}, whole);
   for (; d + kLanes <= size; d += kLanes)
@@ -120,11 +136,12 @@ inline void sum_rows(Rows weights, const T* const* values, int64_t num_keys, int
 }
 
 template <typename T>
-inline void sum(Rows weights, int64_t num_rows, const T* const* values, int64_t num_keys, int64_t size, Rows sums) {
+inline void sum(Rows weights, int64_t num_rows, Stream<T> values, int64_t num_keys, int64_t size, Rows sums) {
   int64_t r = 0;
-  for (; r + kSumRows <= num_rows; r += kSumRows)
+  for (; r + kSumRows <= num_rows; r += kSumRows, values = values.alone())
     sum_rows<kSumRows>(weights.from(r), values, num_keys, size, sums.from(r));
-  for (; r < num_rows; ++r) sum_rows<1>(weights.from(r), values, num_keys, size, sums.from(r));
+  for (; r < num_rows; ++r, values = values.alone())
+    sum_rows<1>(weights.from(r), values, num_keys, size, sums.from(r));
 }
 
 // --- a task ------------------------------------------------------------------------------------------------------------
@@ -162,8 +179,8 @@ inline Visible visible(const AttentionTask& task, int64_t token, int64_t begin, 
 // Attends the rows of one KV head to the keys and values of one tile. Tokens that see the same part of it go together;
 // nothing outside of that part enters their sums, so what lies there may be anything.
 template <typename T>
-void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t end, const T* const* keys,
-                 const T* const* values, Rows queries, Rows scores) {
+void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t end, Stream<T> keys,
+                 Stream<T> values, Rows queries, Rows scores) {
   const int64_t row = head * rows_per_head(task);
   const Rows sums{task.state.sums, padded(task.value_size)};
   for (int64_t token = 0; token < task.num_queries;) {
@@ -174,7 +191,7 @@ void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t
     const int64_t num_keys = part.last - part.first;
     token = next;
     if (num_keys <= 0) continue;
-    dot(queries.from(first_row), num_rows, keys + part.first, num_keys, task.key_size, scores);
+    dot(queries.from(first_row), num_rows, keys.from(part.first), num_keys, task.key_size, scores);
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t i = first_row + r;
       const float factor =
@@ -182,27 +199,42 @@ void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t
       if (factor != 1.0f)
         for (int64_t d = 0; d < sums.stride; d += kLanes) store(sums[i] + d, load(sums[i] + d) * factor);
     }
-    sum(scores, num_rows, values + part.first, num_keys, task.value_size, sums.from(first_row));
+    sum(scores, num_rows, values.from(part.first), num_keys, task.value_size, sums.from(first_row));
   }
+}
+
+// The first KV head's row of each key and value of a tile.
+struct TileRows {
+  const std::byte *key[kTileKeys], *value[kTileKeys];
+
+  void find(const AttentionTask& task, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block_id = task.table[i / task.block_size], offset = i % task.block_size;
+      key[i - begin] = task.key + block_id * task.key_block_stride + offset * task.key_token_stride;
+      value[i - begin] = task.value + block_id * task.value_block_stride + offset * task.value_token_stride;
+    }
+  }
+};
+
+template <typename T>
+inline void find_head(const std::byte* const* rows, int64_t offset, const T** head_rows) {
+  for (int64_t j = 0; j < kTileKeys; ++j) head_rows[j] = reinterpret_cast<const T*>(rows[j] + offset);
 }
 
 template <typename T>
 void attend_typed(const AttentionTask& task, Rows queries, Rows scores) {
-  const std::byte *key_rows[kTileKeys], *value_rows[kTileKeys];
-  const T *keys[kTileKeys], *values[kTileKeys];
-  for (int64_t begin = task.key_begin; begin < task.key_end; begin += kTileKeys) {
+  TileRows tiles[2] = {};
+  const T *keys[kTileKeys], *values[kTileKeys], *next_keys[kTileKeys];
+  tiles[0].find(task, task.key_begin, least(task.key_begin + kTileKeys, task.key_end));
+  for (int64_t begin = task.key_begin, tile = 0; begin < task.key_end; begin += kTileKeys, tile ^= 1) {
     const int64_t end = least(begin + kTileKeys, task.key_end);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t block_id = task.table[i / task.block_size], offset = i % task.block_size;
-      key_rows[i - begin] = task.key + block_id * task.key_block_stride + offset * task.key_token_stride;
-      value_rows[i - begin] = task.value + block_id * task.value_block_stride + offset * task.value_token_stride;
-    }
+    tiles[tile ^ 1].find(task, end, least(end + kTileKeys, task.key_end));
     for (int64_t head = 0; head < task.num_kv_heads; ++head) {
-      for (int64_t j = 0; j < end - begin; ++j) {
-        keys[j] = reinterpret_cast<const T*>(key_rows[j] + head * task.key_head_stride);
-        values[j] = reinterpret_cast<const T*>(value_rows[j] + head * task.value_head_stride);
-      }
-      attend_head<T>(task, head, begin, end, keys, values, queries, scores);
+      find_head(tiles[tile].key, head * task.key_head_stride, keys);
+      find_head(tiles[tile].value, head * task.value_head_stride, values);
+      const bool last = head + 1 == task.num_kv_heads;
+      find_head(tiles[tile ^ last].key, last ? 0 : (head + 1) * task.key_head_stride, next_keys);
+      attend_head<T>(task, head, begin, end, {keys, values}, {values, next_keys}, queries, scores);
     }
   }
 }
