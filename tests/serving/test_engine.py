@@ -34,7 +34,7 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
     return outputs
 
 
-# --- requests and outputs ------------------------------------------------------------------------------------------------
+# --- requests and outputs --------------------------------------------------------------------------------------------
 
 
 def test_steps_give_every_token_once_and_the_whole_with_the_last() -> None:
@@ -121,7 +121,7 @@ def test_stats_count() -> None:
     assert make_engine().stats().hit_rate == 0
 
 
-# --- generate, stream and abort --------------------------------------------------------------------------------------------
+# --- generate, stream and abort --------------------------------------------------------------------------------------
 
 
 def test_generate_reports_progress_and_lets_others_go_on() -> None:
@@ -193,7 +193,7 @@ def test_a_stream_whose_request_is_aborted_raises() -> None:
         next(stream)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_one_parameter_a_prompt() -> None:
 
 
 def test_a_cache_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConf"):
+    with pytest.raises(ValueError, match="num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and"):
         make_engine(num_blocks=0)
 
 
@@ -261,7 +261,7 @@ def test_max_model_len_limits_prompt_and_output() -> None:
         engine.add_request(PROMPTS[1], PARAMS)
 
 
-# --- failures inside a step ----------------------------------------------------------------------------------------------
+# --- failures inside a step ------------------------------------------------------------------------------------------
 
 
 class Interruption(BaseException):
@@ -324,7 +324,7 @@ def test_logits_that_are_no_numbers_stop_the_step_and_name_the_request() -> None
     assert [outputs["r0"].token_ids, outputs["r2"].token_ids] == [expected()[0], expected()[2]]
 
 
-# --- the caller's model ---------------------------------------------------------------------------------------------------
+# --- the caller's model ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", ["eager", "sdpa"])

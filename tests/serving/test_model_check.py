@@ -65,7 +65,9 @@ def test_refused_at_load(name: str) -> None:
     make_config, message = REFUSED[name]
     model = tf.AutoModelForCausalLM.from_config(make_config(), attn_implementation="eager").eval()
     assert type(model).__name__ == name
-    with pytest.raises(ValueError, match=message.format(name)):
+    if not model._can_set_attn_implementation():  # of some of these, transformers has changed that over time
+        message = f"{message}|{NOT_BY_THE_INTERFACE}"
+    with pytest.raises(ValueError, match=message.replace("{}", name)):
         Engine.from_model(model, CACHE)
     assert model.config._attn_implementation == "eager"
 
@@ -96,6 +98,8 @@ def test_what_depends_on_the_place_in_the_row_is_refused() -> None:
 def test_models_that_drop_keywords_are_served(kind: str) -> None:
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(getattr(tf, kind)(**COMMON), attn_implementation="eager").eval()
+    if not model._can_set_attn_implementation():
+        pytest.skip(f"in this transformers, {type(model).__name__} does not go through AttentionInterface")
     check_tokens(model, min_distinct=10)
 
 
