@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "gather_cache.h"
+#include "paged_attention.h"
 #include "reshape_cache.h"
 
 namespace py = pybind11;
@@ -83,6 +84,21 @@ void bind_token_ops(py::module_& m) {
                       pointer<const int64_t>(offsets[1]), num_heads, max_threads});
       },
       py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.gather_cache, which checks what needs a tensor.");
+  m.def(
+      "paged_attention",
+      [](const Rows& query, const Rows& out, const View& key_cache, const View& value_cache, const Pair& types,
+         const std::array<int64_t, 6>& tables, const Pair& lengths, const std::array<int64_t, 5>& sizes, int64_t window,
+         float scale, float softcap, int64_t sinks, int max_threads, const std::string& kernel) {
+        auto type = [](int64_t code) { return static_cast<ElementType>(code); };
+        paged_attention({row_view(query), row_view(out), block_view(key_cache), block_view(value_cache), type(types[0]),
+                         type(types[1]), block_tables(tables), pointer<const int64_t>(lengths[0]),
+                         pointer<const int64_t>(lengths[1]), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window,
+                         scale, softcap, pointer<const float>(sinks), max_threads, kernel});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
+      "See kvpage.ops.paged_attention, which checks what needs a tensor.");
+  m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
 
 }  // namespace

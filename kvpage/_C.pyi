@@ -40,3 +40,21 @@ def gather_cache(
     max_threads: int,
     /,
 ) -> None: ...
+def paged_attention(
+    query: _Rows,
+    out: _Rows,
+    key_cache: _Blocks,
+    value_cache: _Blocks,
+    types: tuple[int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16
+    tables: _Tables,
+    lengths: tuple[int, int],  # addresses of seq_lens and query_lens
+    sizes: tuple[int, int, int, int, int],  # num_tokens, num_kv_heads, group_size, key_size, value_size
+    window: int,
+    scale: float,
+    softcap: float,  # 0: none
+    sinks: int,  # address, 0: none
+    max_threads: int,
+    /,
+    kernel: str = "",  # one of attention_kernels(); "": the best
+) -> None: ...
+def attention_kernels() -> list[str]: ...

@@ -45,3 +45,42 @@ def gather_cache(
     key, value = layout.split_kv(cache)
     block_ids, offsets = slots // layout.block_size, slots % layout.block_size
     return key[block_ids, offsets], value[block_ids, offsets]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: CacheLayout,
+    scale: float | None = None,
+    query_lens: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    value_size: int | None = None,
+) -> torch.Tensor:
+    """Softmax attention of each sequence's last query_lens[i] tokens to its seq_lens[i] tokens, all in fp32."""
+    _, num_heads, key_size = query.shape
+    group_size = num_heads // layout.num_kv_heads
+    query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
+    outputs = [query.new_empty(0, num_heads, value_size or layout.head_size)]
+    queries = query.float().split(query_lens.tolist())
+    for rows, table, length in zip(queries, block_tables, seq_lens.tolist(), strict=True):
+        key, value = gather_cache(cache, table[None], torch.tensor([length]), layout)
+        key = key[..., :key_size].float().repeat_interleave(group_size, 1)  # [length, num_heads, key_size]
+        value = value[..., :value_size].float().repeat_interleave(group_size, 1)
+        scores = torch.einsum("qhd,khd->hqk", rows, key) * (key_size**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        positions = torch.arange(length - len(rows), length, device=query.device)[:, None]
+        seen = torch.arange(length, device=query.device) <= positions
+        if sliding_window is not None:
+            seen &= torch.arange(length, device=query.device) > positions - sliding_window
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, len(rows), 1)
+            scores = torch.cat([scores, sink], 2)
+        weights = scores.softmax(2)[..., :length]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype))
+    return torch.cat(outputs)

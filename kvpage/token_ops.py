@@ -100,6 +100,101 @@ def gather_cache(
     return out
 
 
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: Lengths,
+    layout: CacheLayout,
+    scale: float | None = None,
+    query_lens: Lengths | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    value_size: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of each sequence's last tokens to all of its tokens, read in place from their blocks. CPU only.
+
+    query: [num_tokens, num_heads, key_size], the queries of one sequence after those of the other; any strides with the
+        last dimension contiguous; the cache's dtype (fp32, bf16 or fp16), or fp32. num_heads is a multiple of the
+        layout's num_kv_heads; neighbours share a KV head. key_size <= head_size.
+    block_tables: int32 [num_seqs, max_blocks]; entries that no visible token lies in are not read.
+    seq_lens: [num_seqs], the tokens of each sequence in the cache, those of its queries included.
+    query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
+        tokens up to that; with `sliding_window` only as many of them as that, its own included.
+    scale: of the products, default key_size ** -0.5. softcap: scores become softcap * tanh(score / softcap).
+    sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
+    value_size: of V's heads and of the output, default head_size.
+    out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must not
+        share memory with the others.
+
+    Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
+    table entry that names no block, before anything is written. Best for few queries a sequence: for a long prompt
+    gathering and torch's scaled_dot_product_attention are faster.
+    """
+    layout.validate(cache)
+    tables = _tables(cache, block_tables, layout)
+    num_seqs, max_blocks = block_tables.shape
+    lengths = _lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
+    queries = _lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
+    value_size = layout.head_size if value_size is None else value_size
+    key_size, group_size = _check_query(query, cache, layout)
+    if out is None:
+        out = query.new_empty(*query.shape[:2], value_size)
+    _check_size("out", out, layout)
+    _check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
+    _check_options(sliding_window, softcap)
+    if sinks is not None:
+        _check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
+        sinks = sinks.float().contiguous()
+    key_cache, value_cache = layout.split_kv(cache)
+    _C.paged_attention(
+        _row_view(query),
+        _row_view(out),
+        _block_view(key_cache),
+        _block_view(value_cache),
+        (_TYPE_CODES[query.dtype], _TYPE_CODES[cache.dtype]),
+        tables,
+        (lengths.data_ptr(), queries.data_ptr()),
+        (query.shape[0], layout.num_kv_heads, group_size, key_size, value_size),
+        _EVERY_KEY if sliding_window is None else sliding_window,
+        key_size**-0.5 if scale is None else scale,
+        softcap or 0.0,
+        0 if sinks is None else sinks.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ElementType of csrc/attention_kernel.h
+_EVERY_KEY = 2**62
+
+
+def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) -> tuple[int, int]:
+    """Checks the queries of paged_attention; the size of their heads, and how many share a KV head."""
+    if cache.device.type != "cpu":
+        raise ValueError(f"cache must be on the CPU, got {cache.device}")
+    if query.dim() != 3:
+        raise ValueError(f"query must be [num_tokens, num_heads, size], got shape {tuple(query.shape)}")
+    if cache.dtype not in _TYPE_CODES:
+        raise ValueError(f"cache.dtype must be one of {', '.join(map(str, _TYPE_CODES))}, got {cache.dtype}")
+    if query.dtype not in (cache.dtype, torch.float32):
+        raise ValueError(f"query.dtype must be {cache.dtype} or torch.float32, got {query.dtype}")
+    if query.shape[1] == 0 or query.shape[1] % layout.num_kv_heads:
+        raise ValueError(f"query's heads must be a multiple of {layout.num_kv_heads}, got {query.shape[1]}")
+    _check_size("query", query, layout)
+    _check_tensor("query", query, query.dtype, tuple(query.shape), cache.device)
+    return query.shape[2], query.shape[1] // layout.num_kv_heads
+
+
+def _check_options(sliding_window: int | None, softcap: float | None) -> None:
+    if sliding_window is not None and not 1 <= sliding_window <= _EVERY_KEY:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be positive, got {softcap}")
+
+
 def _block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
     """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]."""
     item, strides = blocks.element_size(), blocks.stride()
@@ -171,7 +266,7 @@ def _lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> torch.
         raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {tuple(tensor.shape)}")
     for bound in (int(tensor.min()), int(tensor.max())) if num_seqs else ():
         if not 0 <= bound <= maximum:
-            raise ValueError(f"{name} must be in [0, {maximum}], for which block_tables has room, got {bound}")
+            raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
     return tensor
 
 
