@@ -31,7 +31,11 @@ namespace {
 py::dict build_info() {
   py::dict info;
   info["version"] = KVPAGE_VERSION;
+#ifdef __clang__
   info["compiler"] = __VERSION__;
+#else
+  info["compiler"] = "GCC " __VERSION__;
+#endif
 #ifdef KVPAGE_HAS_CUDA
   info["cuda"] = KVPAGE_CUDA_VERSION;
   info["cuda_archs"] = KVPAGE_CUDA_ARCHS;

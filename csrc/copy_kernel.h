@@ -47,14 +47,24 @@ struct alignas(16) Vector16 {
   unsigned long long low, high;
 };
 
+// On a device it says that the address is one of global memory, which an integer does not show: generic accesses are
+// slower.
+KVPAGE_HOST_DEVICE void* memory(Address address) {
+#ifdef __CUDA_ARCH__
+  return __cvta_global_to_generic(address);
+#else
+  return reinterpret_cast<void*>(static_cast<uintptr_t>(address));
+#endif
+}
+
 // Copies one lane's part of a unit. Every piece's addresses, steps and bytes are multiples of sizeof(Vector).
 template <typename Vector>
 KVPAGE_HOST_DEVICE void copy_lane(const CopyParams& params, int64_t unit, int lane) {
   const int64_t extent = unit / params.units_per_extent;
   const Piece& piece = params.pieces[extent % params.num_pieces];
   const BlockPair pair = params.pairs[extent / params.num_pieces];
-  const Vector* src = reinterpret_cast<const Vector*>(piece.src + pair.src_id * piece.src_step);
-  Vector* dst = reinterpret_cast<Vector*>(piece.dst + pair.dst_id * piece.dst_step);
+  const Vector* src = static_cast<const Vector*>(memory(piece.src + pair.src_id * piece.src_step));
+  Vector* dst = static_cast<Vector*>(memory(piece.dst + pair.dst_id * piece.dst_step));
   const int64_t num_vectors = piece.bytes / static_cast<int64_t>(sizeof(Vector));
   const int64_t first = (unit % params.units_per_extent) * (kLanes * kUnroll) + lane;
   Vector held[kUnroll];
