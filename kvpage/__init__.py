@@ -7,6 +7,7 @@ from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up
 from kvpage import _C
 from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager, BlockStats
+from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout import CacheLayout
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",
+    "build_info",
     "register_backend",
     "__version__",
 ]
