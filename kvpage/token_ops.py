@@ -5,15 +5,20 @@ for tensors on a CUDA device. Block ids and slots on the host are checked before
 are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
 """
 
+import functools
+import importlib.util
 import operator
+import os
+import warnings
 from collections.abc import Sequence
 
 import torch
 
-from kvpage import _C
+from kvpage import _C, reference
 from kvpage.layout import CacheLayout
 
 Lengths = Sequence[int] | torch.Tensor
+_DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
 
 
 def reshape_and_cache(
@@ -35,6 +40,9 @@ def reshape_and_cache(
     _check_rows("value", value, key.shape[0], cache, layout)
     _check_tensor("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), cache.device)
     slots = slot_mapping.contiguous()  # held until the call is over
+    if cache.is_cuda:
+        _reshape_on_cuda(key, value, cache, slots, layout)
+        return
     _C.reshape_and_cache(
         _row_view(key),
         _row_view(value),
@@ -68,8 +76,8 @@ def gather_cache(
         they are. Without `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size].
 
     Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
-    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped, and
-    `check_device` reports it. `out` must not share memory with `cache`.
+    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
+    and `check_device` reports it. `out` must not share memory with `cache`.
     """
     layout.validate(cache)
     tables = _tables(cache, block_tables, layout)
@@ -83,7 +91,12 @@ def gather_cache(
     offsets = [
         _out_offsets(name, rows, lengths, cache, layout) for name, rows in zip(("key", "value"), out, strict=True)
     ]
+    if out[0].dim() != out[1].dim():
+        raise ValueError(f"key and value must have as many dimensions, got {out[0].dim()} and {out[1].dim()}")
     key_cache, value_cache = layout.split_kv(cache)
+    if cache.is_cuda:
+        _gather_on_cuda(cache, block_tables, lengths, starts, out, layout)
+        return out
     _C.gather_cache(
         _block_view(key_cache),
         _block_view(value_cache),
@@ -193,6 +206,85 @@ def _check_options(sliding_window: int | None, softcap: float | None) -> None:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be positive, got {softcap}")
+
+
+# --- on a CUDA device ------------------------------------------------------------------------------------------------
+
+_ERRORS = {1: "slot_mapping held a slot out of range", 2: "block_tables held a block id out of range"}
+_error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
+
+
+def check_device(device: torch.device | str = "cuda") -> None:
+    """Waits for the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
+
+    What named it was skipped, everything else was done. With KVPAGE_DEBUG=1 in the environment every operation calls
+    this itself.
+    """
+    device = _with_index(torch.device(device))
+    if device not in _error_words:
+        return
+    word = int(_error_words[device].item())
+    if word:
+        _error_words[device].zero_()
+        raise ValueError(
+            "; ".join(text for bit, text in _ERRORS.items() if word & bit) + f" on {device}; it was skipped"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _error_word(device: torch.device) -> torch.Tensor:
+    if device not in _error_words:
+        _error_words[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _error_words[device]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn("triton is not installed: tokens are written and gathered by slower torch operations", stacklevel=4)
+    return False
+
+
+def _reshape_on_cuda(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout
+) -> None:
+    if not _has_triton():
+        reference.reshape_and_cache(key, value, cache, slots, layout)
+        return
+    from kvpage.kernels import reshape
+
+    with torch.cuda.device(cache.device):
+        reshape.reshape_and_cache(key, value, *layout.split_kv(cache), slots, _error_word(cache.device))
+    if _DEBUG:
+        check_device(cache.device)
+
+
+def _gather_on_cuda(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    layout: CacheLayout,
+) -> None:
+    if not _has_triton():
+        reference.gather_into(cache, block_tables, lengths, starts, out, layout)
+        return
+    from kvpage.kernels import gather
+
+    with torch.cuda.device(cache.device):
+        gather.gather_cache(*layout.split_kv(cache), block_tables, starts, lengths, *out, _error_word(cache.device))
+    if _DEBUG:
+        check_device(cache.device)
+
+
+# --- what the native calls take ----------------------------------------------------------------------------------------
 
 
 def _block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
