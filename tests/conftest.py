@@ -1,12 +1,18 @@
-"""Tests marked `gpu` are skipped, with a reason, where there is no CUDA device."""
+"""What all tests share: seeds, and the one place where tests that need a GPU are skipped."""
 
 import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
+    skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

@@ -332,7 +332,7 @@ def bad_gathers():
     yield "seq_lens must be in", {"seq_lens": [-1, 13]}
     yield "seq_lens must be in", {"seq_lens": [9, 3]}
     yield "seq_starts must be in", {"seq_starts": [0, -4]}
-    yield "must hold the blocks", {"seq_starts": [1, 0]}
+    yield "must be at most 8, got 9", {"seq_starts": [1, 0]}
     yield "one entry for each", {"seq_lens": [12]}
     yield "one entry for each", {"seq_starts": [0, 0, 0]}
     yield "int32 or int64", {"seq_lens": torch.tensor([8.0, 4.0])}
@@ -424,3 +424,17 @@ def check_reported(where, error, bit, match):
     with pytest.raises(ValueError, match=match):
         ops.check_device()
     ops.check_device()  # it is reported once
+
+
+def test_a_cache_that_is_nowhere_is_refused():
+    layout = make_layout()
+    cache, rows = torch.empty(layout.shape(2), device="meta"), torch.empty(1, 3, 10, device="meta")
+    with pytest.raises(ValueError, match="CPU or a CUDA"):
+        ops.reshape_and_cache(rows, rows, cache, torch.empty(1, dtype=torch.int64, device="meta"), layout)
+    with pytest.raises(ValueError, match="CPU or a CUDA"):
+        ops.gather_cache(cache, torch.empty(1, 1, dtype=torch.int32, device="meta"), [1], layout)
+
+
+def test_check_device_takes_a_cuda_device():
+    with pytest.raises(ValueError, match="must be a CUDA device, got cpu"):
+        ops.check_device("cpu")
