@@ -60,6 +60,7 @@ def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout
 ) -> None:
     if not _has_triton():
+        _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
         reference.reshape_and_cache(key, value, cache, slots, layout)
         return
     from kvpage.kernels import reshape
@@ -79,6 +80,7 @@ def gather_cache(
     layout: CacheLayout,
 ) -> None:
     if not _has_triton():
+        _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
         reference.gather_into(cache, block_tables, lengths, starts, out, layout)
         return
     from kvpage.kernels import gather
@@ -87,3 +89,19 @@ def gather_cache(
         gather.gather_cache(*layout.split_kv(cache), block_tables, starts, lengths, *out, _error_word(cache.device))
     if _DEBUG:
         check_device(cache.device)
+
+
+def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
+    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    bad = (slots < -1) | (slots >= num_slots)
+    if bool(bad.any()):
+        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(slots[bad][0])}")
+
+
+def _check_blocks(
+    block_tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, num_blocks: int, block_size: int
+) -> None:
+    for table, start, length in zip(block_tables.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+        for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")

@@ -5,11 +5,12 @@ On the device "interpreter", which test_triton.py asks for in a process of its o
 
 import itertools
 import os
+import warnings
 
 import pytest
 import torch
 
-from kvpage import CacheLayout, ops, reference
+from kvpage import CacheLayout, ops, reference, token_ops_cuda
 
 BLOCK = 4
 LAYOUTS = list(itertools.product(("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")))
@@ -424,6 +425,61 @@ def check_reported(where, error, bit, match):
     with pytest.raises(ValueError, match=match):
         ops.check_device()
     ops.check_device()  # it is reported once
+
+
+# --- torch operations, where Triton is not installed -----------------------------------------------------------------
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    monkeypatch.setattr(token_ops_cuda, "_has_triton", lambda: False)
+
+
+def test_reshape_by_torch(without_triton):
+    torch.manual_seed(13)
+    layout = make_layout()
+    cache, memory = poisoned(layout, 5)
+    slots = random_slots(9, 5, layout)
+    key, value = (random_rows(len(slots), layout, size) for size in (10, 6))
+    before = [view.clone() for view in memory]
+    for bad in (-2, 20):
+        with pytest.raises(ValueError, match=f"got {bad}"):
+            token_ops_cuda.reshape_and_cache(key, value, cache, slots.index_fill(0, torch.tensor(3), bad), layout)
+    assert all(torch.equal(view, old) for view, old in zip(memory, before, strict=True))
+    token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout)
+    got = [view.clone() for view in memory]
+    for view, old in zip(memory, before, strict=True):
+        view.copy_(old)
+    ops.reshape_and_cache(key, value, cache, slots, layout)
+    assert all(torch.equal(view, want) for view, want in zip(got, memory, strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gather_by_torch(without_triton, padded):
+    torch.manual_seed(14)
+    layout, lengths, starts = make_layout(), [5, 0, 8], [3, 2, 0]
+    cache, tables = filled(layout, 12), random_tables(lengths, 12, layout, starts)
+    shape = [3, 9, 3] if padded else [13, 3]
+    outs = [[torch.full([*shape, size], float("nan")) for size in (10, 6)] for _ in range(2)]
+    arguments = (tables, torch.tensor(lengths), torch.tensor(starts))
+    token_ops_cuda.gather_cache(cache, *arguments, outs[0], layout)
+    ops.gather_cache(cache, *arguments[:2], layout, starts, outs[1])
+    assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
+    tables[2, 1] = 12
+    with pytest.raises(ValueError, match="got 12"):
+        token_ops_cuda.gather_cache(cache, *arguments, outs[0], layout)
+    assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
+
+
+def test_the_lack_of_triton_is_told_once(monkeypatch):
+    monkeypatch.setattr(token_ops_cuda.importlib.util, "find_spec", lambda name: None)
+    token_ops_cuda._has_triton.cache_clear()
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        assert not token_ops_cuda._has_triton()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not token_ops_cuda._has_triton()
+    token_ops_cuda._has_triton.cache_clear()
 
 
 def test_a_cache_that_is_nowhere_is_refused():
