@@ -6,8 +6,8 @@ import pytest
 import torch
 from serving.models import CONFIGS, generate_each, make_model, make_prompts
 
-from kvpage import CacheConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage import CacheConfig, ops
+from kvpage.serving import Engine, SamplingParams, attention
 
 B = 4
 KINDS = list(CONFIGS)
@@ -85,6 +85,25 @@ def test_scarce_blocks(kind: str) -> None:
     assert [output.token_ids for output in outputs] == expected(kind, "different")
     assert engine.stats().num_preemptions > 0
     check_drained(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gathering_instead_of_reading_in_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on devices for which no operation reads blocks in place."""
+    monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
+    monkeypatch.setattr(ops, "paged_attention", None)
+    engine = make_engine(kind, max_num_batched_tokens=7)
+    outputs = engine.generate(PROMPTS["sharing"], PARAMS)
+    assert [output.token_ids for output in outputs] == expected(kind, "sharing")
+    check_drained(engine)
+
+
+def test_double_precision() -> None:
+    model = make_model("llama").double()
+    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=128))
+    assert engine.cache.layout.dtype == torch.float64
+    outputs = engine.generate(PROMPTS["sharing"], PARAMS)
+    assert [output.token_ids for output in outputs] == generate_each(model, PROMPTS["sharing"], MAX_TOKENS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()))
