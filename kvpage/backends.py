@@ -25,8 +25,8 @@ class AttentionBackend(Protocol):
 
     `kv_layouts`: the layouts it knows (default: NHD only).
     `get_kv_cache_stride_order(kv_layout) -> Sequence[int]`: default is the order of the generic shape.
-    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; a backend without
-        it can be swapped and copied, but not written and read by `reshape_and_cache` and `gather_cache`.
+    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; a backend
+        without it can be swapped and copied, but not written and read by `reshape_and_cache` and `gather_cache`.
     `swap_blocks(src, dst, block_mapping)` and `copy_blocks(caches, block_mapping)`: called instead of kvpage's own,
         with one layer's tensors, or with the tensors of all layers; `block_mapping` is int64 [num_pairs, 2] on the CPU.
     """

@@ -210,7 +210,7 @@ class CacheConfig:
         cpu_bytes: int = 0,
         **fields: Any,
     ) -> "CacheConfig":
-        """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (bytes of one rank); `fields` are CacheConfig's others."""
+        """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (of one rank); `fields` are CacheConfig's others."""
         _require_int("gpu_bytes", gpu_bytes, 0)
         _require_int("cpu_bytes", cpu_bytes, 0)
         parallel_config = parallel_config or ParallelConfig()
