@@ -106,7 +106,9 @@ def plot(results: dict, path: str) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.5))
     names = list(next(iter(results.values())))
     for i, (layer_layout, rows) in enumerate(results.items()):
-        axes.bar([x + 0.4 * i for x in range(len(names))], [rows[n]["gb_per_s"] for n in names], 0.38, label=layer_layout)
+        axes.bar(
+            [x + 0.4 * i for x in range(len(names))], [rows[n]["gb_per_s"] for n in names], 0.38, label=layer_layout
+        )
     axes.set_xticks([x + 0.2 for x in range(len(names))], names)
     axes.set_ylabel("GB/s moved")
     axes.set_title("Host-to-host swap of blocks")

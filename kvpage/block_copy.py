@@ -51,7 +51,7 @@ class BlockCopier:
         block_mapping: int64 [num_pairs, 2] on the CPU, in any order; it may be empty. Not needed after the call.
 
         On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for; host
-        tensors must be pinned for that, pageable ones work and may block. Tensors must stay until the stream has passed.
+        tensors must be pinned for that, pageable ones work and may block. Tensors must stay till the stream has passed.
 
         Raises ValueError, before anything is written, for ids out of range, for a destination named twice, and, within
         one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Also
