@@ -123,6 +123,9 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         """Blocks that evict() would free, exactly."""
+    @property
+    def num_nodes(self) -> int:
+        """Edges: what a path's cost grows with. A conversation that grew block by block is one."""
     def match(self, tokens: _Integers, namespace: bytes = b"") -> Match:
         """Pins the longest run of cached whole blocks that leaves at least one token to compute.
 
