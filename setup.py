@@ -35,8 +35,10 @@ class CMakeBuild(build_ext):
             f"-DKVPAGE_VERSION={self.distribution.get_version()}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]  # fmt: skip
-        subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_C"], check=True)
+        for command in (configure, ["cmake", "--build", str(build), "--target", "_C"]):
+            code = subprocess.run(command).returncode
+            if code:
+                sys.exit(f"building kvpage._C failed with exit code {code}; what CMake printed above says why")
 
 
 setup(

@@ -44,6 +44,58 @@ def gather_cache(
     max_threads: int,
     /,
 ) -> None: ...
+def paged_attention(
+    query: _Rows,
+    out: _Rows,
+    key_cache: _Blocks,
+    value_cache: _Blocks,
+    types: tuple[int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16
+    tables: _Tables,
+    lengths: tuple[int, int],  # addresses of seq_lens and query_lens
+    sizes: tuple[int, int, int, int, int],  # num_tokens, num_kv_heads, group_size, key_size, value_size
+    window: int,
+    scale: float,
+    softcap: float,  # 0: none
+    sinks: int,  # address, 0: none
+    max_threads: int,
+    /,
+    kernel: str = "",  # one of attention_kernels(); "": the best
+) -> None: ...
+def attention_kernels() -> list[str]: ...
+
+# --- blocks: moving them ---
+
+Layer = tuple[int, Sequence[int]]  # address, strides in bytes
+
+class BlockCopier:
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[int],
+        block_dim: int,
+        element_bytes: int,
+        srcs: Sequence[Layer],
+        dsts: Sequence[Layer],
+        num_src_blocks: int,
+        num_dst_blocks: int,
+        src_device: int,
+        dst_device: int,
+        pinned: bool,
+    ) -> None: ...
+    @property
+    def num_pieces(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def run(self, pairs: int, num_pairs: int, stream: int, max_threads: int) -> None: ...
+    def check(self, pairs: int, num_pairs: int) -> None: ...
+    def extents(self, pairs: int, num_pairs: int) -> list[tuple[int, int, int]]: ...
+
+def _copy_kernel_on_host(
+    copier: BlockCopier, pairs: int, num_pairs: int, vector_bytes: int = 0, max_threads: int = ...
+) -> None: ...
+def cuda_error() -> str | None: ...
+def cuda_machine() -> dict[str, Any] | None: ...
+
 
 # Blocks. Integers: a contiguous one-dimensional int32 or int64 array, a buffer of such (array.array, memoryview), or a
 # torch CPU tensor, all read in place; or a list. Every ValueError leaves all as it was.

@@ -8,6 +8,7 @@ from kvpage import _C
 from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager, BlockStats
+from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout import CacheLayout
@@ -29,6 +30,7 @@ __all__ = [
     "OutOfBlocks",
     "ParallelConfig",
     "PrefixTree",
+    "build_info",
     "register_backend",
     "__version__",
 ]

@@ -183,10 +183,10 @@ def serve(engine: Engine, conversations: list[Conversation], params: SamplingPar
                 conversation.history += output.token_ids
                 if conversation.turns:
                     by_request[ask(engine, conversation, params)] = conversation
-            stats = engine.stats()
+            blocks = engine.manager.stats()
             record.seconds.append(time.perf_counter() - started)
-            record.used_blocks.append(stats.blocks.num_used_blocks)
-            record.cached_blocks.append(stats.blocks.num_evictable_blocks)
+            record.used_blocks.append(blocks.num_used_blocks)
+            record.cached_blocks.append(blocks.num_evictable_blocks)
     return record
 
 
@@ -218,21 +218,22 @@ def equals_generate(model: Any, output: RequestOutput) -> bool:
 
 
 def show(engine: Engine, record: Record, console: Console) -> None:
-    stats = engine.stats()
+    stats, blocks = engine.stats(), engine.manager.stats()
     first_token = [1e3 * (output.first_token_time - output.arrival_time) for output in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
-    table = Table(title="served")
-    for name in ("requests", "generated tokens/s", "first token p50", "p99", "hit rate", "blocks used", "preemptions"):
-        table.add_column(name, justify="right")
-    table.add_row(
-        str(len(record.outputs)),
-        f"{num_generated / record.seconds[-1]:.0f}",
-        f"{np.percentile(first_token, 50):.0f} ms",
-        f"{np.percentile(first_token, 99):.0f} ms",
-        f"{100 * stats.blocks.hit_rate:.1f} %",
-        f"{max(record.used_blocks)} of {stats.blocks.num_blocks}",
-        str(stats.num_preemptions),
-    )
+    rows = {
+        "requests": f"{len(record.outputs)}",
+        "generated tokens/s": f"{num_generated / record.seconds[-1]:.0f}",
+        "time to first token, p50": f"{np.percentile(first_token, 50):.0f} ms",
+        "time to first token, p99": f"{np.percentile(first_token, 99):.0f} ms",
+        "prompt tokens from the cache": f"{100 * blocks.hit_rate:.1f} %",
+        "blocks in use at most": f"{max(record.used_blocks)} of {blocks.num_blocks}",
+        "blocks evicted": f"{blocks.evicted_blocks}",
+        "preemptions": f"{stats.num_preemptions}",
+    }
+    table = Table("served", "", title="kvpage demo")
+    for name, value in rows.items():
+        table.add_row(name, value)
     console.print(table)
 
 

@@ -16,6 +16,7 @@ from kvpage.serving.dense_attention import AttentionOptions, attend
 from kvpage.serving.step import Step
 
 IMPLEMENTATION = "kvpage"
+IN_PLACE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 current_step: ContextVar[Step | None] = ContextVar("kvpage_step", default=None)
 """The step, for models that drop keywords on the way to the attention function; others pass the keyword `kvpage`."""
@@ -55,10 +56,24 @@ def paged_attention(
     step.calls.append((layer, sliding_window))
     options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
-    return _attend_over_blocks(query, key, value, step.caches[layer], step, options).unsqueeze(0), None
+    _write(key, value, step.caches[layer], step)
+    attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
+    return attend_over_blocks(query, key, value, step.caches[layer], step, options).unsqueeze(0), None
 
 
-def _attend_over_blocks(
+def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, step: Step) -> None:
+    layout = step.layout
+    if key.shape[1] != layout.num_kv_heads:
+        raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
+    ops.reshape_and_cache(key.to(layout.dtype), value.to(layout.dtype), cache, step.slot_mapping, layout)
+
+
+def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
+    """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
+    return query.device.type == "cpu" and {query.dtype, step.layout.dtype} <= IN_PLACE_DTYPES
+
+
+def _attend_in_place(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -66,17 +81,38 @@ def _attend_over_blocks(
     step: Step,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    layout = step.layout
-    if key.shape[1] != layout.num_kv_heads:
-        raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
-    ops.reshape_and_cache(key.to(layout.dtype), value.to(layout.dtype), cache, step.slot_mapping, layout)
-    outputs, begin = [], 0
+    """All sequences in one call, whose K and V stay where they are."""
+    output = ops.paged_attention(
+        query if query.dtype == step.layout.dtype else query.float(),
+        cache,
+        step.block_tables,
+        step.host_seq_lens,
+        step.layout,
+        scale=options.scale,
+        query_lens=step.host_query_lens,
+        sliding_window=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        value_size=value.shape[-1],
+    )
+    return output.to(query.dtype)
+
+
+def _attend_gathered(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    step: Step,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Sequence by sequence, over K and V copied out of the blocks; those of a sequence that begins are at hand."""
+    layout, outputs, begin = step.layout, [], 0
     for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
         rows = slice(begin, begin + num_queries)
         keys, values = key[rows], value[rows]
         if num_keys > num_queries or layout.dtype != key.dtype:
-            table = step.block_tables[index : index + 1]
-            keys, values = ops.gather_cache(cache, table, step.host_seq_lens[index : index + 1], layout)
+            keys, values = ops.gather_cache(cache, step.block_tables[index : index + 1], [num_keys], layout)
             keys, values = keys[..., : key.shape[-1]].to(key.dtype), values[..., : value.shape[-1]].to(value.dtype)
         outputs.append(attend(query[rows], keys, values, options))
         begin += num_queries

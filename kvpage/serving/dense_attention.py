@@ -110,13 +110,14 @@ def _by_sdpa(
 def _by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
 ) -> torch.Tensor:
-    scores = (query.float() * options.scale) @ key.float().transpose(-1, -2)  # [kv heads, group, queries, keys]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(dtype) * options.scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if tile.mask is not None:
         scores = scores.masked_fill(~tile.mask, float("-inf"))
     if options.sinks is not None:
-        sinks = options.sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        sinks = options.sinks.to(dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
-    return (weights @ value.float()).to(query.dtype)
+    return (weights @ value.to(dtype)).to(query.dtype)

@@ -48,7 +48,7 @@ def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: M
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device))
     found = _paged_logits(runner, engine, sequences, blocks_each)
     error = _relative_error(found, expected)
-    limit = MAX_ERROR if expected.dtype in (torch.float32, torch.float64) else MAX_ERROR_HALF
+    limit = MAX_ERROR if min(expected.dtype.itemsize, engine.layout.dtype.itemsize) >= 4 else MAX_ERROR_HALF
     if not error <= limit:  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
 

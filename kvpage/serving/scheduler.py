@@ -196,7 +196,7 @@ class _Prefills:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        if self._enabled and request.num_room - request.num_computed >= self._block_size:
+        if self._enabled and self._whole_blocks(request.num_room) > request.num_computed:
             self._by_first_block.setdefault(self._key(request), []).append(request)
 
     def will_share(self, request: Request) -> bool:
@@ -210,7 +210,10 @@ class _Prefills:
         length = min(request.num_tokens - 1, other.num_room)
         differ = request.tokens[:length] != other.tokens[:length]
         num_equal = int(differ.argmax()) if differ.any() else length
-        return num_equal // self._block_size * self._block_size
+        return self._whole_blocks(num_equal)
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._block_size * self._block_size
 
     def _key(self, request: Request) -> tuple[bytes, bytes]:
         return request.namespace, request.tokens[: self._block_size].tobytes()

@@ -22,7 +22,7 @@ class Step:
     """One forward pass over `caches`, one cache by layer_idx.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
-    host_seq_lens: int32 [num_seqs] on the host; query_lens and seq_lens are lists of plain integers.
+    host_query_lens, host_seq_lens: int64 [num_seqs] on the host, and the same as lists of plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
     """
 
@@ -30,6 +30,7 @@ class Step:
     layout: CacheLayout
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
+    host_query_lens: torch.Tensor
     host_seq_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]
@@ -45,12 +46,14 @@ class Step:
         ends: list[int],
     ) -> "Step":
         """A step that computes the positions [starts[i], ends[i]) of each sequence."""
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
         return cls(
             caches=dict(zip(engine.layer_ids, engine.gpu_cache, strict=True)),
             layout=engine.layout,
             slot_mapping=torch.from_numpy(slot_mapping).to(engine.device),
             block_tables=torch.from_numpy(block_tables).to(engine.device),
-            host_seq_lens=torch.tensor(ends, dtype=torch.int32),
-            query_lens=[end - start for start, end in zip(starts, ends, strict=True)],
+            host_query_lens=torch.tensor(query_lens),
+            host_seq_lens=torch.tensor(ends),
+            query_lens=query_lens,
             seq_lens=ends,
         )

@@ -49,6 +49,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     ),
     "gpt_oss": lambda: _config(
         "GptOssConfig", sliding_window=WINDOW, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256, rope_parameters={
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0,
+        },
     ),
     "phi3": lambda: _config("Phi3Config", sliding_window=WINDOW),
     "deepseek_v3": lambda: _config(
@@ -78,7 +81,7 @@ def spread_sinks(model: tf.PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter, std=2.0)
 
 
-def generate(model: tf.PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+def generate_each(model: tf.PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """The greedy tokens of `model.generate`, one prompt at a time."""
     outputs = []
     for prompt in prompts:
@@ -88,6 +91,15 @@ def generate(model: tf.PreTrainedModel, prompts: list[list[int]], max_tokens: in
         )
         outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs
+
+
+def generate_padded(model: tf.PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy tokens of `model.generate` for all prompts in one left-padded batch."""
+    width = max(map(len, prompts))
+    rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    tokens = model.generate(rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+    return tokens[:, width:].tolist()
 
 
 def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

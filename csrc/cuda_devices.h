@@ -1,0 +1,27 @@
+// What CUDA finds on this machine. Only in builds with CUDA.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvpage {
+
+struct CudaDevice {
+  std::string name;
+  int major, minor;      // compute capability
+  int num_copy_engines;  // asyncEngineCount
+};
+
+struct CudaMachine {
+  int driver_version = 0;  // 1000 * major + 10 * minor; 0 without a driver
+  std::vector<CudaDevice> devices;
+};
+
+// Why no device can be used: the driver is missing or older than this build needs, or there is no device. Else nothing.
+std::optional<std::string> find_cuda_error();
+
+// Reads properties and makes no context on any device.
+CudaMachine find_cuda_machine();
+
+}  // namespace kvpage
