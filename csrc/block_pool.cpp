@@ -35,9 +35,13 @@ void BlockPool::check_id(int64_t block_id) const {
         num_blocks() - 1, ", got ", block_id);
 }
 
-void BlockPool::refuse(int32_t block_id, const char* verb) const {
+uint32_t BlockPool::count_or_zero(int32_t block_id) const {
+  return static_cast<uint32_t>(block_id) < counts_.size() ? counts_[block_id] : 0;
+}
+
+// `count` is the block's as the call found it, what the call had done to it before included.
+void BlockPool::refuse(int32_t block_id, uint32_t count, const char* verb) const {
   check_id(block_id);
-  const uint32_t count = counts_[block_id];
   if (count == 0) fail("cannot ", verb, " block ", block_id, ": no reference is left on it");
   if (count & kCached) fail("cannot ", verb, " block ", block_id, ": it belongs to a prefix tree");
   fail("cannot ", verb, " block ", block_id, ": it has ", count, " references");
@@ -52,7 +56,7 @@ void BlockPool::share(std::span<const int32_t> ids) {
       continue;
     }
     for (size_t done = 0; done < i; ++done) --counts_[ids[done]];
-    refuse(ids[i], "share");
+    refuse(ids[i], count_or_zero(ids[i]), "share");
   }
 }
 
@@ -69,9 +73,10 @@ void BlockPool::release_locked(std::span<const int32_t> ids) {
       if (--counts_[id] == 0) free_[num_free_++] = ids[i];
       continue;
     }
+    const uint32_t count = count_or_zero(ids[i]);
     num_free_ = num_free_before;  // what was pushed lies above the stack again
     for (size_t done = i + 1; done < ids.size(); ++done) ++counts_[ids[done]];
-    refuse(ids[i], "release");
+    refuse(ids[i], count, "release");
   }
 }
 
@@ -87,7 +92,7 @@ void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> s
   try {
     for (int32_t id : fresh) {
       check_id(id);
-      if (counts_[id] != 1) refuse(id, "cache");
+      if (counts_[id] != 1) refuse(id, counts_[id], "cache");
       counts_[id] = 1 | kCached;  // so that the same id, named again, is refused
       ++num_adopted;
     }

@@ -61,7 +61,8 @@ class BlockPool {
  private:
   void check_id(int64_t block_id) const;
   void release_locked(std::span<const int32_t> ids);
-  [[noreturn]] void refuse(int32_t block_id, const char* verb) const;
+  uint32_t count_or_zero(int32_t block_id) const;
+  [[noreturn]] void refuse(int32_t block_id, uint32_t count, const char* verb) const;
 
   static constexpr uint32_t kCached = 1u << 31;  // beside the count, which is 1
 

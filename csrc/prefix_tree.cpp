@@ -35,6 +35,11 @@ int64_t PrefixTree::num_evictable() const {
   return num_evictable_;
 }
 
+int64_t PrefixTree::num_nodes() const {
+  std::lock_guard lock(mutex_);
+  return children_.size();
+}
+
 // --- matches ---
 
 Match PrefixTree::match(const TokenView& tokens, std::string_view name) {

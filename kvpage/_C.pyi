@@ -104,8 +104,8 @@ _Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | Any
 class BlockPool:
     """The block ids of one tier: a reference count each, and a stack of the free ones.
 
-    A fresh pool hands out ascending ids; what is released together is handed out in the same order again. A block that a
-    PrefixTree has cached has one reference, the tree's; nobody else can share or release it. Safe to use from several
+    A fresh pool hands out ascending ids; what is released together is handed out in the same order again. A block that
+    a PrefixTree has cached has one reference, the tree's; nobody else can share or release it. Safe to use from several
     threads.
     """
 
@@ -175,6 +175,9 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         """Blocks that evict() would free, exactly."""
+    @property
+    def num_nodes(self) -> int:
+        """Edges: what a path's cost grows with. A conversation that grew block by block is one."""
     def match(self, tokens: _Integers, namespace: bytes = b"") -> Match:
         """Pins the longest run of cached whole blocks that leaves at least one token to compute.
 

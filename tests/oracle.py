@@ -6,6 +6,7 @@ real ones: here are no edges, no hashes, no lists of nodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,17 +29,18 @@ class NaivePool:
             self.counts[i] = 1
         return ids
 
+    def num_owned(self, i: int) -> int:
+        """References that are not a tree's; 0 for an id that does not exist."""
+        return self.counts[i] if 0 <= i < len(self.counts) and i not in self.cached else 0
+
     def share(self, ids: Sequence[int]) -> None:
-        if not all(0 <= i < len(self.counts) and self.counts[i] and i not in self.cached for i in ids):
+        if not all(self.num_owned(i) for i in ids):
             raise ValueError(ids)
         for i in ids:
             self.counts[i] += 1
 
     def release(self, ids: Sequence[int]) -> None:
-        left = dict.fromkeys(ids, 0)
-        for i in ids:
-            left[i] += 1
-        if not all(0 <= i < len(self.counts) and self.counts[i] >= n and i not in self.cached for i, n in left.items()):
+        if not all(self.num_owned(i) >= n for i, n in Counter(ids).items()):
             raise ValueError(ids)
         for i in reversed(ids):
             self.counts[i] -= 1
@@ -113,11 +115,9 @@ class NaiveTree:
         fresh_ids = [i for _, i in fresh]
         if len(set(fresh_ids)) < len(fresh_ids):
             raise ValueError("named twice")
-        if not all(self.pool.counts[i] == 1 and i not in self.pool.cached for i in fresh_ids):
+        if not all(self.pool.num_owned(i) == 1 for i in fresh_ids):
             raise ValueError("not the caller's alone")
-        surplus = [
-            i for key, i in zip(keys, ids, strict=True) if key in self.blocks and self.blocks[key].id != i
-        ]
+        surplus = [i for key, i in zip(keys, ids, strict=True) if key in self.blocks and self.blocks[key].id != i]
         if set(surplus) & set(fresh_ids):
             raise ValueError("given away and released")
         self.pool.release(surplus)
