@@ -86,8 +86,9 @@ class CopyPlan {
   void for_each(int64_t begin, int64_t end, const Visit& visit) const {
     int64_t at = 0;
     for (const BlockRun& run : runs_) {
+      if (at >= end) return;
       const int64_t run_bytes = run.count * geometry_.block_bytes();
-      if (at + run_bytes > begin && at < end) visit_run(run, begin - at, end - at, visit);
+      if (at + run_bytes > begin) visit_run(run, begin - at, end - at, visit);
       at += run_bytes;
     }
   }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "check.h"
@@ -16,6 +17,7 @@
 namespace kvpage {
 namespace {
 
+constexpr int kSharesPerThread = 8;
 constexpr int64_t kBytesPerThread = int64_t{1} << 20;  // starting a thread costs as much as copying 0.2 MiB
 
 // Bytes from which on a copy writes past the cache: what the last-level cache holds, yet at most 32 MiB, because
@@ -50,6 +52,11 @@ void stream_copy(std::byte* dst, const std::byte* src, int64_t bytes) {
   std::memcpy(dst, src, bytes);
 }
 
+// The first byte of a share, a multiple of a cache line.
+int64_t cut(int64_t num_bytes, int64_t share, int64_t num_shares) {
+  return share == num_shares ? num_bytes : num_bytes / num_shares * share & ~int64_t{63};
+}
+
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address)); }
 
 void copy_share(const CopyPlan& plan, int64_t begin, int64_t end, bool streaming) {
@@ -76,8 +83,16 @@ void run_kernel(const CopyParams& params, int64_t max_threads) {
 void copy_on_host(const CopyPlan& plan, int max_threads) {
   const int64_t num_bytes = plan.num_bytes();
   const bool streaming = num_bytes >= streaming_threshold();
-  parallel_for(num_bytes, useful_threads(num_bytes, kBytesPerThread, max_threads),
-               [&](int64_t begin, int64_t end) { copy_share(plan, begin, end, streaming); });
+  const int num_threads = useful_threads(num_bytes, kBytesPerThread, max_threads);
+  if (num_threads == 1) return copy_share(plan, 0, num_bytes, streaming);
+  // Threads take shares as they come, so that one which the system holds up does not hold up all.
+  const int64_t num_shares = int64_t{num_threads} * kSharesPerThread;
+  std::atomic<int64_t> next = 0;
+  run_shares(num_threads, [&](int) {
+    for (int64_t share = next++; share < num_shares; share = next++) {
+      copy_share(plan, cut(num_bytes, share, num_shares), cut(num_bytes, share + 1, num_shares), streaming);
+    }
+  });
 }
 
 void run_copy_kernel_on_host(const CopyPlan& plan, int64_t vector_bytes, int64_t max_threads) {

@@ -25,8 +25,8 @@ class AttentionBackend(Protocol):
 
     `kv_layouts`: the layouts it knows (default: NHD only).
     `get_kv_cache_stride_order(kv_layout) -> Sequence[int]`: default is the order of the generic shape.
-    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; a backend without
-        it can be swapped and copied, but not written and read by `reshape_and_cache` and `gather_cache`.
+    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; a backend
+        without it can be swapped and copied, but not written and read by `reshape_and_cache` and `gather_cache`.
     `swap_blocks(src, dst, block_mapping)` and `copy_blocks(caches, block_mapping)`: called instead of kvpage's own,
         with one layer's tensors, or with the tensors of all layers; `block_mapping` is int64 [num_pairs, 2] on the CPU.
     """
@@ -93,12 +93,17 @@ _backends: dict[str, type[AttentionBackend]] = {
 
 
 def register_backend(name: str, backend: type[AttentionBackend]) -> None:
-    """Makes `backend` known as `CacheConfig(backend=name)`. A name is given once; ValueError for a second time."""
+    """Makes `backend` known as `CacheConfig(backend=name)`. A name is given once; ValueError for a second time,
+    for a class without what AttentionBackend asks for, and for a `block_dim` that does not count blocks.
+    """
     if name in _backends:
         raise ValueError(f"backend names must be unique, {name!r} is taken by {_backends[name].__name__}")
     for attribute in ("block_dim", "get_kv_cache_shape"):
         if not hasattr(backend, attribute):
             raise ValueError(f"backend {name!r} must define {attribute}, {backend.__name__} does not")
+    shape = tuple(backend.get_kv_cache_shape(3, 1, 1, 1))
+    if not 0 <= backend.block_dim < len(shape) or shape[backend.block_dim] != 3:
+        raise ValueError(f"block_dim must be the dimension that counts blocks, got {backend.block_dim} for {shape}")
     _backends[name] = backend
 
 

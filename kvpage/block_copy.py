@@ -22,8 +22,8 @@ HOST = -1
 class BlockCopier:
     """Copies blocks of `srcs` to blocks of `dsts`, one tensor a layer each, both of `layout`'s generic shape.
 
-    The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The copier
-    holds the tensors, not copies of them; they must not be given other memory while it lives.
+    The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The
+    copier holds the tensors, not copies of them; they must not be given other memory while it lives.
 
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
     different numbers of layers, for a destination that overlaps itself, and for sides that overlap without being the
@@ -50,12 +50,12 @@ class BlockCopier:
 
         block_mapping: int64 [num_pairs, 2] on the CPU, in any order; it may be empty. Not needed after the call.
 
-        On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for; host tensors
-        must be pinned for that, pageable ones work and may block. Tensors must stay until the stream has passed.
+        On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for; host
+        tensors must be pinned for that, pageable ones work and may block. Tensors must stay till the stream has passed.
 
         Raises ValueError, before anything is written, for ids out of range, for a destination named twice, and, within
-        one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Raises
-        ValueError for a stream that captures a graph; RuntimeError if CUDA fails, which leaves the destination undefined.
+        one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Also
+        for a stream that captures a graph. RuntimeError if CUDA fails, which leaves the destination undefined.
         """
         check_block_mapping(block_mapping)
         pairs = block_mapping.contiguous()

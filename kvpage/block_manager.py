@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._standin import BlockPool, Match, PrefixTree
+from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
 from kvpage.tokens import Tokens, as_tokens

@@ -50,15 +50,19 @@ class DeviceConfig:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        device = torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device must be a CPU or a CUDA device, got {self.device!r}") from error
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a CPU or a CUDA device, got {self.device!r}")
         object.__setattr__(self, "device", device)
 
     def free_memory(self) -> int:
         """Bytes that can be allocated on the device now."""
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0]
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -101,8 +105,16 @@ class ModelConfig:
         return [layer for layer in range(first, last) if _is_attention(self.layer_types[layer])]
 
     def num_heads(self, parallel_config: ParallelConfig) -> int:
-        """KV heads on one rank. Where there are fewer heads than ranks, each rank holds a copy of one."""
-        return max(1, self.num_kv_heads // parallel_config.tensor_parallel_size)
+        """KV heads on one rank. Where there are fewer heads than ranks, each rank holds a copy of one.
+
+        ValueError where neither number divides the other: heads would be lost.
+        """
+        heads, ranks = self.num_kv_heads, parallel_config.tensor_parallel_size
+        if max(heads, ranks) % max(min(heads, ranks), 1):
+            raise ValueError(
+                f"tensor_parallel_size must divide num_kv_heads={heads} or be a multiple of it, got {ranks}"
+            )
+        return max(1, heads // ranks)
 
     @classmethod
     def from_hf(cls, config: Any, dtype: torch.dtype | None = None, use_mla: bool = False) -> "ModelConfig":
@@ -116,6 +128,8 @@ class ModelConfig:
         if getattr(text, "num_attention_heads", None) is None:
             return cls(0, 0, layer_types, dtype)
         if use_mla:
+            if getattr(text, "kv_lora_rank", None) is None:
+                raise ValueError(f"use_mla needs a config with kv_lora_rank, {type(text).__name__} has none")
             return cls(text.kv_lora_rank + text.qk_rope_head_dim, 1, layer_types, dtype, use_mla=True)
         layers = _layers(text)
         return cls(max(map(_head_size, layers)), max(map(_num_kv_heads, layers)), layer_types, dtype)
@@ -189,7 +203,7 @@ class CacheConfig:
             raise ValueError(f"cache_dtype must be auto or one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
         if self.layer_layout not in LAYER_LAYOUTS:
             raise ValueError(f"layer_layout must be one of {', '.join(LAYER_LAYOUTS)}, got {self.layer_layout!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
         stride_order(get_backend(self.backend), self.kv_layout)
 
@@ -216,7 +230,7 @@ class CacheConfig:
         cpu_bytes: int = 0,
         **fields: Any,
     ) -> "CacheConfig":
-        """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (bytes of one rank); `fields` are CacheConfig's others."""
+        """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (of one rank); `fields` are CacheConfig's others."""
         _require_int("gpu_bytes", gpu_bytes, 0)
         _require_int("cpu_bytes", cpu_bytes, 0)
         parallel_config = parallel_config or ParallelConfig()

@@ -89,12 +89,15 @@ class CacheLayout:
     ) -> list[torch.Tensor]:
         """Zeroed caches of `num_layers` layers, in the generic shape over memory in stride order."""
         order = stride_order(self.backend_class, self.kv_layout)
-        options = {"dtype": self.dtype, "device": device, "pin_memory": pin_memory}
         shape = self.shape(num_blocks)
+
+        def zeros(size: list[int]) -> torch.Tensor:
+            return torch.zeros(size, dtype=self.dtype, device=device, pin_memory=pin_memory)
+
         if self.layer_layout == "separate":
             lying = [shape[dim] for dim in order]
-            return [torch.zeros(lying, **options).permute(inverse(order)) for _ in range(num_layers)]
+            return [zeros(lying).permute(inverse(order)) for _ in range(num_layers)]
         order = (self.block_dim, *(dim for dim in order if dim != self.block_dim))
         first, *rest = (shape[dim] for dim in order)
-        slab = torch.zeros([first, num_layers, *rest], **options)
+        slab = zeros([first, num_layers, *rest])
         return [slab[:, layer].permute(inverse(order)) for layer in range(num_layers)]

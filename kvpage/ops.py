@@ -12,6 +12,7 @@ from kvpage.layout import CacheLayout
 from kvpage.token_ops import gather_cache as gather_cache
 from kvpage.token_ops import paged_attention as paged_attention
 from kvpage.token_ops import reshape_and_cache as reshape_and_cache
+from kvpage.token_ops_cuda import check_device as check_device
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:

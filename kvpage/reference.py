@@ -34,17 +34,40 @@ def reshape_and_cache(
 
 
 def gather_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, layout: CacheLayout
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: CacheLayout,
+    seq_starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the first seq_lens[i] tokens of each table, one after the other: [total, heads, head_size]."""
+    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, head_size]."""
     parts = []
-    for table, length in zip(block_tables.long(), seq_lens.tolist(), strict=True):
-        positions = torch.arange(length, device=cache.device)
+    starts = torch.zeros_like(seq_lens) if seq_starts is None else seq_starts
+    for table, start, length in zip(block_tables.long(), starts.tolist(), seq_lens.tolist(), strict=True):
+        positions = torch.arange(start, start + length, device=cache.device)
         parts.append(table[positions // layout.block_size] * layout.block_size + positions % layout.block_size)
     slots = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=cache.device)
     key, value = layout.split_kv(cache)
     block_ids, offsets = slots // layout.block_size, slots % layout.block_size
     return key[block_ids, offsets], value[block_ids, offsets]
+
+
+def gather_into(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    layout: CacheLayout,
+) -> None:
+    """gather_cache into `out`, packed or padded; rows past a sequence stay as they are."""
+    for rows, gathered in zip(out, gather_cache(cache, block_tables, seq_lens, layout, seq_starts), strict=True):
+        gathered = gathered[..., : rows.shape[-1]]
+        if rows.dim() == 3:
+            rows.copy_(gathered)
+            continue
+        for padded, part in zip(rows, gathered.split(seq_lens.tolist()), strict=True):
+            padded[: len(part)] = part
 
 
 def paged_attention(

@@ -5,15 +5,23 @@ for tensors on a CUDA device. Block ids and slots on the host are checked before
 are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
 """
 
-import operator
-from collections.abc import Sequence
-
 import torch
 
-from kvpage import _C
+from kvpage import _C, token_ops_cuda
 from kvpage.layout import CacheLayout
-
-Lengths = Sequence[int] | torch.Tensor
+from kvpage.token_args import (
+    Lengths,
+    block_view,
+    check_cache,
+    check_rows,
+    check_size,
+    check_tensor,
+    host_lengths,
+    native_tables,
+    out_offsets,
+    row_bytes,
+    row_view,
+)
 
 
 def reshape_and_cache(
@@ -29,22 +37,25 @@ def reshape_and_cache(
     been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
     share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
-    num_blocks = layout.num_blocks(cache)
+    check_cache(cache, layout)
     key_cache, value_cache = layout.split_kv(cache)
-    _check_rows("key", key, None, cache, layout)
-    _check_rows("value", value, key.shape[0], cache, layout)
-    _check_tensor("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), cache.device)
+    check_rows("key", key, None, cache, layout)
+    check_rows("value", value, key.shape[0], cache, layout)
+    check_tensor("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), cache.device)
     slots = slot_mapping.contiguous()  # held until the call is over
+    if cache.is_cuda:
+        token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout)
+        return
     _C.reshape_and_cache(
-        _row_view(key),
-        _row_view(value),
-        _block_view(key_cache),
-        _block_view(value_cache),
-        (_row_bytes(key), _row_bytes(value)),
+        row_view(key),
+        row_view(value),
+        block_view(key_cache),
+        block_view(value_cache),
+        (row_bytes(key), row_bytes(value)),
         slots.data_ptr(),
         key.shape[0],
         layout.num_kv_heads,
-        num_blocks,
+        key_cache.shape[0],
         layout.block_size,
         torch.get_num_threads(),
     )
@@ -68,28 +79,35 @@ def gather_cache(
         they are. Without `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size].
 
     Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
-    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped, and
-    `check_device` reports it. `out` must not share memory with `cache`.
+    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
+    and `check_device` reports it. `out` must not share memory with `cache`.
     """
-    layout.validate(cache)
-    tables = _tables(cache, block_tables, layout)
+    check_cache(cache, layout)
+    tables = native_tables(cache, block_tables, layout)
     num_seqs = block_tables.shape[0]
     capacity = block_tables.shape[1] * layout.block_size
-    lengths = _lengths("seq_lens", seq_lens, num_seqs, capacity)
-    starts = _lengths("seq_starts", [0] * num_seqs if seq_starts is None else seq_starts, num_seqs, capacity)
+    lengths = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
+    starts = host_lengths("seq_starts", [0] * num_seqs if seq_starts is None else seq_starts, num_seqs, capacity)
+    if num_seqs and int((starts + lengths).max()) > capacity:
+        raise ValueError(f"seq_starts + seq_lens must be at most {capacity}, got {int((starts + lengths).max())}")
     if out is None:
         shape = (int(lengths.sum()), layout.num_kv_heads, layout.head_size)
         out = cache.new_empty(shape), cache.new_empty(shape)
     offsets = [
-        _out_offsets(name, rows, lengths, cache, layout) for name, rows in zip(("key", "value"), out, strict=True)
+        out_offsets(name, rows, lengths, cache, layout) for name, rows in zip(("key", "value"), out, strict=True)
     ]
+    if out[0].dim() != out[1].dim():
+        raise ValueError(f"key and value must have as many dimensions, got {out[0].dim()} and {out[1].dim()}")
     key_cache, value_cache = layout.split_kv(cache)
+    if cache.is_cuda:
+        token_ops_cuda.gather_cache(cache, block_tables, lengths, starts, out, layout)
+        return out
     _C.gather_cache(
-        _block_view(key_cache),
-        _block_view(value_cache),
-        _row_view(out[0]),
-        _row_view(out[1]),
-        (_row_bytes(out[0]), _row_bytes(out[1])),
+        block_view(key_cache),
+        block_view(value_cache),
+        row_view(out[0]),
+        row_view(out[1]),
+        (row_bytes(out[0]), row_bytes(out[1])),
         tables,
         starts.data_ptr(),
         lengths.data_ptr(),
@@ -133,27 +151,27 @@ def paged_attention(
     table entry that names no block, before anything is written. Best for few queries a sequence: for a long prompt
     gathering and torch's scaled_dot_product_attention are faster.
     """
-    layout.validate(cache)
-    tables = _tables(cache, block_tables, layout)
+    check_cache(cache, layout)
+    tables = native_tables(cache, block_tables, layout)
     num_seqs, max_blocks = block_tables.shape
-    lengths = _lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
-    queries = _lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
+    lengths = host_lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
+    queries = host_lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
     value_size = layout.head_size if value_size is None else value_size
     key_size, group_size = _check_query(query, cache, layout)
     if out is None:
         out = query.new_empty(*query.shape[:2], value_size)
-    _check_size("out", out, layout)
-    _check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
+    check_size("out", out, layout)
+    check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
     _check_options(sliding_window, softcap)
     if sinks is not None:
-        _check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
+        check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
     key_cache, value_cache = layout.split_kv(cache)
     _C.paged_attention(
-        _row_view(query),
-        _row_view(out),
-        _block_view(key_cache),
-        _block_view(value_cache),
+        row_view(query),
+        row_view(out),
+        block_view(key_cache),
+        block_view(value_cache),
         (_TYPE_CODES[query.dtype], _TYPE_CODES[cache.dtype]),
         tables,
         (lengths.data_ptr(), queries.data_ptr()),
@@ -183,8 +201,8 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) 
         raise ValueError(f"query.dtype must be {cache.dtype} or torch.float32, got {query.dtype}")
     if query.shape[1] == 0 or query.shape[1] % layout.num_kv_heads:
         raise ValueError(f"query's heads must be a multiple of {layout.num_kv_heads}, got {query.shape[1]}")
-    _check_size("query", query, layout)
-    _check_tensor("query", query, query.dtype, tuple(query.shape), cache.device)
+    check_size("query", query, layout)
+    check_tensor("query", query, query.dtype, tuple(query.shape), cache.device)
     return query.shape[2], query.shape[1] // layout.num_kv_heads
 
 
@@ -193,100 +211,3 @@ def _check_options(sliding_window: int | None, softcap: float | None) -> None:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be positive, got {softcap}")
-
-
-def _block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
-    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]."""
-    item, strides = blocks.element_size(), blocks.stride()
-    return blocks.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
-
-
-def _row_view(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Address and strides in bytes of rows [..., num_tokens, num_heads, size]."""
-    item, strides = rows.element_size(), rows.stride()
-    return rows.data_ptr(), strides[-3] * item, strides[-2] * item
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[-1] * rows.element_size()
-
-
-def _check_tensor(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name}.dtype must be {dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}.shape must be {shape}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-
-
-def _check_rows(
-    name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout
-) -> None:
-    """`rows` must be [num_tokens, num_kv_heads, 1..head_size] like the cache, with its last dimension contiguous."""
-    if rows.dim() != 3:
-        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
-    _check_size(name, rows, layout)
-    expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
-    _check_tensor(name, rows, cache.dtype, expected, cache.device)
-
-
-def _check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
-    if not 1 <= rows.shape[-1] <= layout.head_size:
-        raise ValueError(f"{name}'s head size must be in [1, {layout.head_size}], got {rows.shape[-1]}")
-    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {rows.stride(-1)}")
-
-
-def _tables(
-    cache: torch.Tensor, block_tables: torch.Tensor, layout: CacheLayout
-) -> tuple[int, int, int, int, int, int]:
-    """The block tables as the extension takes them, checked for all but the ids."""
-    if block_tables.dim() != 2:
-        raise ValueError(f"block_tables must be [num_seqs, max_blocks], got shape {tuple(block_tables.shape)}")
-    num_seqs, max_blocks = block_tables.shape
-    _check_tensor("block_tables", block_tables, torch.int32, (num_seqs, max_blocks), cache.device)
-    if max_blocks > 1 and block_tables.stride(1) != 1:
-        raise ValueError(f"block_tables must be contiguous in its last dimension, got stride {block_tables.stride(1)}")
-    num_blocks = cache.shape[layout.block_dim]
-    return block_tables.data_ptr(), block_tables.stride(0), num_seqs, max_blocks, num_blocks, layout.block_size
-
-
-def _lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> torch.Tensor:
-    """`lengths` as a contiguous int64 tensor on the host, each in [0, maximum]."""
-    if isinstance(lengths, torch.Tensor):
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu":
-            raise ValueError(f"{name} must be int32 or int64 on the host, got {lengths.dtype} on {lengths.device}")
-        tensor = lengths.to(torch.int64).contiguous()
-    else:
-        tensor = torch.tensor([operator.index(length) for length in lengths], dtype=torch.int64)
-    if tuple(tensor.shape) != (num_seqs,):
-        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {tuple(tensor.shape)}")
-    for bound in (int(tensor.min()), int(tensor.max())) if num_seqs else ():
-        if not 0 <= bound <= maximum:
-            raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
-    return tensor
-
-
-def _out_offsets(
-    name: str, rows: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor, layout: CacheLayout
-) -> torch.Tensor:
-    """Checks an output of gather_cache; bytes from its address to the first row of each sequence, int64 [num_seqs]."""
-    heads, item = layout.num_kv_heads, rows.element_size()
-    if rows.dim() == 3:
-        expected: tuple[int, ...] = (int(lengths.sum()), heads, rows.shape[-1])
-        offsets = (lengths.cumsum(0) - lengths) * (rows.stride(0) * item)
-    elif rows.dim() == 4:
-        expected = (len(lengths), rows.shape[1], heads, rows.shape[-1])
-        offsets = torch.arange(len(lengths)) * (rows.stride(0) * item)
-        if len(lengths) and int(lengths.max()) > rows.shape[1]:
-            raise ValueError(f"{name} must have room for {int(lengths.max())} tokens a sequence, got {rows.shape[1]}")
-    else:
-        raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
-    _check_size(name, rows, layout)
-    _check_tensor(name, rows, cache.dtype, expected, cache.device)
-    if any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True)):
-        raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
-    return offsets

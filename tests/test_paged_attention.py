@@ -177,7 +177,7 @@ def test_every_half_precision_number_is_read_and_written_exactly(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_are_rounded_as_torch_rounds(dtype):
-    """Two keys of equal weight: their mean, which is exact in fp32, rounded to even, subnormals and overflow included."""
+    """Two keys of equal weight: their mean, exact in fp32, rounded to even, subnormals and overflow included."""
     torch.manual_seed(10)
     bits = torch.randint(0, 2**16, (2, 64 * 512), dtype=torch.int32).to(torch.int16)
     values = bits.view(dtype).nan_to_num(0.0, 0.0, 0.0)

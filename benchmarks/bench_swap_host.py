@@ -1,0 +1,142 @@
+"""How fast does a swap between two tiers of host memory move scattered blocks?
+
+Bound: memory bandwidth. One torch copy_ of as many contiguous bytes, with as many threads, is measured in the same run;
+the swap moves 4,096 blocks of 32 KiB, K and V, in 8 layers (2 GiB), between random places. The goal is 0.85 of it.
+Each round measures every case once, in turn, so that a busy machine slows all alike; medians of the rounds count.
+Before anything is timed, every destination byte is compared with what plain torch gives.
+
+Usage: python benchmarks/bench_swap_host.py [--blocks 4096] [--rounds 9] [--threads N] [--plot PATH]
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from kvpage import reference
+from kvpage.block_copy import BlockCopier
+from kvpage.layout import CacheLayout
+
+GPU = False
+NUM_LAYERS = 8
+CPU = torch.device("cpu")
+
+
+def make_layout(layer_layout: str) -> CacheLayout:
+    return CacheLayout(16, 8, 128, torch.bfloat16, layer_layout=layer_layout)  # 32 KiB of K a block and layer
+
+
+def make_case(layer_layout: str, num_blocks: int) -> tuple[BlockCopier, list[torch.Tensor], list[torch.Tensor]]:
+    layout = make_layout(layer_layout)
+    src, dst = (layout.allocate(num_blocks, NUM_LAYERS, CPU) for _ in range(2))
+    for cache in src:
+        cache.view(torch.int16).random_()
+    for cache in dst:
+        cache.fill_(1)  # every page is there before the clock starts
+    return BlockCopier(src, dst, layout), src, dst
+
+
+def check(copier: BlockCopier, src: list[torch.Tensor], dst: list[torch.Tensor], mapping: torch.Tensor) -> None:
+    copier.run(mapping)
+    layout = make_layout("separate")
+    for layer, (a, b) in enumerate(zip(src, dst, strict=True)):
+        expected = torch.ones_like(b)
+        reference.swap_blocks(a, expected, mapping, layout)
+        if not torch.equal(b.view(torch.int16), expected.view(torch.int16)):
+            raise SystemExit(f"layer {layer} of the swap differs from torch's")
+
+
+def seconds(body) -> float:
+    start = time.perf_counter()
+    body()
+    return time.perf_counter() - start
+
+
+def measure(cases: dict, rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, body in cases.items():
+            times[name].append(seconds(body))
+    return times
+
+
+def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) -> dict:
+    copier, src, dst = make_case(layer_layout, num_blocks)
+    scattered = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks)], 1)
+    in_order = torch.arange(num_blocks).repeat(2, 1).t()
+    check(copier, src, dst, scattered)
+    num_bytes = num_blocks * make_layout(layer_layout).block_bytes * NUM_LAYERS
+    # The contiguous copy uses the caches' own memory: a packed slab is one run, separate layers are one each.
+    flat = [(a.view(-1), b.view(-1)) for a, b in zip(src, dst, strict=True)] if layer_layout == "separate" else [
+        (slab(src), slab(dst))
+    ]  # fmt: skip
+
+    def contiguous() -> None:
+        for a, b in flat:
+            b.copy_(a)
+
+    cases = {
+        "copy_": contiguous,
+        "scattered": lambda: copier.run(scattered),
+        "in order": lambda: copier.run(in_order),
+    }
+    times = measure(cases, rounds)
+    bound = statistics.median(times["copy_"])
+    rows = {}
+    for name, values in times.items():
+        middle = statistics.median(values)
+        rows[name] = {"gb_per_s": num_bytes / middle / 1e9, "of_copy_": bound / middle}
+    return rows
+
+
+def slab(caches: list[torch.Tensor]) -> torch.Tensor:
+    """The whole memory of packed layers, flat."""
+    first = caches[0]
+    return first.as_strided((first.untyped_storage().size() // first.element_size(),), (1,), 0)
+
+
+def plot(results: dict, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    names = list(next(iter(results.values())))
+    for i, (layer_layout, rows) in enumerate(results.items()):
+        axes.bar(
+            [x + 0.4 * i for x in range(len(names))], [rows[n]["gb_per_s"] for n in names], 0.38, label=layer_layout
+        )
+    axes.set_xticks([x + 0.2 for x in range(len(names))], names)
+    axes.set_ylabel("GB/s moved")
+    axes.set_title("Host-to-host swap of blocks")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    results = {}
+    print(f"{'layers':10} {'case':10} {'GB/s':>7} {'of copy_':>9}")
+    for layer_layout in ("separate", "packed"):
+        results[layer_layout] = run_layout(layer_layout, options.blocks, options.rounds, options.threads)
+        for name, row in results[layer_layout].items():
+            print(f"{layer_layout:10} {name:10} {row['gb_per_s']:7.2f} {row['of_copy_']:9.2f}")
+    if options.plot:
+        plot(results, options.plot)
+    summary = {"bench": "swap_host", "blocks": options.blocks, "threads": options.threads, "torch": torch.__version__}
+    print(json.dumps(summary | {"results": results}))
+
+
+if __name__ == "__main__":
+    main()
