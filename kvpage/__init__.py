@@ -5,7 +5,9 @@ Importing it needs neither a GPU nor Triton nor transformers.
 
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
+from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.backends import AttentionBackend, register_backend
+from kvpage.block_manager import Allocation, BlockManager, BlockStats
 from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
@@ -14,14 +16,20 @@ from kvpage.layout import CacheLayout
 __version__: str = _C.build_info()["version"]
 
 __all__ = [
+    "Allocation",
     "AttentionBackend",
+    "BlockManager",
+    "BlockPool",
+    "BlockStats",
     "CacheConfig",
     "CacheEngine",
     "CacheLayout",
     "DeviceConfig",
+    "Match",
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",
+    "PrefixTree",
     "build_info",
     "register_backend",
     "__version__",

@@ -131,7 +131,13 @@ class ModelConfig:
             if getattr(text, "kv_lora_rank", None) is None:
                 raise ValueError(f"use_mla needs a config with kv_lora_rank, {type(text).__name__} has none")
             return cls(text.kv_lora_rank + text.qk_rope_head_dim, 1, layer_types, dtype, use_mla=True)
-        return cls(_head_size(text), _num_kv_heads(text), layer_types, dtype)
+        layers = _layers(text)
+        return cls(max(map(_head_size, layers)), max(map(_num_kv_heads, layers)), layer_types, dtype)
+
+
+def _layers(text: Any) -> list[Any]:
+    """One config a layer where transformers gives attention of different shapes to different layers."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def _is_attention(kind: str) -> bool:

@@ -1,15 +1,18 @@
-"""Every operation: validates, picks the implementation, and is the only door to the kernels.
+"""Every operation, under one roof: blocks are moved (block_copy), tokens written and read (token_ops).
 
-Until the native ones are wired in here, the plain torch reference does the work.
+Each validates what it is given and picks the implementation; nothing else of kvpage comes near a kernel.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from kvpage import reference
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
+from kvpage.token_ops import gather_cache as gather_cache
+from kvpage.token_ops import paged_attention as paged_attention
+from kvpage.token_ops import reshape_and_cache as reshape_and_cache
+from kvpage.token_ops_cuda import check_device as check_device
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
@@ -34,15 +37,3 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, lay
     ValueError, with nothing written, for a block that one row reads and another writes, besides `swap_blocks`' errors.
     """
     BlockCopier(caches, caches, layout).run(block_mapping)
-
-
-def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
-) -> None:
-    reference.reshape_and_cache(key, value, cache, slot_mapping, layout)
-
-
-def gather_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, layout: CacheLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.gather_cache(cache, block_tables, seq_lens, layout)

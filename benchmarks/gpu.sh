@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# On a machine with a CUDA device: builds, runs the gpu-marked tests and all GPU benchmarks, in one call of under ten
+# minutes and without network (torch, triton, pybind11, cmake, ninja and pytest are taken from the environment).
+# Usage, from the project's root: benchmarks/gpu.sh [folder for the results]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results/gpu}
+mkdir -p "$out"
+failed=0
+export PYTHONUNBUFFERED=1 CUDAARCHS=${CUDAARCHS:-90} KVPAGE_CUDA=ON
+
+part() { # part NAME SECONDS COMMAND...: runs it under a time limit, keeps its output, goes on if it fails
+  local name=$1 limit=$2
+  shift 2
+  echo "=== $name: $*"
+  timeout "$limit" "$@" 2>&1 | tee "$out/$name.txt"
+  local code=${PIPESTATUS[0]}
+  [ "$code" -eq 0 ] || { echo "=== $name failed with exit code $code"; failed=1; }
+}
+
+part build 180 python3 -m pip install --no-build-isolation --no-deps .
+part info 60 python3 -P -c 'import json, kvpage; print(json.dumps(dict(kvpage.build_info()), default=str, indent=1))'
+part machine 30 nvidia-smi
+part tests 240 pytest -q -m gpu
+for script in benchmarks/bench_*.py; do
+  if grep -q '^GPU = True' "$script"; then
+    name=$(basename "$script" .py)
+    part "$name" 90 python3 -P "$script" --plot "$out/$name.png"
+  fi
+done
+exit $failed

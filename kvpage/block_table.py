@@ -1,0 +1,78 @@
+"""BlockTables: the block ids of many sequences as rows of one array, so that a step reads all of them in one call.
+
+    row 0   [ 17  4  9  .  .  .  .  . ]   3 blocks: token p lies in slot ids[p // B] * B + p % B
+    row 1   [  .  .  .  .  .  .  .  . ]   free
+    row 2   [ 17  4 21  8  .  .  .  . ]   shares its first two blocks with row 0
+
+What stands behind a row's last block is left over from earlier and means nothing.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
+
+
+class BlockTables:
+    """Grows by doubling in both directions. Rows are handed out and taken back by `add_row` and `remove_row`."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._ids = np.zeros((8, 64), np.int32)
+        self._lengths = np.zeros(8, np.int64)
+        self._free_rows = list(range(7, -1, -1))
+
+    def add_row(self, block_ids: Ids) -> int:
+        """A row that holds `block_ids`."""
+        if not self._free_rows:
+            num_rows = len(self._ids)
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        row = self._free_rows.pop()
+        self._lengths[row] = 0
+        self.extend(row, block_ids)
+        return row
+
+    def remove_row(self, row: int) -> None:
+        self._lengths[row] = 0
+        self._free_rows.append(row)
+
+    def extend(self, row: int, block_ids: Ids) -> None:
+        """Adds `block_ids` behind the row's last."""
+        begin = int(self._lengths[row])
+        end = begin + len(block_ids)
+        width = self._ids.shape[1]
+        if end > width:
+            wider = np.zeros((len(self._ids), max(end, 2 * width)), np.int32)
+            wider[:, :width] = self._ids
+            self._ids = wider
+        self._ids[row, begin:end] = block_ids
+        self._lengths[row] = end
+
+    def replace(self, row: int, begin: int, block_ids: Ids) -> None:
+        """Puts `block_ids` in place of as many from index `begin` on."""
+        self._ids[row, begin : begin + len(block_ids)] = block_ids
+
+    def ids(self, row: int) -> Ids:
+        """The row's block ids: a view, valid until the next change."""
+        return self._ids[row, : self._lengths[row]]
+
+    def num_blocks(self, row: int) -> int:
+        return int(self._lengths[row])
+
+    def tables(self, rows: Sequence[int]) -> Ids:
+        """A copy of several rows, as wide as the longest: [len(rows), max_blocks]."""
+        width = int(self._lengths[rows].max()) if len(rows) else 0
+        return self._ids[rows, :width]
+
+    def slots(self, rows: Sequence[int], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Slots:
+        """The slots of the positions [starts[i], ends[i]) of each row, one row after the other."""
+        counts = ends - starts
+        first = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+        positions = first + np.arange(len(first))
+        blocks = self._ids[np.repeat(np.asarray(rows, np.int64), counts), positions // self.block_size]
+        return blocks.astype(np.int64) * self.block_size + positions % self.block_size

@@ -1,0 +1,123 @@
+"""Causal attention of one sequence over contiguous K and V, with window, softcap and sinks, on any device.
+
+The queries are the sequence's last positions; they are taken in tiles, and a tile looks at its own keys only:
+
+    keys        0 1 2 3 4 5 6 7 8        window 4, queries at positions 4..8 in tiles of 3 rows
+    query 4     . # # # #                 tile 1 reads keys 1..6
+          5     . . # # # #
+          6     . . . # # # #
+    query 7     . . . . # # # #           tile 2 reads keys 4..8
+          8     . . . . . # # # #
+
+torch's scaled_dot_product_attention does the work where it can, fp32 products where softcap or sinks, which it lacks,
+apply.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+MAX_MASK_ENTRIES = 1 << 20  # of one tile, [queries, keys]
+MAX_SCORES = 1 << 22  # of one tile in fp32, [heads, queries, keys]: 16 MiB
+MAX_TILE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """scale: of the scores. window: how many last keys a query sees, itself included; None for all. softcap: c turns a
+    score s into c * tanh(s / c). sinks: [num_heads], a score a head that takes part in the softmax and has no value."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def needs_products(self) -> bool:
+        return self.softcap is not None or self.sinks is not None
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Attention of the last len(query) of len(key) positions: [num_queries, num_heads, value size], in query's dtype.
+
+    query: [num_queries, num_heads, size]. key: [num_keys, num_kv_heads, size]. value: [num_keys, num_kv_heads, its own
+    size]. All may be strided. A group of num_heads / num_kv_heads query heads shares a KV head.
+    """
+    num_kv_heads = key.shape[1]
+    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
+    keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (key, value))  # [kv heads, 1, keys, size]
+    one_tile = _by_products if options.needs_products else _by_sdpa
+    tiles = _tiles(len(query), len(key), query.shape[1], options, query.device)
+    outputs = [
+        one_tile(grouped[:, :, tile.rows], keys[:, :, tile.span], values[:, :, tile.span], tile, options)
+        for tile in tiles
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return output.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class Tile(NamedTuple):
+    """Rows of queries and the keys that they read. `mask`: bool [rows, keys], what each row sees of these; None: all.
+    is_causal: the tile is everything, with as many queries as keys, and needs no mask in memory."""
+
+    rows: slice
+    span: slice
+    mask: torch.Tensor | None
+    is_causal: bool = False
+
+
+def _tiles(
+    num_queries: int, num_keys: int, num_heads: int, options: AttentionOptions, device: torch.device
+) -> Iterator[Tile]:
+    first = num_keys - num_queries
+    if first == 0 and not options.needs_products and (options.window is None or options.window >= num_keys):
+        yield Tile(slice(None), slice(None), None, is_causal=True)
+        return
+    num_rows = MAX_MASK_ENTRIES // num_keys
+    if options.needs_products:
+        num_rows = min(num_rows, MAX_SCORES // (num_heads * num_keys))
+    num_rows = max(1, min(num_rows, MAX_TILE_ROWS))
+    for begin in range(0, num_queries, num_rows):
+        end = min(begin + num_rows, num_queries)
+        low = 0 if options.window is None else max(0, first + begin - options.window + 1)
+        span = slice(low, first + end)
+        mask = _mask(range(first + begin, first + end), span, options.window, device) if end - begin > 1 else None
+        yield Tile(slice(begin, end), span, mask)
+
+
+def _mask(positions: range, span: slice, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees: bool [queries, keys of span]."""
+    queries = torch.arange(positions.start, positions.stop, device=device)[:, None]
+    keys = torch.arange(span.start, span.stop, device=device)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def _by_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
+) -> torch.Tensor:
+    # One head size for all: the fused kernels know no other. Expanding gives a stride of 0, no copy.
+    value_size, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
+    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    output = F.scaled_dot_product_attention(query, key, value, tile.mask, is_causal=tile.is_causal, scale=options.scale)
+    return output[..., :value_size]
+
+
+def _by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
+) -> torch.Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(dtype) * options.scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if tile.mask is not None:
+        scores = scores.masked_fill(~tile.mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
+    return (weights @ value.to(dtype)).to(query.dtype)

@@ -1,0 +1,299 @@
+"""Engine: requests in, tokens out, through a Hugging Face decoder whose K and V lie in paged blocks.
+
+    add_request ─► Scheduler.schedule ─► ModelRunner.forward ─► sample ─► Scheduler.complete ─► StepOutput
+                        blocks              K, V, logits         tokens      blocks findable
+
+Everything happens inside `step()`: between two steps the caller's model is its own.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvpage.block_manager import BlockManager
+from kvpage.cache_engine import CacheEngine
+from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.serving.model_check import check_config, verify_model
+from kvpage.serving.model_limits import eos_token_ids, max_model_len, vocab_size
+from kvpage.serving.model_runner import ModelRunner, PackedTokens
+from kvpage.serving.requests import Request, RequestOutput, StepOutput
+from kvpage.serving.sampler import sample
+from kvpage.serving.sampling_params import SamplingParams
+from kvpage.serving.scheduler import Batch, Scheduler
+from kvpage.serving.stats import EngineStats
+from kvpage.serving.step import Step
+from kvpage.tokens import Tokens, as_tokens
+
+
+class Engine:
+    """A serving loop over one model. Make it by `from_model`. Not thread-safe: one engine, one thread.
+
+    It owns the cache tensors and the block manager; the model stays the caller's.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        scheduler: Scheduler,
+        max_model_len: int,
+    ) -> None:
+        self.cache = cache
+        self.scheduler = scheduler
+        self.manager = scheduler.manager
+        self.max_model_len = max_model_len
+        self._runner = runner
+        self._vocab_size = vocab_size(runner.model)
+        self._eos_token_ids = eos_token_ids(runner.model)
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[StepOutput] = []
+        self._num_arrivals = self._num_steps = self._num_finished = 0
+        self._num_computed_tokens = self._num_generated_tokens = 0
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        cache_config: CacheConfig,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+    ) -> "Engine":
+        """An engine on the model's device.
+
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: of one step; longer prompts are computed in chunks.
+        max_model_len: tokens of a request, generated ones included; by default what the model's config allows.
+
+        Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
+        """
+        if cache_config.num_gpu_blocks == 0:
+            raise ValueError(
+                "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
+            )
+        check_config(model)
+        model_config = ModelConfig.from_hf(model.config, model.dtype)
+        runner = ModelRunner(model)
+        verify_model(runner, cache_config, model_config)
+        cache = CacheEngine(cache_config, model_config, device_config=DeviceConfig(model.device))
+        manager = BlockManager(cache_config.num_gpu_blocks, cache_config.block_size, enable_prefix_caching)
+        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        return cls(runner, cache, scheduler, _model_len(model, max_model_len))
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, tokens: Tokens, params: SamplingParams, request_id: str | None = None, namespace: bytes = b""
+    ) -> str:
+        """Queues a prompt; returns its id. Its tokens come out of `step()`.
+
+        namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks.
+
+        Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary,
+        and a request that is longer than the model or than all blocks.
+        """
+        return self._add(tokens, params, request_id, namespace, None).request_id
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request."""
+        if request_id not in self._requests:
+            raise KeyError(f"request_id must be that of an unfinished request, got {request_id!r}")
+        request = self._requests.pop(request_id)
+        self.scheduler.finish(request)
+        self._num_finished += 1
+        request.finish_reason = "abort"
+        return request.output()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """There are requests to compute, or outputs that `step()` has not returned yet."""
+        return bool(self._requests or self._undelivered)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished=self._num_finished,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_used_blocks=self.manager.num_blocks - self.manager.num_free_blocks,
+            num_blocks=self.manager.num_blocks,
+        )
+
+    # --- tokens ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Computes one batch; the tokens of the requests that `add_request` queued, those of steps inside `generate`
+        and `stream` included. Empty if none is complete yet, or there is nothing to do.
+
+        If the model raises, its exception comes through, and the batch's requests are back in the queue: nothing of it
+        is cached, no token is lost, and the next step computes it again.
+        """
+        self._run_step()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        params: SamplingParams | Sequence[SamplingParams],
+        progress: Callable[[int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
+
+        params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
+        the `update` of a progress bar. If anything raises, the prompts are aborted; for a bad prompt, before a step.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {len(prompts)} prompts")
+        sink: deque[StepOutput] = deque()
+        outputs: dict[str, RequestOutput] = {}
+        requests: list[Request] = []
+        try:
+            for tokens, one in zip(prompts, each, strict=True):
+                requests.append(self._add(tokens, one, None, b"", sink))
+            while len(outputs) < len(requests):
+                self._wait_for(sink, requests)
+                finished = {output.request_id: output.output for output in sink if output.output}
+                sink.clear()
+                outputs.update(finished)
+                if progress and finished:
+                    progress(len(finished))
+        finally:
+            self._abort_unfinished(requests)
+        return [outputs[request.request_id] for request in requests]
+
+    def stream(self, tokens: Tokens, params: SamplingParams) -> Iterator[int]:
+        """The generated tokens of one prompt as they come. Other requests go on meanwhile.
+
+        The request is queued at once; closing the iterator aborts it.
+        """
+        sink: deque[StepOutput] = deque()
+        return self._stream(self._add(tokens, params, None, b"", sink), sink)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _stream(self, request: Request, sink: deque[StepOutput]) -> Iterator[int]:
+        try:
+            is_finished = False
+            while not is_finished:
+                self._wait_for(sink, [request])
+                token = sink.popleft()
+                is_finished = token.output is not None
+                yield token.token_id
+        finally:
+            self._abort_unfinished([request])
+
+    def _wait_for(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
+        """Steps until something is in the sink. RuntimeError if one of its requests was aborted by somebody else."""
+        while not sink:
+            for request in requests:
+                if request.finish_reason == "abort":
+                    raise RuntimeError(f"request {request.request_id!r} was aborted")
+            self._run_step()
+
+    def _abort_unfinished(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                self.abort(request.request_id)
+
+    def _add(
+        self,
+        tokens: Tokens,
+        params: SamplingParams,
+        request_id: str | None,
+        namespace: bytes,
+        sink: deque[StepOutput] | None,
+    ) -> Request:
+        prompt = as_tokens(tokens)
+        self._check_prompt(prompt, params)
+        if request_id is None:
+            request_id = self._new_id()
+        if request_id in self._requests:
+            raise ValueError(f"request_id must not be in use, {request_id!r} is")
+        request = Request(request_id, prompt, params, self._num_arrivals, self._eos_token_ids, namespace, sink)
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        self._num_arrivals += 1
+        return request
+
+    def _new_id(self) -> str:
+        number = self._num_arrivals
+        while f"request-{number}" in self._requests:
+            number += 1
+        return f"request-{number}"
+
+    def _check_prompt(self, prompt: np.ndarray, params: SamplingParams) -> None:
+        if len(prompt) == 0:
+            raise ValueError("tokens must hold at least one token, got none")
+        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            raise ValueError(
+                f"tokens must be ids in [0, {self._vocab_size}), got {int(prompt.min())} to {int(prompt.max())}"
+            )
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
+                f"got {len(prompt)} + {params.max_tokens}"
+            )
+
+    def _run_step(self) -> None:
+        batch = self.scheduler.schedule()
+        if not batch.chunks:
+            return
+        sampled = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        try:
+            tokens = sample(self._forward(batch), sampled)
+        except BaseException:  # an interrupt too must leave no request without its blocks
+            self.scheduler.requeue(batch)
+            raise
+        self.scheduler.complete(batch)
+        self._num_steps += 1
+        self._num_computed_tokens += batch.num_tokens
+        now = time.monotonic()
+        for request, token in zip(sampled, tokens, strict=True):
+            self._take_token(request, token, now)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """The logits of the last tokens of the chunks that are their request's last: [their number, vocab_size]."""
+        if len(batch.copies):
+            self.cache.copy(torch.from_numpy(batch.copies))
+        ids = [chunk.request.request_id for chunk in batch.chunks]
+        starts, ends = [chunk.start for chunk in batch.chunks], [chunk.end for chunk in batch.chunks]
+        last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
+        wanted = last_rows[[chunk.is_last for chunk in batch.chunks]]
+        token_ids = np.concatenate([request.tokens[start:end] for request, start, end in batch.chunks])
+        slots, tables = self.manager.slot_mappings(ids, starts, ends), self.manager.block_tables(ids)
+        step = Step.make(self.cache, slots, tables, starts, ends)
+        return self._runner.forward(PackedTokens(token_ids, starts, ends, wanted), step)
+
+    def _take_token(self, request: Request, token: int, now: float) -> None:
+        self._num_generated_tokens += 1
+        output = None
+        if request.append(token, now):
+            self.scheduler.finish(request)
+            del self._requests[request.request_id]
+            self._num_finished += 1
+            output = request.output()
+        sink = self._undelivered if request.sink is None else request.sink
+        sink.append(StepOutput(request.request_id, token, output))
+
+
+def _model_len(model: PreTrainedModel, asked: int | None) -> int:
+    allowed = max_model_len(model)
+    if asked is None:
+        return allowed
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= allowed:
+        raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}")
+    return asked

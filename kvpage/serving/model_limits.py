@@ -1,0 +1,44 @@
+"""What a model's configs say of its vocabulary, its end-of-sequence tokens, and how many positions it has."""
+
+import sys
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """How many token ids the model can look up."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a sequence, by the generation config, as `model.generate` takes them."""
+    generation = getattr(model, "generation_config", None)
+    eos = generation.eos_token_id if generation is not None else model.config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset([eos])
+
+
+def max_model_len(model: PreTrainedModel) -> int:
+    """The most tokens of a sequence.
+
+    Rotary embeddings whose frequencies change with the length ("dynamic", "longrope") are held to the length before
+    that: beyond it, a token's K would depend on what else is in the batch, and no block could be shared.
+    """
+    text = model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    for parameters in _rope_parameters(text):
+        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings")
+            limit = min(limit, original or getattr(text, "original_max_position_embeddings", None) or limit)
+    return limit
+
+
+def _rope_parameters(text: Any) -> list[dict[str, Any]]:
+    """One dict for all layers, or one a layer type; under its name of transformers 5, or of 4."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [found, *(nested for nested in found.values() if isinstance(nested, dict))]

@@ -1,0 +1,86 @@
+"""ModelRunner: computes packed sequences with a Hugging Face decoder whose K and V go into our blocks."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from kvpage.serving.attention import StepMissing, current_step
+from kvpage.serving.implementation import AttentionSwitch
+from kvpage.serving.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """Tokens of several sequences, one sequence after the other.
+
+    token_ids: int32 [num_tokens]: of each sequence the positions [starts[i], ends[i]).
+    wanted: int64, the rows of token_ids whose logits are asked for.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    starts: list[int]
+    ends: list[int]
+    wanted: npt.NDArray[np.int64]
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The position of each token in its own sequence."""
+        starts, ends = np.array(self.starts, np.int64), np.array(self.ends, np.int64)
+        counts = ends - starts
+        rows_before = np.cumsum(counts) - counts
+        return np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
+
+
+class ModelRunner:
+    """Runs `model`, which is changed inside `forward` only.
+
+    ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._switch = AttentionSwitch(model)
+        parameters = inspect.signature(model.forward).parameters
+        if "position_ids" not in parameters:
+            raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
+        self._selects_logits = "logits_to_keep" in parameters
+        self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def forward(self, packed: PackedTokens, step: Step) -> torch.Tensor:
+        """Writes the tokens' K and V into the step's slots; the logits of the wanted rows: [len(wanted), vocab_size].
+
+        ValueError if the model is in training mode. What the model raises comes through; some K and V may be written.
+        """
+        if self.model.training:
+            raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
+        wanted = torch.from_numpy(packed.wanted).to(self.model.device)
+        inputs = {
+            "input_ids": self._row(packed.token_ids),
+            "position_ids": self._row(packed.positions()),
+            "use_cache": False,
+        }
+        if self._selects_logits:
+            inputs["logits_to_keep"] = wanted
+        # no_grad, not inference_mode: what a model keeps of a forward (rotary tables) must stay usable for its owner.
+        with torch.no_grad(), self._switch.on():
+            logits = self._call(inputs, step)[0]
+        return logits if self._selects_logits else logits[wanted]
+
+    def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
+        if self._passes_step:
+            try:
+                return self.model(**inputs, kvpage=step).logits
+            except StepMissing:  # raised before anything is written, in the first forward: the check at load
+                self._passes_step = False
+        token = current_step.set(step)
+        try:
+            return self.model(**inputs).logits
+        finally:
+            current_step.reset(token)
+
+    def _row(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False)).unsqueeze(0).to(self.model.device)

@@ -1,0 +1,70 @@
+"""The next token of each sequence, from its logits and its request's SamplingParams.
+
+Greedy rows take the argmax, all in one call. The others are warped by transformers' own processors, those of equal
+parameters together, and drawn by inverting the distribution function at a number that depends on the request's seed and
+on how many tokens it has, and on nothing else: not on the batch, and not on whether a step was computed twice.
+
+    weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
+                            ^ u
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from kvpage.serving.requests import Request
+from kvpage.serving.sampling_params import SamplingParams
+
+Warping = tuple[float, int, float]
+"""temperature, top_k, top_p"""
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """One token a row. logits: [len(requests), vocab_size]. ValueError if a row holds NaN or no finite number."""
+    if not requests:
+        return []
+    highest, tokens = logits.max(dim=-1)
+    if not torch.isfinite(highest).all():
+        bad = [request.request_id for request, ok in zip(requests, highest.isfinite().tolist(), strict=True) if not ok]
+        raise ValueError(f"logits must be numbers, those of {', '.join(bad)} are not")
+    for warping, rows in _drawn_rows(requests).items():
+        tokens[rows] = _draw(logits[rows], warping, [requests[row] for row in rows])
+    return tokens.tolist()
+
+
+def _drawn_rows(requests: Sequence[Request]) -> dict[Warping, list[int]]:
+    """The rows that are not greedy, by what is done to their logits."""
+    groups: dict[Warping, list[int]] = {}
+    for row, request in enumerate(requests):
+        if not request.params.is_greedy:
+            groups.setdefault(_warping(request.params), []).append(row)
+    return groups
+
+
+def _warping(params: SamplingParams) -> Warping:
+    return params.temperature, params.top_k, params.top_p
+
+
+def _warpers(warping: Warping) -> LogitsProcessorList:
+    temperature, top_k, top_p = warping
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
+
+
+def _draw(logits: torch.Tensor, warping: Warping, requests: Sequence[Request]) -> torch.Tensor:
+    no_ids = torch.LongTensor(len(requests), 0)  # processors take the tokens so far; these do not look at them
+    weights = _warpers(warping)(no_ids, logits.float()).double().softmax(dim=-1)
+    sums = weights.cumsum(dim=-1)
+    points = torch.tensor([_uniform(request) for request in requests], dtype=torch.float64, device=logits.device)
+    return torch.searchsorted(sums, points[:, None] * sums[:, -1:], right=True).squeeze(1)
+
+
+def _uniform(request: Request) -> float:
+    """A number in [0, 1 - 2**-24], so that its product with a sum stays under the sum."""
+    generator = torch.Generator().manual_seed(request.seed)
+    return torch.rand(request.num_generated + 1, generator=generator)[-1].item()

@@ -1,0 +1,51 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Frozen and validated; one may serve many requests.
+
+    max_tokens: how many tokens are generated at most.
+    temperature: 0 takes the likeliest token; above 0, tokens are drawn from softmax(logits / temperature).
+    top_k: only the k likeliest tokens can be drawn; 0 for all.
+    top_p: only the likeliest tokens whose probabilities make up `top_p` can be drawn; 1 for all.
+    seed: the same seed gives the same tokens whatever else runs beside the request. None: a new one a request.
+    stop_token_ids: a request ends with the first of these; it is the last token of the output.
+    ignore_eos: do not end with the end-of-sequence tokens of the model's generation config.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be a positive integer, got {self.max_tokens!r}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k must be a positive integer, or 0 for all tokens, got {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
+            raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not all(_is_int(token) for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,231 @@
+"""Scheduler: which tokens of which requests the next step computes. It owns the block manager; no tensors, no sampling.
+
+    add ─► waiting ──admit──► running: prefill, in chunks ─► decode, a token a step ─► finish
+              ▲                  │
+              └────preempt───────┘   blocks lacked: the youngest gives its own back (what is committed stays findable)
+
+Both lists serve the first come first; `waiting` is kept in order of arrival, also for those that come back.
+
+Every request finishes. `add` refuses what does not fit into all blocks together. A step gives its tokens to the
+decoding requests first, and admits nothing before every running request has got what it wants; so a running prefill
+waits at most for a finite number of decodes. Only the youngest running request is preempted, hence never the oldest
+while another runs, and alone it cannot lack blocks: all others are free or evictable. So the oldest running request
+gets to its end, then the next one. The oldest waiting request is passed over only while another's prefill computes
+blocks that it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is
+free.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.block_manager import BlockManager
+from kvpage.errors import OutOfBlocks
+from kvpage.serving.requests import Request
+
+NO_COPIES = np.empty((0, 2), np.int64)
+
+
+class Chunk(NamedTuple):
+    """The tokens [start, end) of a request, to be computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Its last row's logits give the request's next token."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes: decodes first, then prefills. `copies` [num_pairs, 2]: block copies to do before it."""
+
+    chunks: list[Chunk]
+    copies: npt.NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+class Scheduler:
+    """Requests in two lists, their blocks in `manager`. A batch ends in `complete` or in `requeue`."""
+
+    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
+
+    def add(self, request: Request) -> None:
+        """Queues a request. ValueError if it would not fit even if it had all blocks for itself."""
+        needed = -(-request.max_written_tokens // self.manager.block_size)
+        if needed > self.manager.num_blocks:
+            raise ValueError(
+                f"prompt and max_tokens must fit into {self.manager.num_blocks} blocks of "
+                f"{self.manager.block_size} tokens, got {request.num_prompt_tokens} + {request.params.max_tokens} "
+                f"tokens, {needed} blocks"
+            )
+        self._queue(request)
+
+    def schedule(self) -> Batch:
+        """The next step. The blocks of its chunks are allocated; empty only if there are no requests."""
+        decodes, copies = self._room_for_decodes()
+        prefills = [request for request in self.running if request.num_computed < request.num_room]
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        for request in decodes:
+            request.num_room += 1
+        for request in decodes + prefills:
+            budget -= _add_chunk(chunks, request, budget)
+        admitted = self._admit(chunks, budget)
+        return Batch(chunks, np.concatenate([copies, *admitted]))
+
+    def complete(self, batch: Batch) -> None:
+        """The batch's K and V are written: its full blocks become findable."""
+        for request, start, end in batch.chunks:
+            self.manager.commit(request.request_id, request.tokens[start:end])
+            request.num_computed = end
+
+    def requeue(self, batch: Batch) -> None:
+        """The batch was not computed: its requests go back to the queue, and nothing of it can be found."""
+        for chunk in batch.chunks:
+            self._stop(chunk.request)
+            self._queue(chunk.request)
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out, wherever it is. What it has committed stays findable."""
+        if request in self.running:
+            self._stop(request)
+        else:
+            self.waiting.remove(request)
+
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=_arrival)
+
+    def _stop(self, request: Request) -> None:
+        self.running.remove(request)
+        self.manager.release(request.request_id)
+        request.num_computed = request.num_room = 0
+
+    def _preempt_youngest(self) -> None:
+        youngest = max(self.running, key=_arrival)
+        self._stop(youngest)
+        self._queue(youngest)
+        self.num_preemptions += 1
+
+    def _room_for_decodes(self) -> tuple[list[Request], npt.NDArray[np.int64]]:
+        while True:
+            decodes = [request for request in self.running if request.needs_room][: self.max_num_batched_tokens]
+            if not decodes:
+                return decodes, NO_COPIES
+            try:
+                return decodes, self.manager.append([request.request_id for request in decodes], 1)
+            except OutOfBlocks:
+                assert len(self.running) > 1, "a request alone lacks blocks that `add` has found to suffice"
+                self._preempt_youngest()
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[npt.NDArray[np.int64]]:
+        """Lets waiting requests run, as far as tokens, sequences and blocks go; returns the copies to do."""
+        copies: list[npt.NDArray[np.int64]] = []
+        if not self.waiting or not budget:
+            return copies
+        prefills = _Prefills(self.manager, self.running)
+        num_passed_over = 0
+        for request in self.waiting[:]:
+            if not budget or len(self.running) >= self.max_num_seqs or num_passed_over > self.max_num_seqs:
+                break
+            if prefills.will_share(request):
+                num_passed_over += 1
+                continue
+            admitted = self._allocate(request)
+            if admitted is None:
+                break
+            copies.append(admitted)
+            budget -= _add_chunk(chunks, request, budget)
+            prefills.add(request)
+        return copies
+
+    def _allocate(self, request: Request) -> npt.NDArray[np.int64] | None:
+        """Moves a request from waiting to running; None if blocks lack.
+
+        One block for each running request is left over: else the next decodes would preempt what was just admitted.
+        """
+        tokens = request.tokens[: request.num_tokens]
+        try:
+            given = self.manager.allocate(request.request_id, tokens, request.namespace)
+        except OutOfBlocks:
+            return None
+        if self.manager.num_free_blocks < len(self.running):
+            self.manager.release(request.request_id)
+            return None
+        request.num_computed, request.num_room = given.num_cached_tokens, len(tokens)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = given.num_cached_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_tokens += given.num_cached_tokens
+        self.waiting.remove(request)
+        self.running.append(request)
+        return given.copies
+
+
+class _Prefills:
+    """Running requests whose prompts are not computed yet, found by their first block.
+
+    A waiting request that shares blocks with one of them is better off to wait until these are committed: of many
+    requests with a common prefix that arrive together, the first computes it and the others find it.
+    """
+
+    def __init__(self, manager: BlockManager, running: list[Request]) -> None:
+        self._block_size = manager.block_size
+        self._enabled = manager.enable_prefix_caching
+        self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        if self._enabled and self._whole_blocks(request.num_room) > request.num_computed:
+            self._by_first_block.setdefault(self._key(request), []).append(request)
+
+    def will_share(self, request: Request) -> bool:
+        """One of them has yet to compute a whole block that `request` begins with too."""
+        if request.num_tokens <= self._block_size:
+            return False
+        others = self._by_first_block.get(self._key(request), ())
+        return any(self._num_shared(request, other) > other.num_computed for other in others)
+
+    def _num_shared(self, request: Request, other: Request) -> int:
+        length = min(request.num_tokens - 1, other.num_room)
+        differ = request.tokens[:length] != other.tokens[:length]
+        num_equal = int(differ.argmax()) if differ.any() else length
+        return self._whole_blocks(num_equal)
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._block_size * self._block_size
+
+    def _key(self, request: Request) -> tuple[bytes, bytes]:
+        return request.namespace, request.tokens[: self._block_size].tobytes()
+
+
+def _add_chunk(chunks: list[Chunk], request: Request, budget: int) -> int:
+    """Adds as many of the request's next tokens as the budget allows; returns how many."""
+    num_tokens = min(budget, request.num_room - request.num_computed)
+    if num_tokens:
+        chunks.append(Chunk(request, request.num_computed, request.num_computed + num_tokens))
+    return num_tokens
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival

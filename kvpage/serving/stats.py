@@ -1,0 +1,30 @@
+"""EngineStats: what an engine has done so far, and how full it is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine was made, and its state now.
+
+    num_computed_tokens: whose K and V were computed; what a preemption made necessary again counts again.
+    num_prompt_tokens, num_cached_tokens: of the requests that were admitted, and how many of these were found in the
+        cache when they were first admitted.
+    num_used_blocks: held by running requests; cached blocks in nobody's use do not count.
+    """
+
+    num_steps: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    num_finished: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

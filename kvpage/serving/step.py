@@ -1,0 +1,59 @@
+"""Step: what attention has to know of the sequences that one forward pass computes, packed into one row.
+
+    input_ids    [ a17 | b5 | c0 c1 c2 c3 c4 | d8 d9 ]     4 sequences, 9 tokens
+    query_lens   [ 1     1    5                2      ]     tokens of each in this step
+    seq_lens     [ 18    6    5                10     ]     tokens of each in the cache after it
+
+It is made once a step and read by every layer.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.cache_engine import CacheEngine
+from kvpage.layout import CacheLayout
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass over `caches`, one cache by layer_idx.
+
+    slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
+    host_query_lens, host_seq_lens: int64 [num_seqs] on the host, and the same as lists of plain integers.
+    calls: (layer_idx, sliding window) of each call of the attention function so far.
+    """
+
+    caches: dict[int, torch.Tensor]
+    layout: CacheLayout
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    host_query_lens: torch.Tensor
+    host_seq_lens: torch.Tensor
+    query_lens: list[int]
+    seq_lens: list[int]
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls,
+        engine: CacheEngine,
+        slot_mapping: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        starts: list[int],
+        ends: list[int],
+    ) -> "Step":
+        """A step that computes the positions [starts[i], ends[i]) of each sequence."""
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        return cls(
+            caches=dict(zip(engine.layer_ids, engine.gpu_cache, strict=True)),
+            layout=engine.layout,
+            slot_mapping=torch.from_numpy(slot_mapping).to(engine.device),
+            block_tables=torch.from_numpy(block_tables).to(engine.device),
+            host_query_lens=torch.tensor(query_lens),
+            host_seq_lens=torch.tensor(ends),
+            query_lens=query_lens,
+            seq_lens=ends,
+        )

@@ -1,0 +1,115 @@
+"""The arguments of operations on tokens: checked, and as the native calls take them.
+
+Everything is checked but what lies in memory: slots and block ids are the native code's to check.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from kvpage.layout import CacheLayout
+
+Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
+
+
+def block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]."""
+    item, strides = blocks.element_size(), blocks.stride()
+    return blocks.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
+
+
+def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides in bytes of rows [..., num_tokens, num_heads, size]."""
+    item, strides = rows.element_size(), rows.stride()
+    return rows.data_ptr(), strides[-3] * item, strides[-2] * item
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[-1] * rows.element_size()
+
+
+def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
+    """`cache` must be of the layout, in memory that the operations reach."""
+    layout.validate(cache)
+    if cache.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"cache must be on the CPU or a CUDA device, got {cache.device}")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape must be {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def check_rows(name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """`rows` must be [num_tokens, num_kv_heads, 1..head_size] like the cache, with its last dimension contiguous."""
+    if rows.dim() != 3:
+        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
+    check_size(name, rows, layout)
+    expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
+    check_tensor(name, rows, cache.dtype, expected, cache.device)
+
+
+def check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
+    if not 1 <= rows.shape[-1] <= layout.head_size:
+        raise ValueError(f"{name}'s head size must be in [1, {layout.head_size}], got {rows.shape[-1]}")
+    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {rows.stride(-1)}")
+
+
+def native_tables(
+    cache: torch.Tensor, block_tables: torch.Tensor, layout: CacheLayout
+) -> tuple[int, int, int, int, int, int]:
+    """The block tables as the extension takes them, checked for all but the ids."""
+    if block_tables.dim() != 2:
+        raise ValueError(f"block_tables must be [num_seqs, max_blocks], got shape {tuple(block_tables.shape)}")
+    num_seqs, max_blocks = block_tables.shape
+    check_tensor("block_tables", block_tables, torch.int32, (num_seqs, max_blocks), cache.device)
+    if max_blocks > 1 and block_tables.stride(1) != 1:
+        raise ValueError(f"block_tables must be contiguous in its last dimension, got stride {block_tables.stride(1)}")
+    num_blocks = cache.shape[layout.block_dim]
+    return block_tables.data_ptr(), block_tables.stride(0), num_seqs, max_blocks, num_blocks, layout.block_size
+
+
+def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> torch.Tensor:
+    """`lengths` as a contiguous int64 tensor on the host, each in [0, maximum]."""
+    if isinstance(lengths, torch.Tensor):
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu":
+            raise ValueError(f"{name} must be int32 or int64 on the host, got {lengths.dtype} on {lengths.device}")
+        tensor = lengths.to(torch.int64).contiguous()
+    else:
+        tensor = torch.tensor([operator.index(length) for length in lengths], dtype=torch.int64)
+    if tuple(tensor.shape) != (num_seqs,):
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {tuple(tensor.shape)}")
+    for bound in (int(tensor.min()), int(tensor.max())) if num_seqs else ():
+        if not 0 <= bound <= maximum:
+            raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
+    return tensor
+
+
+def out_offsets(
+    name: str, rows: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor, layout: CacheLayout
+) -> torch.Tensor:
+    """Checks an output of gather_cache; bytes from its address to the first row of each sequence, int64 [num_seqs]."""
+    heads, item = layout.num_kv_heads, rows.element_size()
+    if rows.dim() == 3:
+        expected: tuple[int, ...] = (int(lengths.sum()), heads, rows.shape[-1])
+        offsets = (lengths.cumsum(0) - lengths) * (rows.stride(0) * item)
+    elif rows.dim() == 4:
+        expected = (len(lengths), rows.shape[1], heads, rows.shape[-1])
+        offsets = torch.arange(len(lengths)) * (rows.stride(0) * item)
+        if len(lengths) and int(lengths.max()) > rows.shape[1]:
+            raise ValueError(f"{name} must have room for {int(lengths.max())} tokens a sequence, got {rows.shape[1]}")
+    else:
+        raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
+    check_size(name, rows, layout)
+    check_tensor(name, rows, cache.dtype, expected, cache.device)
+    if any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True)):
+        raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
+    return offsets

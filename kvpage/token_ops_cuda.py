@@ -1,0 +1,107 @@
+"""Operations on tokens in a CUDA device's memory: Triton kernels, or torch operations where Triton is not installed.
+
+Arguments are checked by kvpage.token_ops, but for ids in the device's memory, for which nobody waits: the kernels check
+them, skip what is bad, and set a bit of the device's error word.
+"""
+
+import functools
+import importlib.util
+import os
+import warnings
+
+import torch
+
+from kvpage import reference
+from kvpage.layout import CacheLayout
+
+_DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
+_ERRORS = {1: "slot_mapping held a slot out of range", 2: "block_tables held a block id out of range"}
+_error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
+
+
+def check_device(device: torch.device | str = "cuda") -> None:
+    """Waits for the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
+
+    What named it was skipped, everything else was done. With KVPAGE_DEBUG=1 in the environment every operation calls
+    this itself.
+    """
+    device = _with_index(torch.device(device))
+    if device not in _error_words:
+        return
+    word = int(_error_words[device].item())
+    if word:
+        _error_words[device].zero_()
+        raise ValueError(
+            "; ".join(text for bit, text in _ERRORS.items() if word & bit) + f" on {device}; it was skipped"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _error_word(device: torch.device) -> torch.Tensor:
+    if device not in _error_words:
+        _error_words[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _error_words[device]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn("triton is not installed: tokens are written and gathered by slower torch operations", stacklevel=4)
+    return False
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout
+) -> None:
+    if not _has_triton():
+        _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
+        reference.reshape_and_cache(key, value, cache, slots, layout)
+        return
+    from kvpage.kernels import reshape
+
+    with torch.cuda.device(cache.device):
+        reshape.reshape_and_cache(key, value, *layout.split_kv(cache), slots, _error_word(cache.device))
+    if _DEBUG:
+        check_device(cache.device)
+
+
+def gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    layout: CacheLayout,
+) -> None:
+    if not _has_triton():
+        _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
+        reference.gather_into(cache, block_tables, lengths, starts, out, layout)
+        return
+    from kvpage.kernels import gather
+
+    with torch.cuda.device(cache.device):
+        gather.gather_cache(*layout.split_kv(cache), block_tables, starts, lengths, *out, _error_word(cache.device))
+    if _DEBUG:
+        check_device(cache.device)
+
+
+def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
+    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    bad = (slots < -1) | (slots >= num_slots)
+    if bool(bad.any()):
+        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(slots[bad][0])}")
+
+
+def _check_blocks(
+    block_tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, num_blocks: int, block_size: int
+) -> None:
+    for table, start, length in zip(block_tables.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+        for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")

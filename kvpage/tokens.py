@@ -1,0 +1,30 @@
+"""Token ids as the rest of the library takes them: one-dimensional int32 arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | Any
+"""A list, or anything numpy reads as a one-dimensional integer array: numpy, array.array, a torch CPU tensor."""
+
+
+def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
+    """`tokens` as a contiguous int32 array; the same memory if it is one already.
+
+    ValueError if it is not one-dimensional, not of integers, or holds an id that does not fit into 32 bits.
+    """
+    array = np.asarray(tokens)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return np.ascontiguousarray(array)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    limits = np.iinfo(np.int32)
+    if array.min() < limits.min or array.max() > limits.max:
+        raise ValueError(f"{name} must fit into 32 bits, got {int(array.min())} to {int(array.max())}")
+    return array.astype(np.int32)

@@ -1,0 +1,286 @@
+"""BlockManager against a model in which every slot remembers the very prefix that was written into it."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvpage import OutOfBlocks
+from kvpage.block_manager import BlockManager
+
+B = 4
+
+
+class Model:
+    """What a cache would hold: for each slot the namespace and all tokens up to and including its own."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager = manager
+        self.slots: dict[int, tuple] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.namespaces: dict[int, bytes] = {}
+        self.written: dict[int, int] = {}
+
+    def expected(self, seq_id: int, position: int) -> tuple:
+        return self.namespaces[seq_id], tuple(self.tokens[seq_id][: position + 1])
+
+    def write(self, seq_id: int, end: int) -> None:
+        start = self.written[seq_id]
+        for position, slot in zip(range(start, end), self.manager.slot_mapping(seq_id, start, end), strict=True):
+            self.slots[int(slot)] = self.expected(seq_id, position)
+        self.manager.commit(seq_id, self.tokens[seq_id][start:end])
+        self.written[seq_id] = end
+
+    def copy(self, copies: np.ndarray) -> None:
+        for src, dst in copies.tolist():
+            for offset in range(B):
+                self.slots[dst * B + offset] = self.slots.get(src * B + offset, ())
+
+    def verify(self) -> None:
+        self.manager.check()
+        for seq_id, end in self.written.items():
+            for position, slot in enumerate(self.manager.slot_mapping(seq_id, 0, end).tolist()):
+                assert self.slots[slot] == self.expected(seq_id, position), (seq_id, position)
+
+
+class RandomLife:
+    """Random operations on a small alphabet, so that prefixes meet, part, and meet again."""
+
+    def __init__(self, seed: int, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+        self.rng = random.Random(seed)
+        self.manager = BlockManager(num_blocks, B, enable_prefix_caching)
+        self.model = Model(self.manager)
+        self.next_id = 0
+        self.num_refused = 0
+
+    def some_tokens(self, num_tokens: int) -> list[int]:
+        return [int(self.rng.random() < 0.1) for _ in range(num_tokens)]
+
+    def step(self) -> None:
+        before = self.manager.num_free_blocks, self.manager.stats().num_sequences
+        try:
+            self.rng.choices([self.allocate, self.write, self.append, self.fork, self.release], [6, 8, 5, 2, 6])[0]()
+        except OutOfBlocks as error:
+            self.num_refused += 1
+            assert before == (self.manager.num_free_blocks, self.manager.stats().num_sequences)
+            assert error.needed > error.free
+        self.model.verify()
+
+    def allocate(self) -> None:
+        model, tokens = self.model, self.some_tokens(self.rng.randrange(1, 5 * B))
+        self.next_id += 1
+        namespace = self.rng.choice([b"", b"tenant"])
+        allocation = self.manager.allocate(self.next_id, tokens, namespace)
+        assert allocation.num_cached_tokens < len(tokens) and allocation.num_cached_tokens % B == 0
+        assert len(allocation.block_ids) == -(-len(tokens) // B)
+        model.tokens[self.next_id], model.namespaces[self.next_id] = tokens, namespace
+        model.written[self.next_id] = allocation.num_cached_tokens
+
+    def any(self) -> int | None:
+        return self.rng.choice(list(self.model.tokens)) if self.model.tokens else None
+
+    def write(self) -> None:
+        if (seq_id := self.any()) is not None:
+            self.model.write(seq_id, self.rng.randint(self.model.written[seq_id], len(self.model.tokens[seq_id])))
+
+    def append(self) -> None:
+        ids = [i for i, tokens in self.model.tokens.items() if self.model.written[i] == len(tokens)]
+        chosen = self.rng.sample(ids, min(len(ids), self.rng.randrange(4)))
+        counts = [self.rng.randrange(B + 2) for _ in chosen]
+        self.model.copy(self.manager.append(chosen, counts))
+        for seq_id, count in zip(chosen, counts, strict=True):
+            self.model.tokens[seq_id] = self.model.tokens[seq_id] + self.some_tokens(count)
+
+    def fork(self) -> None:
+        seq_id = self.any()
+        if seq_id is None or self.model.written[seq_id] != len(self.model.tokens[seq_id]):
+            return
+        self.next_id += 1
+        self.manager.fork(seq_id, self.next_id)
+        for table in (self.model.tokens, self.model.namespaces, self.model.written):
+            table[self.next_id] = table[seq_id]
+
+    def release(self) -> None:
+        if (seq_id := self.any()) is not None:
+            self.manager.release(seq_id)
+            for table in (self.model.tokens, self.model.namespaces, self.model.written):
+                del table[seq_id]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching):
+    life = RandomLife(seed, num_blocks=24, enable_prefix_caching=enable_prefix_caching)
+    for _ in range(3000):
+        life.step()
+    stats = life.manager.stats()
+    assert life.num_refused > 10, "blocks were never scarce"
+    assert (stats.hit_tokens > 1000 and stats.evicted_blocks > 100) == enable_prefix_caching, stats
+    for seq_id in list(life.model.tokens):
+        life.manager.release(seq_id)
+    life.manager.check()
+    assert life.manager.num_free_blocks == life.manager.num_blocks
+
+
+@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B, 3 * B + 1])
+def test_a_second_prompt_computes_at_least_one_token(num_tokens):
+    manager, tokens = BlockManager(16, B), list(range(num_tokens))
+    assert manager.allocate("first", tokens).num_cached_tokens == 0
+    manager.commit("first", tokens)
+    cached = manager.allocate("second", tokens).num_cached_tokens
+    assert cached == (num_tokens - 1) // B * B
+    assert manager.block_ids("second")[: cached // B].tolist() == manager.block_ids("first")[: cached // B].tolist()
+    manager.check()
+
+
+def test_nothing_uncommitted_is_found():
+    manager, tokens = BlockManager(16, B), list(range(3 * B))
+    manager.allocate("writer", tokens)
+    assert manager.allocate("a", tokens).num_cached_tokens == 0
+    manager.commit("writer", tokens[: 2 * B - 1])
+    assert manager.allocate("b", tokens).num_cached_tokens == B
+    manager.commit("writer", tokens[2 * B - 1 :])
+    assert manager.allocate("c", tokens + [1]).num_cached_tokens == 3 * B
+
+
+def test_generated_tokens_are_found():
+    manager = BlockManager(16, B)
+    manager.allocate(0, [1, 2, 3])
+    manager.commit(0, [1, 2, 3])
+    for token in (4, 5, 6, 7, 8):
+        assert manager.append([0]).shape == (0, 2)
+        manager.commit(0, [token])
+    manager.release(0)
+    assert manager.allocate(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_cached_tokens == 8
+
+
+def test_namespaces_do_not_meet():
+    manager, tokens = BlockManager(16, B), list(range(2 * B))
+    manager.allocate(0, tokens, b"one")
+    manager.commit(0, tokens)
+    assert manager.allocate(1, tokens, b"two").num_cached_tokens == 0
+    assert manager.allocate(2, tokens + [0], b"one").num_cached_tokens == 2 * B
+
+
+def test_equal_prompts_in_flight_end_on_one_set_of_blocks():
+    manager, tokens = BlockManager(16, B), list(range(2 * B))
+    for seq_id in (0, 1):
+        manager.allocate(seq_id, tokens)
+    assert not set(manager.block_ids(0)) & set(manager.block_ids(1))
+    for seq_id in (0, 1):
+        manager.commit(seq_id, tokens)
+    assert manager.block_ids(0).tolist() == manager.block_ids(1).tolist()
+    assert manager.stats().num_used_blocks == 2
+    manager.check()
+
+
+def test_fork_copies_the_shared_block_once_per_writer_but_one():
+    manager, tokens = BlockManager(16, B), list(range(B + 1))
+    manager.allocate(0, tokens)
+    manager.commit(0, tokens)
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    assert manager.stats().num_used_blocks == 2
+    shared = int(manager.block_ids(0)[1])
+    copies = manager.append([0, 1, 2])
+    assert copies.dtype == np.int64 and copies[:, 0].tolist() == [shared, shared]
+    own = [int(manager.block_ids(seq_id)[1]) for seq_id in (0, 1, 2)]
+    assert own == [*copies[:, 1].tolist(), shared] and len(set(own)) == 3
+    assert len(manager.append([0, 1, 2])) == 0
+    manager.check()
+
+
+def test_fork_at_a_full_block_copies_nothing():
+    manager, tokens = BlockManager(16, B), list(range(2 * B))
+    manager.allocate(0, tokens)
+    manager.commit(0, tokens)
+    manager.fork(0, 1)
+    assert len(manager.append([0, 1])) == 0
+    assert manager.block_ids(0)[:2].tolist() == manager.block_ids(1)[:2].tolist()
+    assert manager.block_ids(0)[2] != manager.block_ids(1)[2]
+
+
+def test_out_of_blocks_changes_nothing():
+    manager = BlockManager(4, B)
+    manager.allocate(0, list(range(3 * B)))
+    manager.commit(0, list(range(3 * B)))
+    before = manager.stats(), manager.block_ids(0).tolist()
+    with pytest.raises(OutOfBlocks) as error:
+        manager.allocate(1, list(range(B)) + [77] * (2 * B))
+    assert (error.value.needed, error.value.free) == (2, 1)
+    with pytest.raises(OutOfBlocks):
+        manager.append([0], [B + 1])
+    assert (manager.stats(), manager.block_ids(0).tolist()) == before
+    manager.check()
+
+
+def test_append_of_several_is_all_or_nothing():
+    manager = BlockManager(3, B)
+    for seq_id in (0, 1):
+        manager.allocate(seq_id, [seq_id] * B)
+        manager.commit(seq_id, [seq_id] * B)
+    with pytest.raises(OutOfBlocks):
+        manager.append([0, 1])
+    assert [len(manager.block_ids(seq_id)) for seq_id in (0, 1)] == [1, 1]
+    manager.append([0])
+    manager.check()
+
+
+def test_block_tables_and_slots_of_several():
+    manager = BlockManager(64, B)
+    for seq_id, num_tokens in enumerate((1, 3 * B + 1, B)):
+        manager.allocate(seq_id, [seq_id] * num_tokens)
+    tables = manager.block_tables([1, 0])
+    assert tables.dtype == np.int32 and tables.shape == (2, 4)
+    assert tables[0].tolist() == manager.block_ids(1).tolist() and tables[1, 0] == manager.block_ids(0)[0]
+    slots = manager.slot_mappings([2, 0, 1], [1, 0, B - 1], [3, 0, B + 1])
+    first, (a, b, *_) = int(manager.block_ids(2)[0]), manager.block_ids(1).tolist()
+    assert slots.dtype == np.int64 and slots.tolist() == [first * B + 1, first * B + 2, a * B + B - 1, b * B]
+    assert manager.block_tables([]).shape == (0, 0) and len(manager.slot_mappings([], [], [])) == 0
+
+
+def test_many_and_long_sequences():
+    manager = BlockManager(4000, B)
+    ids = {}
+    for seq_id in range(50):
+        ids[seq_id] = manager.allocate(seq_id, [seq_id] * (seq_id * 5 + 1)).block_ids.tolist()
+    manager.release(7)
+    manager.append([3], [1000])
+    for seq_id in set(ids) - {7, 3}:
+        assert manager.block_ids(seq_id).tolist() == ids[seq_id]
+    assert len(manager.block_ids(3)) == -(-1016 // B)
+    manager.check()
+
+
+BAD_CALLS = {
+    "seq_id in use": (lambda m: m.allocate(0, [1]), ValueError, "in use"),
+    "no tokens": (lambda m: m.allocate(9, []), ValueError, "at least one token"),
+    "float tokens": (lambda m: m.allocate(9, [1.5]), ValueError, "must be integers"),
+    "two-dimensional tokens": (lambda m: m.allocate(9, [[1]]), ValueError, "one-dimensional"),
+    "token of 33 bits": (lambda m: m.allocate(9, [1 << 32]), ValueError, "32 bits"),
+    "unknown append": (lambda m: m.append([0, 9]), KeyError, "9"),
+    "append twice": (lambda m: m.append([0, 0]), ValueError, "distinct"),
+    "negative append": (lambda m: m.append([0], [-1]), ValueError, "negative"),
+    "append count missing": (lambda m: m.append([0], [1, 2]), ValueError, "one per sequence"),
+    "commit too much": (lambda m: m.commit(0, [1] * 99), ValueError, "room"),
+    "unknown commit": (lambda m: m.commit(9, [1]), KeyError, "9"),
+    "fork of uncommitted": (lambda m: m.fork(0, 9), ValueError, "committed"),
+    "fork onto one in use": (lambda m: m.fork(0, 0), ValueError, "in use"),
+    "unknown fork": (lambda m: m.fork(9, 10), KeyError, "9"),
+    "unknown release": (lambda m: m.release(9), KeyError, "9"),
+    "slots past the end": (lambda m: m.slot_mapping(0, 0, B + 2), ValueError, "positions"),
+    "slots backwards": (lambda m: m.slot_mapping(0, 2, 1), ValueError, "positions"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_raise_and_change_nothing(case):
+    call, error, text = BAD_CALLS[case]
+    manager = BlockManager(16, B)
+    manager.allocate(0, list(range(B + 1)))
+    manager.commit(0, list(range(B)))
+    before = manager.stats(), manager.block_ids(0).tolist(), manager.slot_mapping(0, 0, B + 1).tolist()
+    with pytest.raises(error, match=text):
+        call(manager)
+    assert (manager.stats(), manager.block_ids(0).tolist(), manager.slot_mapping(0, 0, B + 1).tolist()) == before
+    manager.check()

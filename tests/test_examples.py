@@ -1,0 +1,49 @@
+"""The examples do what they say, and the README's does too."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny_llama(attn_implementation: str):
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, attn_implementation=attn_implementation, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def generate(model, prompt: list[int], max_tokens: int) -> list[int]:
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_own_loop_gives_the_tokens_of_generate(capsys):
+    example = load(ROOT / "examples" / "own_loop.py")
+    system = list(range(100, 133))
+    prompts = [[*system, 1, 2, 3], [*system, 4], [5], system[:16], system[:17]]
+    got = example.generate(tiny_llama("own_loop"), prompts, max_tokens=12)
+    assert "32 of 34 tokens found" in capsys.readouterr().out
+    assert got == [generate(tiny_llama("eager"), prompt, 12) for prompt in prompts]
+    assert len({token for tokens in got for token in tokens}) > 10, "the model repeats itself; the test shows little"
+
+
+def test_readme_example_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
+    assert re.search(r"\[\d+(, \d+)+\]", capsys.readouterr().out)

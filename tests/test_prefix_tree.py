@@ -1,0 +1,516 @@
+"""PrefixTree: its promises one by one. Random life against a naive model: test_prefix_tree_model.py."""
+
+import array
+import gc
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvpage import BlockPool, Match, PrefixTree
+
+B = 4
+WIDTHS = [np.int32, np.int64]
+
+
+def made(num_blocks: int = 64, block_size: int = B, **hidden: int) -> tuple[BlockPool, PrefixTree]:
+    pool = BlockPool(num_blocks)
+    return pool, PrefixTree(pool, block_size, **hidden)
+
+
+def cached(tree: PrefixTree, pool: BlockPool, tokens: list[int], namespace: bytes = b"") -> list[int]:
+    """Caches the tokens in new blocks and returns the path's ids; nothing stays pinned."""
+    match = tree.insert(tokens, pool.allocate(len(tokens) // tree.block_size), namespace)
+    ids = match.block_ids.tolist()
+    tree.release(match)
+    return ids
+
+
+def matched(tree: PrefixTree, tokens: list[int], namespace: bytes = b"") -> list[int]:
+    match = tree.match(tokens, namespace)
+    ids = match.block_ids.tolist()
+    assert match.num_blocks == len(ids) and match.num_tokens == len(ids) * tree.block_size
+    tree.release(match)
+    return ids
+
+
+def state(pool: BlockPool, tree: PrefixTree) -> tuple:
+    tree.check()
+    pool.check()
+    counts = [pool.ref_count(i) for i in range(pool.num_blocks)]
+    return pool.num_free, tree.num_cached, tree.num_evictable, counts
+
+
+# --- matching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, B - 1, B, B + 1, 2 * B, 2 * B + 1, 3 * B, 3 * B + 1, 9 * B])
+def test_one_token_is_always_left(num_tokens):
+    pool, tree = made()
+    ids = cached(tree, pool, list(range(3 * B)))
+    prompt = list(range(num_tokens))
+    assert matched(tree, prompt) == ids[: min(3, max(num_tokens - 1, 0) // B)]
+    assert matched(tree, prompt, b"other") == []
+    tree.check(owned_ids=[])
+
+
+def test_an_empty_match():
+    pool, tree = made()
+    match = tree.match([])
+    assert isinstance(match, Match) and not match.is_released
+    assert (match.num_tokens, match.num_blocks, match.block_ids.tolist()) == (0, 0, [])
+    assert match.block_ids.dtype == np.int32
+    twin = tree.pin(match)
+    longer = tree.insert([1] * B, pool.allocate(1), after=match)
+    assert match.is_released and longer.block_ids.tolist() == [0]
+    tree.release(longer)
+    tree.release(twin)
+    assert matched(tree, [1] * (B + 1)) == [0]
+
+
+def test_paths_part_and_meet():
+    pool, tree = made(block_size=2)
+    assert cached(tree, pool, [1, 2, 3, 4, 5, 6]) == [0, 1, 2]
+    assert cached(tree, pool, [1, 2, 3, 4, 5, 7]) == [0, 1, 5] and tree.num_nodes == 3
+    assert cached(tree, pool, [1, 2, 9, 9]) == [0, 4] and tree.num_nodes == 5
+    assert matched(tree, [1, 2, 3, 4, 5, 6, 0]) == [0, 1, 2]
+    assert matched(tree, [1, 2, 3, 4, 5, 7, 0]) == [0, 1, 5]
+    assert matched(tree, [1, 2, 9, 9, 5, 6, 0]) == [0, 4]
+    assert matched(tree, [1, 3, 3, 4, 5, 6, 0]) == []
+    tree.check(owned_ids=[])
+    pool.check()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_a_match_ends_at_the_token_that_differs(block_size, width):
+    num_blocks = 5000 // block_size
+    rng = np.random.default_rng(block_size)
+    tokens = rng.integers(-(2**31), 2**31, num_blocks * block_size, dtype=np.int64).astype(width)
+    places = [0, 1, block_size, 2047, 2048, 2049, 4095, 4096, len(tokens) - 1]
+    for place in [*places, *rng.integers(0, len(tokens), 20).tolist()]:
+        pool, tree = made(num_blocks, block_size)
+        tree.release(tree.insert(tokens, pool.allocate(num_blocks)))
+        other = np.append(tokens, width(0))
+        other[place] ^= 1
+        assert matched(tree, other) == list(range(place // block_size))
+        assert matched(tree, np.append(tokens, width(0))) == list(range(num_blocks))
+        tree.check(owned_ids=[])
+
+
+def test_ids_that_agree_in_their_low_bits_differ():
+    pool, tree = made(block_size=1)
+    cached(tree, pool, [5, -5])
+    assert matched(tree, np.array([5, -5, 0], np.int64)) == [0, 1]
+    for foreign in ([5, -5 + 2**32, 0], [5 + 2**32, 0], [5, 2**31, 0]):
+        before = state(pool, tree)
+        with pytest.raises(ValueError, match="tokens must fit into 32 bits, got"):
+            tree.match(np.array(foreign, np.int64))
+        assert state(pool, tree) == before
+
+
+def test_a_match_reads_no_further_than_it_has_to():
+    pool, tree = made()
+    ids = cached(tree, pool, [1] * 2 * B)
+    beyond = np.array([1] * 2 * B + [2] * B + [2**40] * B, np.int64)
+    assert matched(tree, beyond) == ids
+    with pytest.raises(ValueError, match=f"tokens must fit into 32 bits, got {2**40} at {2 * B}"):
+        tree.match(np.append(beyond[: 2 * B], beyond[-B:]).tolist() + [0])
+
+
+KINDS = [
+    tuple,
+    lambda tokens: np.array(tokens, np.int32),
+    lambda tokens: np.array(tokens, np.int64),
+    lambda tokens: array.array("i", tokens),
+    lambda tokens: memoryview(array.array("q", tokens)),
+    lambda tokens: torch.tensor(tokens),
+    lambda tokens: torch.tensor(tokens, dtype=torch.int32),
+    lambda tokens: [np.int64(t) for t in tokens],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_every_kind(kind):
+    pool, tree = made()
+    tokens = [-(2**31), -1, 0, 1, 2, 3, 4, 2**31 - 1]
+    ids = cached(tree, pool, tokens)
+    assert matched(tree, kind([*tokens, 5])) == ids
+    tree.clear()
+    assert pool.allocate(2).tolist() == [0, 1]
+    tree.release(tree.insert(kind(tokens), kind([1, 0])))
+    assert matched(tree, [*tokens, 5]) == [1, 0]
+
+
+def test_long_calls_without_the_gil():
+    pool, tree = made(1024, 16)
+    tokens = np.arange(1024 * 16)
+    match = tree.insert(tokens, pool.allocate(1024))
+    assert match.block_ids.tolist() == list(range(1024))
+    tree.release(match)
+    assert len(matched(tree, tokens)) == 1023
+    with pytest.raises(ValueError, match="fit into 32 bits, got 4294967296 at 0"):
+        tree.match(tokens + 2**32)
+    assert tree.evict(5000) == 1024 and pool.num_free == 1024
+
+
+# --- pins -----------------------------------------------------------------------------------------------------------
+
+
+def test_pins_hold_what_was_matched_and_no_more():
+    pool, tree = made()
+    cached(tree, pool, list(range(4 * B)))
+    match = tree.match(list(range(2 * B)) + [99])
+    assert (tree.num_evictable, tree.num_cached) == (2, 4)
+    assert tree.evict(9) == 2
+    assert tree.num_evictable == 0 and match.block_ids.tolist() == [0, 1]
+    tree.check(owned_ids=[])
+    tree.release(match)
+    assert tree.evict(9) == 2 and pool.num_free == 64
+
+
+def test_a_split_leaves_other_matches_as_they_are():
+    pool, tree = made()
+    long = tree.insert(list(range(4 * B)), pool.allocate(4))
+    short = tree.match(list(range(B)) + [99])
+    middle = tree.match(list(range(3 * B)))
+    assert long.block_ids.tolist() == [0, 1, 2, 3]
+    assert middle.block_ids.tolist() == [0, 1] and short.block_ids.tolist() == [0]
+    for match, num_evictable in ((long, 2), (middle, 3), (short, 4)):
+        tree.release(match)
+        tree.check(owned_ids=[])
+        assert tree.num_evictable == num_evictable
+
+
+def test_block_ids_from_any_block():
+    pool, tree = made()
+    for num_blocks in range(1, 6):
+        cached(tree, pool, list(range(num_blocks * B)))
+        cached(tree, pool, list(range(num_blocks * B - B)) + [-num_blocks] * B)
+    match = tree.match(list(range(5 * B + 1)))
+    assert tree.num_nodes > 5
+    for start in range(6):
+        assert match.block_ids_from(start).tolist() == match.block_ids.tolist()[start:]
+    for bad in (-1, 6):
+        with pytest.raises(ValueError, match=f"start_block must be between 0 and num_blocks = 5, got {bad}"):
+            match.block_ids_from(bad)
+    tree.release(match)
+
+
+def test_release_is_once():
+    pool, tree = made()
+    _, other = made()
+    match = tree.insert([1] * B, pool.allocate(1))
+    twin = tree.pin(match)
+    with pytest.raises(ValueError, match="match must be of this tree"):
+        other.release(match)
+    with pytest.raises(ValueError, match="match must be of this tree"):
+        other.pin(match)
+    tree.release(match)
+    before = state(pool, tree)
+    for call in (lambda: tree.release(match), lambda: tree.pin(match), lambda: match.block_ids):
+        with pytest.raises(ValueError, match="match must be pinned, got one that is released already"):
+            call()
+    assert state(pool, tree) == before and before[2] == 0
+    assert (match.is_released, match.num_blocks, match.num_tokens) == (True, 1, B)
+    assert not twin.is_released and twin.block_ids.tolist() == [0]
+    tree.release(twin)
+    assert tree.num_evictable == 1
+
+
+# --- insertion ------------------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_goes_back_and_the_trees_block_stands():
+    pool, tree = made()
+    cached(tree, pool, [1] * B)
+    match = tree.insert([1] * B + [2] * B, pool.allocate(2))
+    assert match.block_ids.tolist() == [0, 2] and pool.ref_count(1) == 0
+    tree.check(owned_ids=[])
+
+
+def test_a_shared_duplicate_loses_one_reference():
+    pool, tree = made()
+    cached(tree, pool, [1] * B)
+    mine = pool.allocate(1)
+    pool.share(mine)
+    assert tree.insert([1] * B, mine).block_ids.tolist() == [0]
+    tree.check(owned_ids=mine)
+
+
+def test_the_trees_own_ids_may_be_named():
+    pool, tree = made()
+    cached(tree, pool, [1] * 2 * B)
+    match = tree.match([1] * 2 * B + [2] * B)
+    again = tree.insert([1] * 2 * B + [2] * B, np.append(match.block_ids, pool.allocate(1)))
+    assert again.block_ids.tolist() == [0, 1, 2]
+    tree.check(owned_ids=[])
+
+
+def test_a_conversation_grown_block_by_block_is_one_edge():
+    pool, tree = made(300)
+    match = tree.match([])
+    for i in range(100):
+        match = tree.insert([i] * B, pool.allocate(1), after=match)
+        tree.check(owned_ids=[])
+        assert match.num_blocks == i + 1 and match.block_ids_from(i).tolist() == [i]
+    assert tree.num_nodes == 1
+    tree.release(match)
+    # and from the root: the path that is there is extended
+    tree.release(tree.insert([i for i in range(150) for _ in range(B)], pool.allocate(150)))
+    assert tree.num_nodes == 1 and tree.num_cached == 150
+    tree.check(owned_ids=[])
+
+
+def test_what_ends_another_match_does_not_grow():
+    pool, tree = made()
+    match = tree.insert([1] * B, pool.allocate(1))
+    fork = tree.pin(match)
+    left = tree.insert([2] * B, pool.allocate(1), after=match)
+    right = tree.insert([3] * B, pool.allocate(1), after=fork)
+    left = tree.insert([4] * B, pool.allocate(1), after=left)
+    assert left.block_ids.tolist() == [0, 1, 3] and right.block_ids.tolist() == [0, 2]
+    assert tree.num_nodes == 3
+    tree.release(left)
+    assert tree.evict(9) == 2 and right.block_ids.tolist() == [0, 2]
+    tree.check(owned_ids=[])
+
+
+def test_inserting_nothing():
+    pool, tree = made()
+    cached(tree, pool, [1] * B)
+    match = tree.insert([], [])
+    assert match.num_blocks == 0
+    deeper = tree.insert([], [], after=tree.match([1] * (B + 1)))
+    assert deeper.block_ids.tolist() == [0]
+    tree.check(owned_ids=[])
+
+
+REFUSED = [
+    ([1] * (B - 1), [10], "tokens must fill the blocks: 1 blocks of 4 need 4 tokens, got 3"),
+    ([1] * (B + 1), [10], "need 4 tokens, got 5"),
+    ([1] * B, [], "need 0 tokens, got 4"),
+    ([], [10], "need 4 tokens, got 0"),
+    ([8] * B + [9] * (B - 1) + [2**31], [10, 11], "tokens must fit into 32 bits, got 2147483648 at 7"),
+    ([8] * B + [-(2**31) - 1] * B, [10, 11], "tokens must fit into 32 bits, got -2147483649 at 4"),
+    ([8] * 2 * B, [10, 64], "between 0 and num_blocks - 1 = 63, got 64"),
+    ([8] * 2 * B, [10, -1], "got -1"),
+    ([8] * 2 * B, [10, 30], "cannot cache block 30: no reference is left"),
+    ([8] * 2 * B, [10, 10], "cannot cache block 10: it belongs to a prefix tree"),
+    ([8] * 2 * B, [10, 12], "cannot cache block 12: it has 2 references"),
+    ([8] * 2 * B, [10, 1], "cannot cache block 1: it belongs to a prefix tree"),
+    ([1] * B + [8] * B, [1, 10], "cannot release block 1: it belongs to a prefix tree"),
+    ([1] * B + [8] * B, [10, 10], "cannot release block 10: it belongs to a prefix tree"),
+    ([1] * B + [8] * B, [30, 10], "cannot release block 30: no reference is left"),
+    ([1] * B + [2] * B, [10, 10], "cannot release block 10: no reference is left"),
+]
+
+
+@pytest.mark.parametrize("namespace", [b"", b"new"])
+@pytest.mark.parametrize("tokens, block_ids, message", REFUSED)
+def test_a_refused_insert_changes_nothing(tokens, block_ids, message, namespace):
+    pool, tree = made()
+    cached(tree, pool, [1] * B + [2] * B)
+    base = tree.insert([5] * B, pool.allocate(1))
+    base = tree.insert([1] * B, pool.allocate(1), after=base)
+    pool.allocate(10)
+    pool.share([12])
+    before = state(pool, tree)
+    if namespace == b"":
+        with pytest.raises(ValueError, match=message):
+            tree.insert(np.array(tokens, np.int64), block_ids)
+        assert state(pool, tree) == before
+    new_only = message.replace("release block 1:", "cache block 1:").replace("release block 30", "cache block 30")
+    new_only = new_only.replace("release block 10: no reference is left", "cache block 10: it belongs to a prefix tree")
+    new_only = new_only.replace("release block 10", "cache block 10")
+    with pytest.raises(ValueError, match=new_only):
+        tree.insert(tokens, block_ids, b"new")
+    with pytest.raises(ValueError, match=new_only):
+        tree.insert(tokens, block_ids, after=base)
+    assert state(pool, tree) == before
+    assert not base.is_released and base.block_ids.tolist() == [2, 3]
+    assert matched(tree, [1] * B + [2] * B + [0]) == [0, 1]
+    assert tree.insert([6] * B, [11], after=base).block_ids.tolist() == [2, 3, 11]
+
+
+def test_after_is_checked():
+    pool, tree = made()
+    _, other = made()
+    match = tree.insert([1] * B, pool.allocate(1), b"ns")
+    released = tree.pin(match)
+    tree.release(released)
+    mine = pool.allocate(1)
+    before = state(pool, tree)
+    with pytest.raises(ValueError, match="after must be pinned, got one that is released"):
+        tree.insert([2] * B, mine, after=released)
+    with pytest.raises(ValueError, match="after must be of this tree"):
+        tree.insert([2] * B, mine, after=other.match([]))
+    with pytest.raises(ValueError, match="namespace must be left out with after"):
+        tree.insert([2] * B, mine, b"ns", match)
+    assert state(pool, tree) == before and not match.is_released
+    tree.release(tree.insert([2] * B, mine, after=match))
+    assert match.is_released and matched(tree, [1] * B + [2] * B + [3], b"ns") == [0, 1]
+
+
+def test_arguments_are_checked():
+    pool, tree = made()
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"block_size must be positive, got {bad}"):
+            PrefixTree(pool, bad)
+    with pytest.raises(ValueError, match="num_blocks must not be negative, got -1"):
+        tree.evict(-1)
+    with pytest.raises(TypeError):
+        tree.match([1], "a str")
+    with pytest.raises(TypeError):
+        PrefixTree(None, B)
+    for tokens in (np.zeros(9), np.zeros((3, 3), int), np.arange(18)[::2], [0.5], torch.zeros(9)):
+        with pytest.raises(ValueError, match="tokens must be"):
+            tree.match(tokens)
+        with pytest.raises(ValueError, match="tokens must be"):
+            tree.insert(tokens, [0])
+    assert state(pool, tree) == (64, 0, 0, [0] * 64)
+
+
+# --- namespaces, eviction -------------------------------------------------------------------------------------------
+
+
+def test_namespaces_share_nothing():
+    pool, tree = made()
+    names = [b"", b"\0", b"a", b"a" * 100]
+    ids = {name: cached(tree, pool, [1] * 2 * B, name) for name in names}
+    assert sorted(i for path in ids.values() for i in path) == list(range(8))
+    for name in names:
+        assert matched(tree, [1] * (2 * B + 1), name) == ids[name]
+    assert matched(tree, [1] * (2 * B + 1), b"b") == []
+    assert tree.evict(2) == 2 and matched(tree, [1] * (2 * B + 1), b"") == []
+    tree.check(owned_ids=[])
+
+
+def test_the_least_recently_released_goes_first_and_its_end_before_its_beginning():
+    pool, tree = made()
+    for first in (1, 2, 3):
+        cached(tree, pool, [first] * 2 * B)
+    assert matched(tree, [1] * (2 * B + 1)) == [0, 1]
+    gone = []
+    while tree.num_cached:
+        assert tree.evict(1) == 1
+        tree.check(owned_ids=gone)
+        gone.append(pool.allocate_one())
+    assert gone == [3, 2, 5, 4, 1, 0]
+    assert tree.evict(1) == 0
+
+
+def test_a_prefix_outlives_what_continues_it():
+    pool, tree = made()
+    trunk = [0] * B
+    for tail in range(1, 5):
+        cached(tree, pool, trunk + [tail] * B)
+    assert matched(tree, trunk + [1]) == [0]
+    assert tree.evict(4) == 4 and matched(tree, trunk + [1]) == [0]
+    tree.check(owned_ids=[])
+
+
+def test_clear_leaves_the_pinned():
+    pool, tree = made()
+    cached(tree, pool, [1] * 3 * B)
+    cached(tree, pool, [2] * 3 * B, b"x")
+    match = tree.match([1] * (B + 1))
+    assert tree.clear() == 5 and tree.num_cached == 1 and match.block_ids.tolist() == [0]
+    tree.release(match)
+    assert tree.clear() == 1 and pool.num_free == 64
+    tree.check(owned_ids=[])
+
+
+def test_a_tree_gives_its_blocks_back_when_the_last_match_goes():
+    pool, tree = made()
+    match = tree.insert([1] * B, pool.allocate(1))
+    del tree
+    gc.collect()
+    assert pool.num_free == 63 and match.block_ids.tolist() == [0]
+    del match
+    gc.collect()
+    assert pool.num_free == 64
+    pool.check()
+
+
+@pytest.mark.parametrize("hash_mask", [0, 1, 0xF])
+def test_colliding_hashes_cost_time_only(hash_mask):
+    pool, tree = made(300, 2, _hash_mask=hash_mask)
+    rng = random.Random(hash_mask)
+    order = list(range(100))
+    paths = {i: cached(tree, pool, [i, i, i // 2, i]) for i in order}
+    rng.shuffle(order)
+    for i in order:
+        assert matched(tree, [i, i, i // 2, i, 0]) == paths[i]
+        assert matched(tree, [i, i + 1, 0]) == []
+    tree.check(owned_ids=[])
+    for num_left in range(199, -1, -1):  # the table closes every hole
+        assert tree.evict(1) == 1
+        tree.check(owned_ids=[])
+        assert tree.num_cached == num_left
+        if num_left % 20 == 0:
+            alive = [i for i in order[(200 - num_left) // 2 :]]
+            before = {i: paths[i] for i in alive}
+            assert {i: matched(tree, [i, i, i // 2, i, 0]) for i in alive} == before
+
+
+def test_edges_keep_no_memory_that_they_have_no_use_for():
+    pool, tree = made(5000, 16)
+    tokens = np.arange(4000 * 16)
+    match = tree.match([])
+    for block in range(0, 4000, 50):
+        match = tree.insert(tokens[block * 16 : (block + 50) * 16], pool.allocate(50), after=match)
+        tree.check()  # it knows what an edge may keep
+    for cut in (3999, 1, 2000, 1000, 2, 3000, 999, 1001):
+        tree.release(tree.match(tokens[: cut * 16 + 1]))
+        tree.check()
+    tree.release(match)
+    while tree.evict(37):
+        tree.check()
+    assert pool.num_free == 5000
+
+
+def test_check_knows_what_is_owned():
+    pool, tree = made()
+    cached(tree, pool, [1] * B)
+    mine = pool.allocate(2)
+    pool.share(mine[:1])
+    tree.check(owned_ids=[1, 2, 1])
+    for wrong, message in [
+        ([1, 2], "block 1 has 2 references and 1 owners"),
+        ([1, 1], "62 are|61 free . 1 cached . 1 owned blocks are not 64"),
+        ([1, 1, 2, 0], "block 0 is owned and cached"),
+        ([1, 1, 2, 9], "block 9 has 0 references and 1 owners"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            tree.check(owned_ids=wrong)
+
+
+def test_threads_share_a_tree():
+    pool, tree = made(1000)
+    failures = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(1500):
+            prompt = np.append(np.repeat(rng.choices(range(3), k=rng.randrange(6)), B), 0).astype(np.int64)
+            match = tree.match(prompt, rng.choice([b"", b"x"]))
+            num_new = len(prompt) // B - match.num_blocks
+            ids = pool.allocate(num_new)
+            rest = prompt[match.num_tokens : -1]
+            match = tree.insert(rest, ids, after=match)
+            if match.num_tokens != len(prompt) - 1 or any(pool.ref_count(i) != 1 for i in match.block_ids.tolist()):
+                failures.append(prompt)
+            tree.release(match)
+            tree.evict(rng.randrange(4))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    tree.check(owned_ids=[])
+    assert tree.num_evictable == tree.num_cached
