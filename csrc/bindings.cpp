@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -143,10 +144,12 @@ CacheView cache_view(const std::vector<LayerTuple>& layers, int64_t num_blocks) 
 
 const int64_t* pairs_pointer(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
 
-std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs) {
+// What bytes [begin, end) of the plan copy, for tests: (source address, destination address, bytes).
+std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs,
+                                                           int64_t begin, int64_t end) {
   const CopyPlan plan(copier.geometry(), pairs_pointer(pairs), num_pairs);
   std::vector<std::tuple<Address, Address, int64_t>> out;
-  plan.for_each(0, plan.num_bytes(), [&](Address src, Address dst, int64_t bytes) { out.emplace_back(src, dst, bytes); });
+  plan.for_each(begin, end, [&](Address src, Address dst, int64_t bytes) { out.emplace_back(src, dst, bytes); });
   return out;
 }
 
@@ -202,7 +205,8 @@ void bind_block_copies(py::module_& m) {
             CopyPlan(copier.geometry(), pairs_pointer(pairs), num_pairs);
           },
           py::arg("pairs"), py::arg("num_pairs"))
-      .def("extents", &extents, py::arg("pairs"), py::arg("num_pairs"));
+      .def("extents", &extents, py::arg("pairs"), py::arg("num_pairs"), py::arg("begin") = 0,
+           py::arg("end") = std::numeric_limits<int64_t>::max());
   m.def(
       "_copy_kernel_on_host",
       [](const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs, int64_t vector_bytes, int64_t max_threads) {
