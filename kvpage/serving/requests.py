@@ -3,7 +3,7 @@
     tokens     [ prompt ............ | generated .. |  room for max_tokens  ]
                          ^                        ^ ^
                   num_computed                    | num_tokens
-                  (K and V are in blocks)   num_room: positions that have a block
+                  (K and V are in blocks)   num_room: positions that have a block; num_committed <= num_computed
 
 A request waits (it has no blocks: num_computed = num_room = 0) or runs. While num_computed < num_room it is in prefill;
 a decoding request has one token, its newest, that has no room yet: num_room = num_tokens - 1.
@@ -78,7 +78,7 @@ class Request:
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.tokens = np.empty(len(prompt) + params.max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.num_computed = self.num_room = 0
+        self.num_computed = self.num_committed = self.num_room = 0
         self.num_cached_tokens: int | None = None
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None

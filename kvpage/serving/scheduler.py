@@ -94,10 +94,16 @@ class Scheduler:
         return Batch(chunks, np.concatenate([copies, *admitted]))
 
     def complete(self, batch: Batch) -> None:
-        """The batch's K and V are written: its full blocks become findable."""
-        for request, start, end in batch.chunks:
-            self.manager.commit(request.request_id, request.tokens[start:end])
+        """The batch's K and V are written: its full blocks become findable.
+
+        Tokens of a block that is not full yet are committed with it; until then nobody could find them anyway.
+        """
+        block_size = self.manager.block_size
+        for request, _, end in batch.chunks:
             request.num_computed = end
+            if end // block_size > request.num_committed // block_size:
+                self.manager.commit(request.request_id, request.tokens[request.num_committed : end])
+                request.num_committed = end
 
     def requeue(self, batch: Batch) -> None:
         """The batch was not computed: its requests go back to the queue, and nothing of it can be found."""
@@ -118,7 +124,7 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.manager.release(request.request_id)
-        request.num_computed = request.num_room = 0
+        request.num_computed = request.num_committed = request.num_room = 0
 
     def _preempt_youngest(self) -> None:
         youngest = max(self.running, key=_arrival)
@@ -171,7 +177,8 @@ class Scheduler:
         if self.manager.num_free_blocks < len(self.running):
             self.manager.release(request.request_id)
             return None
-        request.num_computed, request.num_room = given.num_cached_tokens, len(tokens)
+        request.num_computed = request.num_committed = given.num_cached_tokens
+        request.num_room = len(tokens)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = given.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
