@@ -33,7 +33,6 @@ libc = ctypes.CDLL(None)
 libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-
 def ns(call) -> tuple[int, object]:
     start = time.perf_counter_ns()
     result = call()

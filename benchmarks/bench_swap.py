@@ -22,7 +22,6 @@ from kvpage import build_info, reference
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 
-GPU = True
 NUM_LAYERS = 32
 HOST = torch.device("cpu")
 

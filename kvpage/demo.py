@@ -219,7 +219,7 @@ def equals_generate(model: Any, output: RequestOutput) -> bool:
 
 def show(engine: Engine, record: Record, console: Console) -> None:
     stats, blocks = engine.stats(), engine.manager.stats()
-    first_token = [1e3 * (output.first_token_time - output.arrival_time) for output in record.outputs]
+    first_token = [1e3 * ((o.first_token_time or o.finish_time) - o.arrival_time) for o in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
     rows = {
         "requests": f"{len(record.outputs)}",
