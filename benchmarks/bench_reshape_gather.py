@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device; --device cpu tries the script without one")
     torch.manual_seed(0)
     results = []
     print(f"{'operation':18} {'layout':6} {'tokens':>7} {'MiB':>8} {'us':>10} {'GB/s':>7} {'of copy':>8}")

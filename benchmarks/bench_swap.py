@@ -135,6 +135,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--plot")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device; --device cpu tries the script without one")
     torch.manual_seed(0)
     rows = []
     print(f"{'layers':9} {'case':9} {'blocks':>6} {'GB/s':>8} {'bound':>8} {'of it':>6} {'enqueue us':>10}")
