@@ -151,8 +151,8 @@ def paged_attention(
         share memory with the others.
 
     Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
-    table entry that names no block, before anything is written. Best for few queries a sequence: for a long prompt
-    gathering and torch's scaled_dot_product_attention are faster.
+    table entry that names no block, before anything is written. Made for few queries a sequence; for whole prompts it
+    is about as fast as gathering and torch's scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
     """
     check_cache(cache, layout)
     tables = native_tables(cache, block_tables, layout)
