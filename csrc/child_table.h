@@ -32,6 +32,8 @@ class ChildTable {
   void insert(TreeNode* node) noexcept;
   void erase(const TreeNode* node) noexcept;
 
+  void prefetch(uint64_t hash) const { __builtin_prefetch(&entries_[home(hash)]); }
+
  private:
   struct Entry {
     uint64_t hash = 0;

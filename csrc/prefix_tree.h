@@ -138,6 +138,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void link_child(TreeNode* parent, TreeNode* child) noexcept;
 
   int64_t evict_locked(int64_t num_blocks) noexcept;
+  void prefetch_victims() const noexcept;
   void truncate(TreeNode* node, int64_t num_blocks) noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 

@@ -26,7 +26,7 @@ struct TierPart {
   TreeNode* newer = nullptr;
 };
 
-struct TreeNode {
+struct alignas(64) TreeNode {
   TreeNode* parent = nullptr;                // null for a root, and only there
   const std::string* namespace_ = nullptr;   // of a root: the key that the tree knows it by
   uint64_t hash = 0;                         // of (parent, first block), as ChildTable has it
