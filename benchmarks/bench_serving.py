@@ -8,8 +8,9 @@ workloads:
     separate    64 requests without a common prefix, of 32 to 255 tokens
 
 against `model.generate` on the left-padded batch (SDPA) and `model.generate_batch` (continuous batching, SDPA), where
-this transformers has it. Each generates the same number of tokens a request, greedily. Before anything counts the tokens must
-be equal, but for ties: requests that part where two tokens' logits are equal up to rounding, which are counted. Then the contenders take turns, each round with a cache that starts empty. Medians.
+this transformers has it. Each generates the same number of tokens a request, greedily. Before anything counts the
+tokens must be equal, but for ties, which are counted: requests that part where two tokens' logits are equal up to
+rounding. Then the contenders take turns, each round with a cache that starts empty. Medians.
 
     python benchmarks/bench_serving.py [--workload shared separate] [--rounds N] [--threads N] [--plot PATH]
 """
