@@ -5,6 +5,7 @@ Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA archit
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake", "-S", str(HERE), "-B", str(build), "-G", "Ninja",
+            # Named anew each time: a build folder may remember the one of a build environment that is gone.
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
             f"-DPython_EXECUTABLE={sys.executable}",

@@ -10,7 +10,7 @@ run, in the same state of the caches.
 - long: one prompt of 128K tokens, warm. Target: 1.5 x memcmp.
 - grown: a conversation of 32K tokens grown block by block. Targets: 2 us an append; its match 1.5 x that of the same
   tokens inserted at once.
-- evict: one block among 1,000 and 50,000 leaves of one parent, used in random order. Target: a factor of 2 between them.
+- evict: one block among 1,000 and 50,000 leaves of one parent, in random order. Target: a factor of 2 between them.
 
     python benchmarks/bench_prefix.py [--dtype int64] [--plot prefix.png]
 """
@@ -31,7 +31,6 @@ RUNS = 5
 
 libc = ctypes.CDLL(None)
 libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
 
 
 def ns(call) -> tuple[int, object]:

@@ -19,7 +19,6 @@ from kvpage import reference
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 
-GPU = False
 NUM_LAYERS = 8
 CPU = torch.device("cpu")
 

@@ -22,10 +22,8 @@ part build 180 python3 -m pip install --no-build-isolation --no-deps .
 part info 60 python3 -P -c 'import json, kvpage; print(json.dumps(dict(kvpage.build_info()), default=str, indent=1))'
 part machine 30 nvidia-smi
 part tests 240 pytest -q -m gpu
-for script in benchmarks/bench_*.py; do
-  if grep -q '^GPU = True' "$script"; then
-    name=$(basename "$script" .py)
-    part "$name" 90 python3 -P "$script" --plot "$out/$name.png"
-  fi
-done
+part bench_swap 90 python3 -P benchmarks/bench_swap.py --plot "$out/bench_swap.png"
+part bench_reshape_gather 90 python3 -P benchmarks/bench_reshape_gather.py --device cuda \
+  --plot "$out/bench_reshape_gather.png"
+part demo 90 kvpage demo --device cuda --plot "$out/demo.png"
 exit $failed

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -82,6 +83,14 @@ BlockTables block_tables(const std::array<int64_t, 6>& table) {
   return {pointer<const int32_t>(table[0]), table[1], table[2], table[3], table[4], table[5]};
 }
 
+using Numbers = std::vector<int64_t>;  // one for each block table
+
+const int64_t* numbers(const Numbers& list, const std::array<int64_t, 6>& table) {
+  check(static_cast<int64_t>(list.size()) == table[2], "lists must have one entry for each of ", table[2],
+        " block tables, got ", list.size());
+  return list.data();
+}
+
 void bind_token_ops(py::module_& m) {
   using Rows = std::array<int64_t, 3>;
   using Pair = std::array<int64_t, 2>;
@@ -98,27 +107,27 @@ void bind_token_ops(py::module_& m) {
   m.def(
       "gather_cache",
       [](const View& key_cache, const View& value_cache, const Rows& key, const Rows& value, const Pair& num_bytes,
-         const std::array<int64_t, 6>& tables, int64_t seq_starts, int64_t seq_lens, const Pair& offsets,
-         int64_t num_heads, int max_threads) {
+         const std::array<int64_t, 6>& tables, const Numbers& seq_starts, const Numbers& seq_lens,
+         const Numbers& key_offsets, const Numbers& value_offsets, int64_t num_heads, int max_threads) {
         gather_cache({block_view(key_cache), block_view(value_cache), row_view(key), row_view(value), num_bytes[0],
-                      num_bytes[1], block_tables(tables), pointer<const int64_t>(seq_starts),
-                      pointer<const int64_t>(seq_lens), pointer<const int64_t>(offsets[0]),
-                      pointer<const int64_t>(offsets[1]), num_heads, max_threads});
+                      num_bytes[1], block_tables(tables), numbers(seq_starts, tables), numbers(seq_lens, tables),
+                      numbers(key_offsets, tables), numbers(value_offsets, tables), num_heads, max_threads});
       },
       py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.gather_cache, which checks what needs a tensor.");
   m.def(
       "paged_attention",
       [](const Rows& query, const Rows& out, const View& key_cache, const View& value_cache, const Pair& types,
-         const std::array<int64_t, 6>& tables, const Pair& lengths, const std::array<int64_t, 5>& sizes, int64_t window,
-         float scale, float softcap, int64_t sinks, int max_threads, const std::string& kernel) {
+         const std::array<int64_t, 6>& tables, const Numbers& seq_lens, const Numbers& query_lens,
+         const std::array<int64_t, 5>& sizes, int64_t window, float scale, float softcap, int64_t sinks,
+         int max_threads, const std::string& kernel) {
         auto type = [](int64_t code) { return static_cast<ElementType>(code); };
         paged_attention({row_view(query), row_view(out), block_view(key_cache), block_view(value_cache), type(types[0]),
-                         type(types[1]), block_tables(tables), pointer<const int64_t>(lengths[0]),
-                         pointer<const int64_t>(lengths[1]), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window,
-                         scale, softcap, pointer<const float>(sinks), max_threads, kernel});
+                         type(types[1]), block_tables(tables), numbers(seq_lens, tables), numbers(query_lens, tables),
+                         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale, softcap,
+                         pointer<const float>(sinks), max_threads, kernel});
       },
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
-      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
+      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
       "See kvpage.ops.paged_attention, which checks what needs a tensor.");
   m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
@@ -135,10 +144,12 @@ CacheView cache_view(const std::vector<LayerTuple>& layers, int64_t num_blocks) 
 
 const int64_t* pairs_pointer(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
 
-std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs) {
+// What bytes [begin, end) of the plan copy, for tests: (source address, destination address, bytes).
+std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs,
+                                                           int64_t begin, int64_t end) {
   const CopyPlan plan(copier.geometry(), pairs_pointer(pairs), num_pairs);
   std::vector<std::tuple<Address, Address, int64_t>> out;
-  plan.for_each(0, plan.num_bytes(), [&](Address src, Address dst, int64_t bytes) { out.emplace_back(src, dst, bytes); });
+  plan.for_each(begin, end, [&](Address src, Address dst, int64_t bytes) { out.emplace_back(src, dst, bytes); });
   return out;
 }
 
@@ -194,7 +205,8 @@ void bind_block_copies(py::module_& m) {
             CopyPlan(copier.geometry(), pairs_pointer(pairs), num_pairs);
           },
           py::arg("pairs"), py::arg("num_pairs"))
-      .def("extents", &extents, py::arg("pairs"), py::arg("num_pairs"));
+      .def("extents", &extents, py::arg("pairs"), py::arg("num_pairs"), py::arg("begin") = 0,
+           py::arg("end") = std::numeric_limits<int64_t>::max());
   m.def(
       "_copy_kernel_on_host",
       [](const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs, int64_t vector_bytes, int64_t max_threads) {

@@ -15,7 +15,7 @@ constexpr int64_t kRowsPerHead = 32;    // queries of a task: as many as give so
 constexpr int64_t kRowsPerTask = 64;    // KV heads of a task: as many as give so many rows
 constexpr int64_t kLeastKeys = 256;     // a split shorter than this costs more than it gains
 constexpr int64_t kTasksPerThread = 4;  // so that threads end at about the same time
-constexpr int64_t kGrainBytes = 256 << 10;
+constexpr int64_t kGrainBytes = 512 << 10;  // of keys and values for a thread, read once a query
 
 std::vector<const AttentionKernel*> supported_kernels() {
   std::vector<const AttentionKernel*> kernels;

@@ -11,7 +11,7 @@ namespace kvpage {
 namespace {
 
 constexpr int64_t kPadSlot = -1;
-constexpr int64_t kGrainBytes = 256 << 10;
+constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 // The slots seen so far: open addressing, at most half full, so that its cost follows the tokens and not the cache.
 class SlotSet {

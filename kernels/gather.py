@@ -1,5 +1,7 @@
 """Reading the keys and values of sequences out of their blocks: one launch for all sequences, for both."""
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -79,18 +81,18 @@ def gather_cache(
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_heads, head_size]
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks]
-    starts: torch.Tensor,  # int64 [num_seqs] on the host
-    lengths: torch.Tensor,  # int64 [num_seqs] on the host
+    starts: list[int],  # [num_seqs]
+    lengths: list[int],  # [num_seqs]
     key: torch.Tensor,  # [total_tokens, num_heads, key_size] or [num_seqs, max_len, num_heads, key_size]
     value: torch.Tensor,
     error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK
 ) -> None:
     num_seqs, (num_blocks, block_size, num_heads) = len(lengths), key_cache.shape[:3]
-    max_length = int(lengths.max()) if num_seqs else 0
+    max_length = max(lengths, default=0)
     if max_length == 0:
         return
-    first_rows = lengths.cumsum(0) - lengths if key.dim() == 3 else torch.zeros_like(lengths)
-    sequences = torch.stack([starts, lengths, first_rows])
+    first_rows = [0, *itertools.accumulate(lengths[:-1])] if key.dim() == 3 else [0] * num_seqs
+    sequences = torch.tensor([starts, lengths, first_rows], dtype=torch.int64)
     if key.is_cuda:  # pinned, so that the copy waits for nothing
         sequences = sequences.pin_memory().to(key.device, non_blocking=True)
     constants = tile_of(key.shape[-1], value.shape[-1])

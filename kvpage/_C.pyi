@@ -37,9 +37,10 @@ def gather_cache(
     value: _Rows,
     num_bytes: tuple[int, int],
     tables: _Tables,
-    seq_starts: int,
-    seq_lens: int,
-    offsets: tuple[int, int],
+    seq_starts: list[int],
+    seq_lens: list[int],
+    key_offsets: list[int],
+    value_offsets: list[int],
     num_heads: int,
     max_threads: int,
     /,
@@ -51,7 +52,8 @@ def paged_attention(
     value_cache: _Blocks,
     types: tuple[int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16
     tables: _Tables,
-    lengths: tuple[int, int],  # addresses of seq_lens and query_lens
+    seq_lens: list[int],
+    query_lens: list[int],
     sizes: tuple[int, int, int, int, int],  # num_tokens, num_kv_heads, group_size, key_size, value_size
     window: int,
     scale: float,
@@ -88,14 +90,13 @@ class BlockCopier:
     def block_bytes(self) -> int: ...
     def run(self, pairs: int, num_pairs: int, stream: int, max_threads: int) -> None: ...
     def check(self, pairs: int, num_pairs: int) -> None: ...
-    def extents(self, pairs: int, num_pairs: int) -> list[tuple[int, int, int]]: ...
+    def extents(self, pairs: int, num_pairs: int, begin: int = 0, end: int = ...) -> list[tuple[int, int, int]]: ...
 
 def _copy_kernel_on_host(
     copier: BlockCopier, pairs: int, num_pairs: int, vector_bytes: int = 0, max_threads: int = ...
 ) -> None: ...
 def cuda_error() -> str | None: ...
 def cuda_machine() -> dict[str, Any] | None: ...
-
 
 # Blocks. Integers: a contiguous one-dimensional int32 or int64 array, a buffer of such (array.array, memoryview), or a
 # torch CPU tensor, all read in place; or a list. Every ValueError leaves all as it was.

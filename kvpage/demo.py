@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvpage.config import CacheConfig
+from kvpage.config import CacheConfig, DeviceConfig
 from kvpage.serving import Engine, RequestOutput, SamplingParams
 
 NUM_SYSTEM_PROMPTS = 4
@@ -42,6 +42,12 @@ class DemoOptions:
     seed: int = 0
     device: str = "cpu"
     plot: Path = Path("kvpage-demo.png")
+
+    def __post_init__(self) -> None:
+        if DeviceConfig(self.device).device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device must be usable, torch finds no CUDA device for {self.device!r}")
+        if not self.plot.parent.is_dir():
+            raise ValueError(f"--plot must be in an existing folder, {self.plot.parent} is none")
 
 
 class Tokenizer(Protocol):
@@ -219,7 +225,7 @@ def equals_generate(model: Any, output: RequestOutput) -> bool:
 
 def show(engine: Engine, record: Record, console: Console) -> None:
     stats, blocks = engine.stats(), engine.manager.stats()
-    first_token = [1e3 * (output.first_token_time - output.arrival_time) for output in record.outputs]
+    first_token = [1e3 * ((o.first_token_time or o.finish_time) - o.arrival_time) for o in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
     rows = {
         "requests": f"{len(record.outputs)}",

@@ -3,6 +3,7 @@
 Everything is checked but what lies in memory: slots and block ids are the native code's to check.
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -77,39 +78,43 @@ def native_tables(
     return block_tables.data_ptr(), block_tables.stride(0), num_seqs, max_blocks, num_blocks, layout.block_size
 
 
-def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> torch.Tensor:
-    """`lengths` as a contiguous int64 tensor on the host, each in [0, maximum]."""
+def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
+    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]."""
     if isinstance(lengths, torch.Tensor):
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu":
-            raise ValueError(f"{name} must be int32 or int64 on the host, got {lengths.dtype} on {lengths.device}")
-        tensor = lengths.to(torch.int64).contiguous()
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:
+            raise ValueError(
+                f"{name} must be one row of int32 or int64 on the host, "
+                f"got {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
+            )
+        counts = lengths.tolist()
     else:
-        tensor = torch.tensor([operator.index(length) for length in lengths], dtype=torch.int64)
-    if tuple(tensor.shape) != (num_seqs,):
-        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {tuple(tensor.shape)}")
-    for bound in (int(tensor.min()), int(tensor.max())) if num_seqs else ():
+        counts = [operator.index(length) for length in lengths]
+    if len(counts) != num_seqs:
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {len(counts)}")
+    for bound in (min(counts), max(counts)) if counts else ():
         if not 0 <= bound <= maximum:
             raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
-    return tensor
+    return counts
 
 
 def out_offsets(
-    name: str, rows: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor, layout: CacheLayout
-) -> torch.Tensor:
-    """Checks an output of gather_cache; bytes from its address to the first row of each sequence, int64 [num_seqs]."""
-    heads, item = layout.num_kv_heads, rows.element_size()
-    if rows.dim() == 3:
-        expected: tuple[int, ...] = (int(lengths.sum()), heads, rows.shape[-1])
-        offsets = (lengths.cumsum(0) - lengths) * (rows.stride(0) * item)
-    elif rows.dim() == 4:
-        expected = (len(lengths), rows.shape[1], heads, rows.shape[-1])
-        offsets = torch.arange(len(lengths)) * (rows.stride(0) * item)
-        if len(lengths) and int(lengths.max()) > rows.shape[1]:
-            raise ValueError(f"{name} must have room for {int(lengths.max())} tokens a sequence, got {rows.shape[1]}")
-    else:
+    name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout
+) -> list[int]:
+    """Checks an output of gather_cache; bytes from its address to the first row of each sequence."""
+    num_seqs, heads, size = len(lengths), layout.num_kv_heads, rows.shape[-1] if rows.dim() else 0
+    if rows.dim() not in (3, 4):
         raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
     check_size(name, rows, layout)
-    check_tensor(name, rows, cache.dtype, expected, cache.device)
-    if any(stride == 0 and size > 1 for stride, size in zip(rows.stride(), rows.shape, strict=True)):
+    stride = rows.stride(0) * rows.element_size()
+    if rows.dim() == 3:
+        ends = [0, *itertools.accumulate(lengths)]
+        check_tensor(name, rows, cache.dtype, (ends[-1], heads, size), cache.device)
+        offsets = [end * stride for end in ends[:-1]]
+    else:
+        check_tensor(name, rows, cache.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
+        if max(lengths, default=0) > rows.shape[1]:
+            raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
+        offsets = [seq * stride for seq in range(num_seqs)]
+    if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
         raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
     return offsets

@@ -5,6 +5,8 @@ for tensors on a CUDA device. Block ids and slots on the host are checked before
 are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
 """
 
+import operator
+
 import torch
 
 from kvpage import _C, token_ops_cuda
@@ -88,14 +90,14 @@ def gather_cache(
     capacity = block_tables.shape[1] * layout.block_size
     lengths = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
     starts = host_lengths("seq_starts", [0] * num_seqs if seq_starts is None else seq_starts, num_seqs, capacity)
-    if num_seqs and int((starts + lengths).max()) > capacity:
-        raise ValueError(f"seq_starts + seq_lens must be at most {capacity}, got {int((starts + lengths).max())}")
+    last = max(map(operator.add, starts, lengths), default=0)
+    if last > capacity:
+        raise ValueError(f"seq_starts + seq_lens must be at most {capacity}, got {last}")
     if out is None:
-        shape = (int(lengths.sum()), layout.num_kv_heads, layout.head_size)
+        shape = (sum(lengths), layout.num_kv_heads, layout.head_size)
         out = cache.new_empty(shape), cache.new_empty(shape)
-    offsets = [
-        out_offsets(name, rows, lengths, cache, layout) for name, rows in zip(("key", "value"), out, strict=True)
-    ]
+    key_offsets = out_offsets("key", out[0], lengths, cache, layout)
+    value_offsets = out_offsets("value", out[1], lengths, cache, layout)
     if out[0].dim() != out[1].dim():
         raise ValueError(f"key and value must have as many dimensions, got {out[0].dim()} and {out[1].dim()}")
     key_cache, value_cache = layout.split_kv(cache)
@@ -109,9 +111,10 @@ def gather_cache(
         row_view(out[1]),
         (row_bytes(out[0]), row_bytes(out[1])),
         tables,
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        (offsets[0].data_ptr(), offsets[1].data_ptr()),
+        starts,
+        lengths,
+        key_offsets,
+        value_offsets,
         layout.num_kv_heads,
         torch.get_num_threads(),
     )
@@ -148,8 +151,8 @@ def paged_attention(
         share memory with the others.
 
     Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
-    table entry that names no block, before anything is written. Best for few queries a sequence: for a long prompt
-    gathering and torch's scaled_dot_product_attention are faster.
+    table entry that names no block, before anything is written. Made for few queries a sequence; for whole prompts it
+    is about as fast as gathering and torch's scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
     """
     check_cache(cache, layout)
     tables = native_tables(cache, block_tables, layout)
@@ -174,7 +177,8 @@ def paged_attention(
         block_view(value_cache),
         (_TYPE_CODES[query.dtype], _TYPE_CODES[cache.dtype]),
         tables,
-        (lengths.data_ptr(), queries.data_ptr()),
+        lengths,
+        queries,
         (query.shape[0], layout.num_kv_heads, group_size, key_size, value_size),
         _EVERY_KEY if sliding_window is None else sliding_window,
         key_size**-0.5 if scale is None else scale,

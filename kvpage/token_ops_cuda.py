@@ -74,14 +74,14 @@ def reshape_and_cache(
 def gather_cache(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor,
+    lengths: list[int],
+    starts: list[int],
     out: tuple[torch.Tensor, torch.Tensor],
     layout: CacheLayout,
 ) -> None:
     if not _has_triton():
         _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
-        reference.gather_into(cache, block_tables, lengths, starts, out, layout)
+        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout)
         return
     from kvpage.kernels import gather
 
@@ -99,9 +99,9 @@ def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
 
 
 def _check_blocks(
-    block_tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, num_blocks: int, block_size: int
+    block_tables: torch.Tensor, lengths: list[int], starts: list[int], num_blocks: int, block_size: int
 ) -> None:
-    for table, start, length in zip(block_tables.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+    for table, start, length in zip(block_tables.tolist(), starts, lengths, strict=True):
         for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
             if not 0 <= block_id < num_blocks:
                 raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")

@@ -70,6 +70,23 @@ def test_one_block_a_side_needs_no_step():
     assert [size for _, _, size in extents(copier, pairs((0, 0)))] == [each.block_bytes]
 
 
+@pytest.mark.parametrize("layer_layout", ["separate", "packed"])
+def test_shares_cut_the_plan_without_gap_or_overlap(layer_layout):
+    each = layout(layer_layout=layer_layout)
+    _, _, copier = two_sides(each, each)
+    mapping = pairs((0, 3), (1, 4), (6, 1), (2, 5))
+
+    def bytes_of(begin, end):
+        shares = copier._native.extents(mapping.data_ptr(), len(mapping), begin, end)
+        return [(src + i, dst + i) for src, dst, size in shares for i in range(size)]
+
+    whole = bytes_of(0, 1 << 40)
+    assert len(whole) == len(set(whole)) == 4 * 3 * each.block_bytes
+    for num_shares in (1, 2, 7, 100):
+        cuts = [len(whole) * share // num_shares for share in range(num_shares + 1)]
+        assert sum(map(bytes_of, cuts, cuts[1:]), []) == whole
+
+
 @pytest.mark.parametrize("num_blocks", [(0, 4), (4, 0), (0, 0)])
 def test_no_blocks(num_blocks):
     each = layout()
@@ -91,6 +108,15 @@ def test_views_of_one_slab_that_share_no_byte_are_two_sides():
     BlockCopier(slab[:2], slab[2:], packed).run(pairs((1, 2), (2, 1)))  # would depend on order within one cache
     BlockCopier([c[:, :4] for c in slab], [c[:, 4:] for c in slab], packed).run(pairs((1, 2), (2, 1)))
     BlockCopier([c[:, ::2] for c in slab], [c[:, 1::2] for c in slab], packed).run(pairs((1, 2), (2, 1)))
+
+
+def test_the_stride_of_a_single_block_means_nothing():
+    packed = layout(layer_layout="packed")
+    slab = packed.allocate(8, 4, CPU)
+    alone = [c[:, 3:4].as_strided((2, 1, 4, 2, 8), (c.stride(0), 12345, *c.stride()[2:])) for c in slab[2:]]
+    slab[0][:, 5] = 1
+    BlockCopier(slab[:2], alone, packed).run(pairs((5, 0)))
+    assert bool((slab[2][:, 3] == 1).all()) and slab[2].sum() == packed.block_bytes // 2
 
 
 @pytest.mark.parametrize("layer_layout", ["separate", "packed"])
@@ -166,6 +192,28 @@ def test_kernel_body_refuses_a_vector_that_does_not_divide():
     with pytest.raises(ValueError, match="multiple of 32"):
         _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, 2, 33)
     assert not any(cache.any() for cache in dst)
+
+
+@pytest.mark.parametrize("offset, width", [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (48, 16)])
+@pytest.mark.parametrize("side", ["src", "dst"])
+@pytest.mark.parametrize("what", ["start", "step"])
+def test_vectors_are_as_wide_as_addresses_are_aligned(offset, width, side, what):
+    """Blocks of 512 bytes whose memory starts `offset` bytes after a boundary, or that lie 512 + offset bytes apart."""
+    each = CacheLayout(4, 1, 64, torch.uint8, backend="flashinfer")
+
+    def cache(shift):
+        memory = torch.zeros(64 + 3 * 1024, dtype=torch.uint8)
+        start, step = (shift, 512) if what == "start" else (0, 512 + shift)
+        return memory.as_strided(each.shape(3), (step, 256, 64, 64, 1), start)
+
+    src, dst = cache(offset * (side == "src")), cache(offset * (side == "dst"))
+    src.copy_(torch.randint(0, 256, src.shape))
+    copier, mapping = BlockCopier([src], [dst], each), pairs((2, 1))
+    for wider in (2 * width, 4 * width):
+        with pytest.raises(ValueError, match=f"vector_bytes must divide {width}, got {wider}"):
+            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, wider)
+    _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, width)
+    assert torch.equal(dst[1], src[2]) and not dst[[0, 2]].any()
 
 
 def native(srcs=((1 << 20, (64, 8)),), dsts=((2 << 20, (64, 8)),), **changes):

@@ -56,9 +56,9 @@ def gather(where, cache, tables, lengths, layout, starts=None, out=None):
         return ops.gather_cache(cache, tables, lengths, layout, starts, out)
     from kvpage.kernels.gather import gather_cache
 
-    error, lengths = torch.zeros(1, dtype=torch.int32), torch.as_tensor(lengths, dtype=torch.int64)
-    starts = torch.zeros_like(lengths) if starts is None else torch.as_tensor(starts)
-    out = out or [cache.new_empty(int(lengths.sum()), layout.num_kv_heads, layout.head_size) for _ in range(2)]
+    error, lengths = torch.zeros(1, dtype=torch.int32), [int(length) for length in lengths]
+    starts = [0] * len(lengths) if starts is None else starts
+    out = out or [cache.new_empty(sum(lengths), layout.num_kv_heads, layout.head_size) for _ in range(2)]
     gather_cache(*layout.split_kv(cache), tables, starts, lengths, *out, error)
     return *out, error.item()
 
@@ -337,6 +337,7 @@ def bad_gathers():
     yield "one entry for each", {"seq_lens": [12]}
     yield "one entry for each", {"seq_starts": [0, 0, 0]}
     yield "int32 or int64", {"seq_lens": torch.tensor([8.0, 4.0])}
+    yield "one row of", {"seq_lens": torch.tensor([[8, 4]])}
     yield "block_tables.dtype", {"block_tables": tables.long()}
     yield "num_seqs, max_blocks", {"block_tables": tables[0]}
     yield "contiguous", {"block_tables": tables.t()}
@@ -461,13 +462,12 @@ def test_gather_by_torch(without_triton, padded):
     cache, tables = filled(layout, 12), random_tables(lengths, 12, layout, starts)
     shape = [3, 9, 3] if padded else [13, 3]
     outs = [[torch.full([*shape, size], float("nan")) for size in (10, 6)] for _ in range(2)]
-    arguments = (tables, torch.tensor(lengths), torch.tensor(starts))
-    token_ops_cuda.gather_cache(cache, *arguments, outs[0], layout)
-    ops.gather_cache(cache, *arguments[:2], layout, starts, outs[1])
+    token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout)
+    ops.gather_cache(cache, tables, lengths, layout, starts, outs[1])
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
     tables[2, 1] = 12
     with pytest.raises(ValueError, match="got 12"):
-        token_ops_cuda.gather_cache(cache, *arguments, outs[0], layout)
+        token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout)
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
 
 

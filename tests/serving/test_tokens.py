@@ -107,7 +107,7 @@ def test_double_precision() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()))
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_layouts(kind: str, layout: dict) -> None:
     engine = make_engine(kind, layout=layout)
     assert [output.token_ids for output in engine.generate(PROMPTS["sharing"], PARAMS)] == expected(kind, "sharing")

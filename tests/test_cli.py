@@ -1,0 +1,92 @@
+"""The command line, as a user calls it, right and wrong."""
+
+import re
+
+import pytest
+
+pytest.importorskip("typer")
+transformers = pytest.importorskip("transformers")
+
+from typer.testing import CliRunner  # noqa: E402
+
+import kvpage  # noqa: E402
+from kvpage.cli import app  # noqa: E402
+
+SMALL = ["--requests", "6", "--turns", "2", "--max-tokens", "5", "--sample", "6", "--blocks", "256"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "120"})
+
+
+def test_info_prints_all_of_build_info():
+    result = run("info")
+    assert result.exit_code == 0
+    for name in kvpage.build_info():
+        assert re.search(rf"\b{name}\b", result.output), name
+
+
+@pytest.mark.parametrize("layer_layout", ["separate", "packed"])
+def test_demo_serves_and_compares(tmp_path, layer_layout):
+    plot = tmp_path / "blocks.png"
+    result = run("demo", *SMALL, "--layer-layout", layer_layout, "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert "6 of 6 compared requests have the very tokens of model.generate" in result.output
+    assert re.search(r"prompt tokens from the cache │ [1-9]", result.output)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_with_a_model_and_prompts_of_ones_own(tmp_path):
+    folder, prompts = save_model(tmp_path / "model"), tmp_path / "prompts.txt"
+    prompts.write_text("the cat sat\n\nthe cat sat on the mat\nmat\n")
+    result = run("demo", "--model", str(folder), "--prompts", str(prompts), *SMALL, "--plot", str(tmp_path / "b.png"))
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 compared" in result.output
+
+
+def test_demo_says_so_when_tokens_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvpage.demo.equals_generate", lambda model, output: False)
+    result = run("demo", *SMALL, "--plot", str(tmp_path / "b.png"))
+    assert result.exit_code == 1 and "0 of 6 compared" in result.output
+
+
+WRONG = {
+    "no folder of the model": (["--model", "/does/not/exist"], "--model must be a folder"),
+    "no file of prompts": (["--prompts", "/does/not/exist"], "No such file"),
+    "no folder for the plot": (["--plot", "/does/not/exist/b.png"], "--plot must be in an existing folder"),
+    "unknown device": (["--device", "abacus"], "device must be"),
+    "unknown layout": (["--layer-layout", "loose"], "layer_layout must be one of"),
+    "too few blocks": (["--blocks", "2"], "must fit into 2 blocks"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_demo_refuses_wrong_input_in_one_sentence(tmp_path, case):
+    arguments, text = WRONG[case]
+    plot = [] if "--plot" in arguments else ["--plot", str(tmp_path / "b.png")]
+    result = run("demo", *arguments, *plot)
+    assert result.exit_code not in (0, None)
+    assert text in str(result.exit_code) + str(result.exception) + result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+
+
+def test_an_empty_file_of_prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n  \n")
+    result = run("demo", "--prompts", str(tmp_path / "prompts.txt"), "--plot", str(tmp_path / "b.png"))
+    assert "must hold at least one line" in str(result.exception)
+
+
+def save_model(folder):
+    """A tiny Llama and a tokenizer of whole words, as `--model` takes them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<unk>", "the", "cat", "sat", "on", "mat"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
