@@ -30,12 +30,13 @@ KERNELS = pytest.mark.parametrize(
 ARCHS = pytest.mark.parametrize("arch", [80, 90])
 
 
-def test_in_the_interpreter():
-    """Interpreted kernels cannot be compiled, so they get a process of their own."""
+def test_in_the_interpreter(tmp_path):
+    """Interpreted kernels cannot be compiled, so they get a process of their own (started elsewhere: `python -m pytest`
+    puts its folder first on the path, and a checkout there would hide the installed package)."""
     tests = Path(__file__).with_name("test_reshape_gather.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter", str(tests)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
