@@ -96,7 +96,6 @@ def _copy_kernel_on_host(
 def cuda_error() -> str | None: ...
 def cuda_machine() -> dict[str, Any] | None: ...
 
-
 # Blocks. Integers: a contiguous one-dimensional int32 or int64 array, a buffer of such (array.array, memoryview), or a
 # torch CPU tensor, all read in place; or a list. Every ValueError leaves all as it was.
 _Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | Any
