@@ -389,7 +389,8 @@ void bind_tree(py::module_& m) {
       .def_property_readonly("block_size", &PrefixTree::block_size)
       .def_property_readonly("num_cached", &PrefixTree::num_cached)
       .def_property_readonly("num_evictable", &PrefixTree::num_evictable)
-      .def_property_readonly("num_nodes", &PrefixTree::num_nodes);
+      .def_property_readonly("num_nodes", &PrefixTree::num_nodes)
+      .def_property_readonly("num_matches", &PrefixTree::num_matches);
 }
 
 }  // namespace

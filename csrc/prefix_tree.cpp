@@ -40,6 +40,11 @@ int64_t PrefixTree::num_nodes() const {
   return children_.size();
 }
 
+int64_t PrefixTree::num_matches() const {
+  std::lock_guard lock(mutex_);
+  return num_matches_;
+}
+
 // --- matches ---
 
 Match PrefixTree::match(const TokenView& tokens, std::string_view name) {

@@ -71,6 +71,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_cached() const;     // blocks
   int64_t num_evictable() const;  // blocks of unpinned nodes
   int64_t num_nodes() const;      // edges
+  int64_t num_matches() const;    // live ones
 
   // Pins the longest cached run of whole blocks that leaves at least one token over. InvalidArgument if the first
   // block that is not cached holds an id outside of 32 bits; later tokens are not read.

@@ -179,6 +179,9 @@ class PrefixTree:
     @property
     def num_nodes(self) -> int:
         """Edges: what a path's cost grows with. A conversation that grew block by block is one."""
+    @property
+    def num_matches(self) -> int:
+        """Matches that are neither released nor consumed: what does not go back to 0 has been forgotten."""
     def match(self, tokens: _Integers, namespace: bytes = b"") -> Match:
         """Pins the longest run of cached whole blocks that leaves at least one token to compute.
 

@@ -189,6 +189,7 @@ class RandomLife:
         assert self.pool.num_free == len(self.naive_pool.free)
         assert self.tree.num_cached == len(self.naive_tree.blocks)
         assert self.tree.num_evictable == len(self.naive_tree.unpinned)
+        assert self.tree.num_matches == len(self.matches)
         assert list(map(self.pool.ref_count, range(self.pool.num_blocks))) == self.naive_pool.counts
         if self.matches:
             self.compare_path(*self.rng.choice(self.matches))
