@@ -120,16 +120,36 @@ def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_an_editable_install_finds_new_kernels(tmp_path):
-    """With a stand-in for the compiled part and an empty kvpage/__init__.py: this is about finding files."""
+def tree_without_compiling(tmp_path: Path) -> Path:
+    """A copy of the sources whose CMake project touches the extension's file instead of compiling it."""
     tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=BUILD_OUTPUT)
-    (tree / "kvpage" / "__init__.py").write_text("")
     folder, name = "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}", "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
     (tree / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.24)\nproject(stand_in NONE)\n"
         f'add_custom_target(_C COMMAND ${{CMAKE_COMMAND}} -E make_directory "{folder}"\n'
         f'                  COMMAND ${{CMAKE_COMMAND}} -E touch "{folder}/{name}")\n'
     )
+    return tree
+
+
+def test_a_build_folder_outlives_its_build_environment(tmp_path):
+    """pip builds in an environment of its own, ninja included, and removes it; the build folder may stay."""
+    tree = tree_without_compiling(tmp_path)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", "temporary", "--build-lib", "library"]
+    for attempt in ("first", "second"):
+        (tmp_path / attempt).mkdir()
+        ninja = Path(shutil.copy(shutil.which("ninja"), tmp_path / attempt / "ninja"))
+        env = environment()
+        env["PATH"] = os.pathsep.join([str(ninja.parent), env["PATH"]])
+        done = subprocess.run(command, cwd=tree, env=env, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ninja.unlink()
+
+
+def test_an_editable_install_finds_new_kernels(tmp_path):
+    """With an empty kvpage/__init__.py: this is about finding files."""
+    tree = tree_without_compiling(tmp_path)
+    (tree / "kvpage" / "__init__.py").write_text("")
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
