@@ -1,0 +1,56 @@
+"""`import kvpage` asks for little, and gives what it says."""
+
+import subprocess
+import sys
+
+import kvpage
+
+HIDE = """
+import importlib.abc, sys
+HIDDEN = {hidden!r}
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+USE = """
+import torch, kvpage
+from kvpage import ops
+layout = kvpage.CacheLayout(4, 2, 8, torch.float32)
+(cache,) = layout.allocate(3, 1, torch.device("cpu"))
+rows = torch.randn(5, 2, 8)
+ops.reshape_and_cache(rows, rows, cache, torch.arange(4, 9), layout)
+keys, values = ops.gather_cache(cache, torch.tensor([[1, 2]], dtype=torch.int32), [5], layout)
+assert torch.equal(keys, rows) and torch.equal(values, rows)
+print("loaded:", *sorted({name.split(".")[0] for name in sys.modules} & {"triton", "transformers", "typer", "rich"}))
+"""
+
+
+def run(code: str, tmp_path) -> subprocess.CompletedProcess:
+    """In a folder of its own, so that a checkout does not hide the installed package."""
+    return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True)
+
+
+def test_needs_neither_triton_nor_transformers(tmp_path):
+    hidden = ["triton", "transformers", "typer", "rich", "matplotlib", "xxhash"]
+    done = run(HIDE.format(hidden=hidden) + USE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "loaded:"
+
+
+def test_loads_no_transformers(tmp_path):
+    done = run("import sys, kvpage; print('transformers' in sys.modules)", tmp_path)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_command_line_names_the_extra_that_lacks(tmp_path):
+    done = run(HIDE.format(hidden=["typer"]) + "import kvpage.cli", tmp_path)
+    assert done.returncode != 0
+    assert "the command line needs the extra 'serve': pip install 'kvpage[serve]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_public_names_exist():
+    assert all(hasattr(kvpage, name) for name in kvpage.__all__)
