@@ -254,6 +254,13 @@ class Integers {
     return narrowed_;
   }
 
+  // For calls that give up the GIL: another thread may write to the caller's array meanwhile.
+  std::span<const int32_t> copied_ids() {
+    const auto read = ids();
+    if (read.data() != narrowed_.data()) narrowed_.assign(read.begin(), read.end());
+    return narrowed_;
+  }
+
  private:
   static py::array as_array(const py::object& source, const char* name) {
     if (py::isinstance<py::array>(source)) return py::reinterpret_borrow<py::array>(source);
@@ -339,7 +346,7 @@ py::array_t<int32_t> block_ids_from(const Match& match, int64_t start_block) {
 void check_tree(PrefixTree& tree, const py::object& owned_ids) {
   std::optional<Integers> integers;
   std::optional<std::span<const int32_t>> owned;
-  if (!owned_ids.is_none()) owned = integers.emplace(owned_ids, "owned_ids").ids();
+  if (!owned_ids.is_none()) owned = integers.emplace(owned_ids, "owned_ids").copied_ids();
   maybe_without_gil(tree.num_cached(), [&] { tree.check_invariants(owned); });
 }
 
@@ -361,7 +368,8 @@ void bind_tree(py::module_& m) {
           [](PrefixTree& tree, const py::object& tokens, const py::bytes& name) {
             const Integers integers(tokens, "tokens");
             const TokenView view = integers.tokens();
-            return maybe_without_gil(view.size(), [&] { return tree.match(view, std::string_view(name)); });
+            const std::string_view space(name);
+            return maybe_without_gil(view.size(), [&] { return tree.match(view, space); });
           },
           py::arg("tokens"), py::arg("namespace") = py::bytes())
       .def(
@@ -371,9 +379,9 @@ void bind_tree(py::module_& m) {
             const Integers integers(tokens, "tokens");
             const TokenView view = integers.tokens();
             Integers ids(block_ids, "block_ids");
-            const auto span = ids.ids();
-            return maybe_without_gil(view.size(),
-                                     [&] { return tree.insert(view, span, std::string_view(name), after); });
+            const auto span = ids.copied_ids();
+            const std::string_view space(name);
+            return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after); });
           },
           py::arg("tokens"), py::arg("block_ids"), py::arg("namespace") = py::bytes(), py::arg("after") = nullptr)
       .def("pin", &PrefixTree::pin, py::arg("match"))

@@ -8,14 +8,19 @@
 namespace kvpage {
 namespace {
 
-constexpr size_t kInlineBytes = 4000;  // kernel parameters hold 4,096 bytes in all
+#if CUDART_VERSION >= 12010
+constexpr size_t kMostParameters = 32764;  // bytes of a kernel's parameters, from sm_70 on
+#else
+constexpr size_t kMostParameters = 4096;
+#endif
+constexpr size_t kInlineBytes = kMostParameters / 64 * 64 - 64;
 
 // Pieces, then pairs, as kernel parameters.
 struct InlineCopy {
   CopyParams params;  // its two pointers are set by the thread
   alignas(8) unsigned char metadata[kInlineBytes];
 };
-static_assert(sizeof(InlineCopy) <= 4096);
+static_assert(sizeof(InlineCopy) <= kMostParameters);
 
 __device__ int64_t thread_id() { return blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; }
 
@@ -73,12 +78,14 @@ void launch_inline(const CopyPlan& plan, int64_t vector_bytes, cudaStream_t stre
   cuda_check(cudaGetLastError(), "copy_inline launch");
 }
 
-// The vector is pageable memory: cudaMemcpyAsync has read it when it returns, so it may go then.
+// For what is too much for parameters. The vector is pageable memory, and when a copy has read that is not promised on
+// every device: the stream is waited for before it goes.
 void launch_uploaded(const CopyPlan& plan, int64_t vector_bytes, cudaStream_t stream) {
   std::vector<unsigned char> metadata(metadata_bytes(plan));
   write_metadata(plan, metadata.data());
   const StreamMemory memory(metadata.size(), stream);
   KVPAGE_CUDA(cudaMemcpyAsync, memory.data(), metadata.data(), metadata.size(), cudaMemcpyHostToDevice, stream);
+  KVPAGE_CUDA(cudaStreamSynchronize, stream);
   const CopyParams params =
       copy_params(plan, reinterpret_cast<const Piece*>(memory.data()),
                   reinterpret_cast<const BlockPair*>(memory.data() + piece_bytes(plan)), vector_bytes);

@@ -34,9 +34,10 @@ void dispatch_vector(int64_t vector_bytes, Body&& body) {
   }
 }
 
-// Launches the plan on `stream` (a cudaStream_t) of `device` and does not wait. Pieces and pairs travel as kernel
-// parameters where they are few; else they go to memory allocated, filled and freed in the stream's order, so that
-// nothing of the plan is needed once this returns. Throws CudaError; before the launch nothing has been written.
+// Launches the plan on `stream` (a cudaStream_t) of `device`. Pieces and pairs travel as kernel parameters, up to some
+// 4,000 pairs, and nothing is waited for; more go to memory allocated, filled and freed in the stream's order, and the
+// stream is waited for before the launch. Nothing of the plan is needed once this returns. Throws CudaError; before the
+// launch nothing has been written.
 // Only in builds with CUDA.
 void copy_on_device(const CopyPlan& plan, int device, uintptr_t stream);
 

@@ -24,7 +24,7 @@ class DeviceGuard {
   explicit DeviceGuard(int device) {
     KVPAGE_CUDA(cudaGetDevice, &previous_);
     changed_ = previous_ != device;
-    if (changed_) KVPAGE_CUDA(cudaSetDevice, device);
+    KVPAGE_CUDA(cudaSetDevice, device);  // also where it is the current one: binds its context to a new thread
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -36,7 +35,7 @@ void run_shares(int num_shares, const Body& body) {
   try {
     threads.reserve(static_cast<size_t>(std::max(num_shares - 1, 0)));
     for (; started < num_shares; ++started) threads.emplace_back(run, started);
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {  // no thread, or no memory for one
   }
   for (int share = started; share < num_shares; ++share) run(share);
   if (num_shares > 0) run(0);

@@ -62,7 +62,8 @@ bool copy_batch(BatchedCopy copy, Extents& extents, cudaStream_t stream) {
   if (code == CUDA_ERROR_NOT_SUPPORTED) return false;
   if (code != CUDA_SUCCESS) {
     throw CudaError("cuMemcpyBatchAsync", "CUresult " + std::to_string(static_cast<int>(code)),
-                    "extent " + std::to_string(failed) + " of " + std::to_string(extents.sizes.size()));
+                    (failed < extents.sizes.size() ? "extent " + std::to_string(failed) : std::string("no one extent")) +
+                        " of " + std::to_string(extents.sizes.size()));
   }
   return true;
 }

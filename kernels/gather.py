@@ -8,7 +8,8 @@ import triton.language as tl
 from kvpage.kernels.rows import BAD_BLOCK, as_bits, copy_rows, report, tile_of
 
 
-@triton.jit
+# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit(do_not_specialize=["num_seqs", "tiles_per_seq", "num_blocks"])
 def gather_cache_kernel(
     key_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_heads, head_size]
     value_cache_ptr,

@@ -6,7 +6,8 @@ import triton.language as tl
 from kvpage.kernels.rows import BAD_SLOT, as_bits, copy_rows, report, tile_of
 
 
-@triton.jit
+# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, num_heads, KEY_SIZE]
     value_ptr,  # [num_tokens, num_heads, VALUE_SIZE]

@@ -20,7 +20,7 @@ _error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for a
 
 
 def check_device(device: torch.device | str = "cuda") -> None:
-    """Waits for the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
+    """Waits for all the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
 
     What named it was skipped, everything else was done. With KVPAGE_DEBUG=1 in the environment every operation calls
     this itself.
@@ -28,6 +28,7 @@ def check_device(device: torch.device | str = "cuda") -> None:
     device = _with_index(torch.device(device))
     if device not in _error_words:
         return
+    torch.cuda.synchronize(device)
     word = int(_error_words[device].item())
     if word:
         _error_words[device].zero_()
@@ -43,9 +44,19 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _error_word(device: torch.device) -> torch.Tensor:
+    """The device's error word, made at its first use and zero for every stream from then on."""
     if device not in _error_words:
-        _error_words[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"an operation must have run once on {device} before a graph captures one")
+        word = torch.zeros(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        _error_words[device] = word
     return _error_words[device]
+
+
+def _check_if_debugging(device: torch.device) -> None:
+    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+        check_device(device)
 
 
 @functools.cache
@@ -67,8 +78,7 @@ def reshape_and_cache(
 
     with torch.cuda.device(cache.device):
         reshape.reshape_and_cache(key, value, *layout.split_kv(cache), slots, _error_word(cache.device))
-    if _DEBUG:
-        check_device(cache.device)
+        _check_if_debugging(cache.device)
 
 
 def gather_cache(
@@ -86,9 +96,10 @@ def gather_cache(
     from kvpage.kernels import gather
 
     with torch.cuda.device(cache.device):
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("gather_cache must not be captured in a graph: it reads lengths from host memory")
         gather.gather_cache(*layout.split_kv(cache), block_tables, starts, lengths, *out, _error_word(cache.device))
-    if _DEBUG:
-        check_device(cache.device)
+        _check_if_debugging(cache.device)
 
 
 def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
