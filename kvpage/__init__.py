@@ -11,6 +11,7 @@ from kvpage.block_manager import Allocation, BlockManager, BlockStats
 from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
 
 __version__: str = _C.build_info()["version"]
@@ -25,6 +26,7 @@ __all__ = [
     "CacheEngine",
     "CacheLayout",
     "DeviceConfig",
+    "KVScales",
     "Match",
     "ModelConfig",
     "OutOfBlocks",

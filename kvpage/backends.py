@@ -16,17 +16,25 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from kvpage.kv_view import KVView
+
 KV_LAYOUTS = ("NHD", "HND")
+RUN_BYTES = 16  # of K in the backend "paged"
 
 
 @runtime_checkable
 class AttentionBackend(Protocol):
     """What a backend has to give. Optional besides:
 
-    `kv_layouts`: the layouts it knows (default: NHD only).
+    `kv_layouts`: the layouts it knows (default: NHD only). `max_kv_heads`: default any number.
     `get_kv_cache_stride_order(kv_layout) -> Sequence[int]`: default is the order of the generic shape.
-    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; a backend
-        without it can be swapped and copied, but not written and read by `reshape_and_cache` and `gather_cache`.
+    `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; value None where
+        there is no value part. A backend without it (and without `kv_views`) can be swapped and copied, but not
+        written and read by the operations on tokens.
+    `kv_views(cache, block_size, num_kv_heads, head_size) -> (key, value)`: KVViews, for backends whose heads are not
+        one run of memory; called instead of split_kv. head_size is the padded one, without scales.
+    `padded_head_size(head_size, element_bytes)`: default head_size. Where a scale goes with each token and head, 4
+        bytes are added for it, and the sum is what get_kv_cache_shape is asked for.
     `swap_blocks(src, dst, block_mapping)` and `copy_blocks(caches, block_mapping)`: called instead of kvpage's own,
         with one layer's tensors, or with the tensors of all layers; `block_mapping` is int64 [num_pairs, 2] on the CPU.
     """
@@ -75,20 +83,62 @@ class FlashInferBackend:
         return cache[:, 0], cache[:, 1]
 
 
+class PagedBackend:
+    """The first paged-attention kernels' cache: within a block, K in runs of 16 bytes, V transposed.
+
+        K of a block   [num_kv_heads, head_size / x, block_size, x]      x = elements in 16 bytes
+        V of a block   [num_kv_heads, head_size, block_size]
+
+    The generic shape is flat within a block. Heads are padded to a multiple of x. Scales lie behind the elements of
+    their block, [num_kv_heads, block_size].
+    """
+
+    block_dim = 1
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (2, num_blocks, block_size * num_kv_heads * head_size)
+
+    @staticmethod
+    def padded_head_size(head_size: int, element_bytes: int) -> int:
+        run_size = RUN_BYTES // element_bytes
+        return -(-head_size // run_size) * run_size
+
+    @staticmethod
+    def kv_views(
+        cache: torch.Tensor, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[KVView, KVView | None]:
+        run_size, num_elements = RUN_BYTES // cache.element_size(), block_size * num_kv_heads * head_size
+        key, value = (cache[part, :, :num_elements] for part in (0, 1))
+        key = key.unflatten(1, (num_kv_heads, head_size // run_size, block_size, run_size)).permute(0, 3, 1, 2, 4)
+        value = value.unflatten(1, (num_kv_heads, head_size, block_size)).permute(0, 3, 1, 2).unsqueeze(4)
+        if cache.shape[2] == num_elements:
+            return KVView(key), KVView(value)
+        scales = [cache[part, :, num_elements:].view(torch.float32) for part in (0, 1)]
+        by_token = [part.unflatten(1, (num_kv_heads, block_size)).transpose(1, 2) for part in scales]
+        return KVView(key, by_token[0]), KVView(value, by_token[1])
+
+
 class MlaBackend:
     """Multi-head latent attention: one latent with its rotary part a token, for all heads, and no value part."""
 
     block_dim = 0
+    max_kv_heads = 1
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, block_size, head_size)
+
+    @staticmethod
+    def split_kv(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return cache.unsqueeze(2), None
 
 
 _backends: dict[str, type[AttentionBackend]] = {
     "flash": FlashBackend,
     "flashinfer": FlashInferBackend,
     "mla": MlaBackend,
+    "paged": PagedBackend,
 }
 
 

@@ -13,6 +13,9 @@ CACHE_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
 }
 
 
@@ -181,7 +184,8 @@ class CacheConfig:
     """The cache's size and layout.
 
     num_gpu_blocks, num_cpu_blocks: of the device tier and the host tier, over all pipeline stages.
-    cache_dtype: "auto" (the model's), "fp32", "fp16" or "bf16".
+    cache_dtype: "auto" (the model's), "fp32", "fp16", "bf16", or quantised: "fp8_e4m3" and "fp8_e5m2" with scales for
+        each layer (KVScales), "int8" with a scale for each token and head inside its block.
     backend, kv_layout, layer_layout: see CacheLayout.
     gpu_memory_utilization: the part of the device's free memory that `for_device` takes.
     """

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from kvpage.backends import AttentionBackend, get_backend, inverse, stride_order
+from kvpage.kv_scales import FP8_DTYPES
+from kvpage.kv_view import KVView
 
 LAYER_LAYOUTS = ("separate", "packed")
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class CacheLayout:
     layer_layout: `separate` is one tensor a layer. `packed` is one slab for all layers whose outermost dimension is the
         block, (num_blocks, num_layers, the rest in stride order), so that a block of all layers is one run of memory.
     head_size: the larger of K's and V's; a smaller one leaves the rest of each row unused.
+    dtype: of what is stored. 8-bit floats are quantised with scales that the operations are given (KVScales). int8 is
+        quantised with a scale for each token and head, an fp32 that lies in the block itself.
     """
 
     block_size: int
@@ -41,6 +46,26 @@ class CacheLayout:
         if self.layer_layout not in LAYER_LAYOUTS:
             raise ValueError(f"layer_layout must be one of {', '.join(LAYER_LAYOUTS)}, got {self.layer_layout!r}")
         stride_order(get_backend(self.backend), self.kv_layout)
+        most = getattr(self.backend_class, "max_kv_heads", self.num_kv_heads)
+        if self.num_kv_heads > most:
+            raise ValueError(f"num_kv_heads must be at most {most} for {self.backend!r}, got {self.num_kv_heads}")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether what is stored is not what was given."""
+        return self.has_token_scales or self.dtype in FP8_DTYPES
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token's head has a scale of its own, in the block."""
+        return self.dtype == torch.int8
+
+    @property
+    def padded_head_size(self) -> int:
+        """Elements from the start of a head to what follows it, without a scale."""
+        pad = getattr(self.backend_class, "padded_head_size", None)
+        size = self.head_size if pad is None else pad(self.head_size, self.dtype.itemsize)
+        return -(-size // SCALE_BYTES) * SCALE_BYTES if self.has_token_scales else size
 
     @property
     def backend_class(self) -> type[AttentionBackend]:
@@ -58,9 +83,8 @@ class CacheLayout:
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         """The generic shape of one layer's cache."""
-        return tuple(
-            self.backend_class.get_kv_cache_shape(num_blocks, self.block_size, self.num_kv_heads, self.head_size)
-        )
+        row_size = self.padded_head_size + (SCALE_BYTES if self.has_token_scales else 0)
+        return tuple(self.backend_class.get_kv_cache_shape(num_blocks, self.block_size, self.num_kv_heads, row_size))
 
     def num_blocks(self, cache: torch.Tensor) -> int:
         """The number of blocks of one layer's cache. ValueError if `cache` is not of this layout."""
@@ -77,12 +101,20 @@ class CacheLayout:
         if cache.stride(-1) != 1 and cache.shape[-1] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {cache.stride(-1)}")
 
-    def split_kv(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the keys and values: strided, each [num_blocks, block_size, num_kv_heads, head_size]."""
+    def views(self, cache: torch.Tensor) -> tuple[KVView, KVView | None]:
+        """K and V of one layer; V is None where the backend has no value part (MLA)."""
         backend = self.backend_class
+        if hasattr(backend, "kv_views"):
+            return backend.kv_views(cache, self.block_size, self.num_kv_heads, self.padded_head_size)
         if not hasattr(backend, "split_kv"):
-            raise ValueError(f"backend {self.backend!r} must define split_kv to be written or gathered")
-        return backend.split_kv(cache)
+            raise ValueError(f"backend {self.backend!r} must define split_kv or kv_views to be written or gathered")
+        key, value = backend.split_kv(cache)
+        return self._view(key), None if value is None else self._view(value)
+
+    def _view(self, rows: torch.Tensor) -> KVView:
+        size = self.padded_head_size
+        scales = rows[..., size:].view(torch.float32).squeeze(3) if self.has_token_scales else None
+        return KVView(rows[..., :size].unsqueeze(3), scales)
 
     def allocate(
         self, num_blocks: int, num_layers: int, device: torch.device, pin_memory: bool = False

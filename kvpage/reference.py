@@ -4,9 +4,12 @@ Arguments and results as in kvpage.ops; nothing is validated here, and nothing i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from kvpage.kv_scales import FP8_DTYPES, KVScales
+from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
 
 
@@ -14,6 +17,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
     """dst's block d becomes src's block s, for each (s, d) of block_mapping [num_pairs, 2]."""
     src_ids, dst_ids = block_mapping.unbind(1)
     dim = layout.block_dim
+    src, dst = _bits(src), _bits(dst)
     dst.index_copy_(dim, dst_ids.to(dst.device), src.index_select(dim, src_ids.to(src.device)).to(dst.device))
 
 
@@ -23,14 +27,46 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, lay
         swap_blocks(cache, cache, block_mapping, layout)
 
 
+def quantize_fp8(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """rows [num_tokens, num_heads, size] over scale [1] or [num_heads], rounded to nearest even, saturating."""
+    most = torch.finfo(dtype).max
+    return (rows.float() / scale[:, None]).clamp(-most, most).to(dtype)
+
+
+def dequantize_fp8(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in fp32, then rounded to `dtype`."""
+    return (rows.float() * scale[:, None]).to(dtype)
+
+
+def quantize_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [num_tokens, num_heads, size] as int8, and a scale each [num_tokens, num_heads]: the largest becomes 127.
+
+    A row of zeros has the scale 0. A row with an infinity or a NaN has a scale that is none, and so stays no number.
+    """
+    rows = rows.float()
+    scales = rows.abs().amax(2) / rows.new_full((1,), 127.0)  # a plain number would be multiplied with on CUDA
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales))[..., None]
+    return (rows / steps).round().clamp(-127, 127).nan_to_num(0).to(torch.int8), scales
+
+
+def dequantize_int8(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in fp32, then rounded to `dtype`."""
+    return (rows.float() * scales[..., None]).to(dtype)
+
+
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None = None,
 ) -> None:
     """Writes row i of key and value [num_tokens, num_heads, size] to slot_mapping[i]; -1 is padding, goes nowhere."""
     real = slot_mapping >= 0
-    block_ids, offsets = slot_mapping[real] // layout.block_size, slot_mapping[real] % layout.block_size
-    for rows, blocks in zip((key, value), layout.split_kv(cache), strict=True):
-        blocks[block_ids, offsets, :, : rows.shape[-1]] = rows[real].to(blocks.dtype)
+    places = slot_mapping[real] // layout.block_size, slot_mapping[real] % layout.block_size
+    for rows, view, scale in _parts((key, value), cache, layout, scales):
+        write_view(view, places, rows[real], scale)
 
 
 def gather_cache(
@@ -39,17 +75,67 @@ def gather_cache(
     seq_lens: torch.Tensor,
     layout: CacheLayout,
     seq_starts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, head_size]."""
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, head_size].
+
+    dtype: of the result; that of an 8-bit float's cache gives its bits as they are.
+    """
     parts = []
     starts = torch.zeros_like(seq_lens) if seq_starts is None else seq_starts
     for table, start, length in zip(block_tables.long(), starts.tolist(), seq_lens.tolist(), strict=True):
         positions = torch.arange(start, start + length, device=cache.device)
         parts.append(table[positions // layout.block_size] * layout.block_size + positions % layout.block_size)
     slots = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=cache.device)
-    key, value = layout.split_kv(cache)
-    block_ids, offsets = slots // layout.block_size, slots % layout.block_size
-    return key[block_ids, offsets], value[block_ids, offsets]
+    places = slots // layout.block_size, slots % layout.block_size
+    dtype = dtype or (torch.float32 if layout.is_quantized else layout.dtype)
+    rows = [
+        read_view(view, places, layout.head_size, scale, dtype)
+        for _, view, scale in _parts((None, None), cache, layout, scales)
+    ]
+    return rows[0], rows[1] if len(rows) == 2 else None
+
+
+def write_view(
+    view: KVView, places: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    """Writes rows [num_places, num_heads, size] at (block ids, offsets), quantised as the view asks for."""
+    dtype = view.rows.dtype
+    if view.scales is not None:
+        rows, token_scales = quantize_int8(rows)
+        view.scales[places] = token_scales
+    elif dtype in FP8_DTYPES and rows.dtype != dtype:
+        rows = quantize_fp8(rows, rows.new_ones(1, dtype=torch.float32) if scale is None else scale, dtype)
+    view.write(*places, rows.to(dtype))
+
+
+def read_view(
+    view: KVView,
+    places: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows [num_places, num_heads, size] at (block ids, offsets), in `dtype`."""
+    rows = view.read(*places, size)
+    if view.scales is not None:
+        return dequantize_int8(rows, view.scales[places], dtype)
+    if rows.dtype in FP8_DTYPES and dtype != rows.dtype:
+        return dequantize_fp8(rows, torch.ones(1, device=rows.device) if scale is None else scale, dtype)
+    return rows.to(dtype)
+
+
+def _parts(
+    rows: tuple[torch.Tensor | None, torch.Tensor | None],
+    cache: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> list[tuple[Any, KVView, torch.Tensor | None]]:
+    """(rows, view, scale) of K and of V; of K alone where there is no value part."""
+    views = layout.views(cache)
+    given = (None, None) if scales is None else (scales.key, scales.value)
+    return [(row, view, scale) for row, view, scale in zip(rows, views, given, strict=True) if view is not None]
 
 
 def gather_into(
@@ -57,17 +143,67 @@ def gather_into(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     seq_starts: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor | None],
     layout: CacheLayout,
+    scales: KVScales | None = None,
 ) -> None:
     """gather_cache into `out`, packed or padded; rows past a sequence stay as they are."""
-    for rows, gathered in zip(out, gather_cache(cache, block_tables, seq_lens, layout, seq_starts), strict=True):
-        gathered = gathered[..., : rows.shape[-1]]
+    gathered_parts = gather_cache(cache, block_tables, seq_lens, layout, seq_starts, scales, out[0].dtype)
+    for rows, gathered in zip(out, gathered_parts, strict=True):
+        if rows is None or gathered is None:
+            continue
+        rows, gathered = _bits(rows), _bits(gathered[..., : rows.shape[-1]])
         if rows.dim() == 3:
             rows.copy_(gathered)
             continue
         for padded, part in zip(rows, gathered.split(seq_lens.tolist()), strict=True):
             padded[: len(part)] = part
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+
+
+def store_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """chunk [num_layers, parts, num_tokens, num_heads, size] becomes the tokens from `start` on of a sequence's blocks.
+
+    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one.
+    """
+    places = _places(block_ids, start, chunk.shape[2], layout)
+    for layer, cache in enumerate(caches):
+        given = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+            chunk[layer, part] = read_view(view, places, chunk.shape[4], scale, chunk.dtype)
+
+
+def load_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """The tokens from `start` on of a sequence's blocks become chunk's; see store_chunk."""
+    places = _places(block_ids, start, chunk.shape[2], layout)
+    for layer, cache in enumerate(caches):
+        given = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+            write_view(view, places, chunk[layer, part].to(cache.device), scale)
+
+
+def _places(
+    block_ids: torch.Tensor, start: int, num_tokens: int, layout: CacheLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.arange(start, start + num_tokens, device=block_ids.device)
+    return block_ids.long()[positions // layout.block_size], positions % layout.block_size
 
 
 def paged_attention(
@@ -82,6 +218,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     value_size: int | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each sequence's last query_lens[i] tokens to its seq_lens[i] tokens, all in fp32."""
     _, num_heads, key_size = query.shape
@@ -90,7 +227,10 @@ def paged_attention(
     outputs = [query.new_empty(0, num_heads, value_size or layout.head_size)]
     queries = query.float().split(query_lens.tolist())
     for rows, table, length in zip(queries, block_tables, seq_lens.tolist(), strict=True):
-        key, value = gather_cache(cache, table[None], torch.tensor([length]), layout)
+        key, value = gather_cache(
+            cache, table[None], torch.tensor([length]), layout, scales=scales, dtype=torch.float32
+        )
+        value = key if value is None else value  # latents: V is the first part of K
         key = key[..., :key_size].float().repeat_interleave(group_size, 1)  # [length, num_heads, key_size]
         value = value[..., :value_size].float().repeat_interleave(group_size, 1)
         scores = torch.einsum("qhd,khd->hqk", rows, key) * (key_size**-0.5 if scale is None else scale)

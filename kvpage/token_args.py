@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
+from kvpage.kv_scales import FP8_DTYPES, KVScales
+from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
 
-def block_view(blocks: torch.Tensor) -> tuple[int, int, int, int]:
-    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]."""
-    item, strides = blocks.element_size(), blocks.stride()
-    return blocks.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
+def block_view(view: KVView) -> tuple[int, int, int, int]:
+    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]: one run."""
+    item, strides = view.rows.element_size(), view.rows.stride()
+    return view.rows.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
 
 
 def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
@@ -48,13 +50,53 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def row_dtypes(layout: CacheLayout) -> tuple[torch.dtype, ...]:
+    """What rows may be made of: the cache's dtype, or what is quantised on the way in and back on the way out."""
+    if not layout.is_quantized:
+        return (layout.dtype,)
+    return COMPUTE_DTYPES if layout.has_token_scales else (*COMPUTE_DTYPES, layout.dtype)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
 def check_rows(name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """`rows` must be [num_tokens, num_kv_heads, 1..head_size] like the cache, with its last dimension contiguous."""
+    """`rows` must be [num_tokens, num_kv_heads, 1..head_size], with its last dimension contiguous."""
     if rows.dim() != 3:
         raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
     check_size(name, rows, layout)
+    check_dtype(name, rows, row_dtypes(layout))
     expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
-    check_tensor(name, rows, cache.dtype, expected, cache.device)
+    check_tensor(name, rows, rows.dtype, expected, cache.device)
+
+
+def check_pair(name: str, key: object, value: object, has_values: bool) -> None:
+    """Both, or the key alone where the layout has no value part."""
+    if key is None:
+        raise ValueError(f"{name}key must not be None")
+    if (value is not None) != has_values:
+        rule = "be given" if has_values else "be None, this layout has no value part"
+        raise ValueError(f"{name}value must {rule}, got {type(value).__name__}")
+
+
+def check_scales(scales: KVScales | None, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Only caches of 8-bit floats take scales, on their device, one for the tensor or one a head."""
+    if scales is None:
+        return
+    if not isinstance(scales, KVScales):
+        raise TypeError(f"scales must be KVScales, got {type(scales).__name__}")
+    if layout.dtype not in FP8_DTYPES:
+        raise ValueError(f"scales must be None for a cache of {layout.dtype}")
+    for name, scale in (("key", scales.key), ("value", scales.value)):
+        if scale.device != cache.device:
+            raise ValueError(f"scales.{name} must be on {cache.device}, got {scale.device}")
+        if len(scale) not in (1, layout.num_kv_heads):
+            raise ValueError(f"scales.{name} must have 1 or {layout.num_kv_heads} entries, got {len(scale)}")
 
 
 def check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
@@ -105,13 +147,14 @@ def out_offsets(
     if rows.dim() not in (3, 4):
         raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
     check_size(name, rows, layout)
+    check_dtype(name, rows, row_dtypes(layout))
     stride = rows.stride(0) * rows.element_size()
     if rows.dim() == 3:
         ends = [0, *itertools.accumulate(lengths)]
-        check_tensor(name, rows, cache.dtype, (ends[-1], heads, size), cache.device)
+        check_tensor(name, rows, rows.dtype, (ends[-1], heads, size), cache.device)
         offsets = [end * stride for end in ends[:-1]]
     else:
-        check_tensor(name, rows, cache.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
+        check_tensor(name, rows, rows.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
         if max(lengths, default=0) > rows.shape[1]:
             raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
         offsets = [seq * stride for seq in range(num_seqs)]

@@ -9,58 +9,93 @@ import operator
 
 import torch
 
-from kvpage import _C, token_ops_cuda
+from kvpage import _C, reference, token_ops_cuda
+from kvpage.kv_scales import KVScales
+from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
 from kvpage.token_args import (
+    COMPUTE_DTYPES,
     Lengths,
     block_view,
     check_cache,
+    check_dtype,
+    check_pair,
     check_rows,
+    check_scales,
     check_size,
     check_tensor,
     host_lengths,
     native_tables,
     out_offsets,
     row_bytes,
+    row_dtypes,
     row_view,
 )
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: CacheLayout
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None = None,
 ) -> None:
     """Writes row i of `key` and `value` into slot `slot_mapping[i]` of `cache`.
 
-    key, value: [num_tokens, num_kv_heads, size], any strides with the last dimension contiguous, the cache's dtype and
-        device. `size` may be under the layout's head_size, and differ between the two: the rest of a cache row stays.
+    key, value: [num_tokens, num_kv_heads, size], any strides with the last dimension contiguous, on the cache's device.
+        `size` may be under the layout's head_size, and differ between the two: the rest of a cache row stays. Of the
+        cache's dtype; where the layout quantises, fp32, bf16 or fp16 (or the 8-bit float itself, copied as it is).
+        value is None where the layout has no value part (MLA).
     slot_mapping: int64 [num_tokens], block_id * block_size + offset; -1 is padding and written nowhere.
+    scales: of 8-bit floats; None means 1. What is too large saturates.
 
     Raises ValueError for anything else, for a slot out of range, and for one named twice; on the host nothing has then
     been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
     share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
     check_cache(cache, layout)
-    key_cache, value_cache = layout.split_kv(cache)
+    check_scales(scales, cache, layout)
+    views = layout.views(cache)
+    check_pair("", key, value, views[1] is not None)
     check_rows("key", key, None, cache, layout)
-    check_rows("value", value, key.shape[0], cache, layout)
+    if value is not None:
+        check_rows("value", value, key.shape[0], cache, layout)
     check_tensor("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), cache.device)
     slots = slot_mapping.contiguous()  # held until the call is over
     if cache.is_cuda:
-        token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout)
+        token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout, scales)
+        return
+    if not _is_native(views, layout):
+        check_host_slots(slots, layout.num_blocks(cache) * layout.block_size)
+        reference.reshape_and_cache(key, value, cache, slots, layout, scales)
         return
     _C.reshape_and_cache(
         row_view(key),
         row_view(value),
-        block_view(key_cache),
-        block_view(value_cache),
+        block_view(views[0]),
+        block_view(views[1]),
         (row_bytes(key), row_bytes(value)),
         slots.data_ptr(),
         key.shape[0],
         layout.num_kv_heads,
-        key_cache.shape[0],
+        views[0].num_blocks,
         layout.block_size,
         torch.get_num_threads(),
     )
+
+
+def _is_native(views: tuple[KVView, KVView | None], layout: CacheLayout) -> bool:
+    return views[1] is not None and views[0].rows.shape[3] == 1 and not layout.is_quantized
+
+
+def check_host_slots(slots: torch.Tensor, num_slots: int) -> None:
+    real = slots[slots != -1]
+    bad = real[(real < 0) | (real >= num_slots)]
+    if len(bad):
+        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(bad[0])}")
+    if len(real.unique()) < len(real):
+        raise ValueError("slot_mapping must name a slot once, got one twice")
 
 
 def gather_cache(
@@ -69,22 +104,29 @@ def gather_cache(
     seq_lens: Lengths,
     layout: CacheLayout,
     seq_starts: Lengths | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Copies the keys and values of `seq_lens[i]` tokens of each sequence, from `seq_starts[i]` on, out of its blocks.
 
     block_tables: int32 [num_seqs, max_blocks] on the cache's device; entries that no wanted token lies in are not read.
     seq_lens, seq_starts: [num_seqs] integers on the host (a list, or an int32 or int64 tensor); starts default to 0.
-    out: (key, value) to write into, of the cache's dtype and device, any strides with the last dimension contiguous;
-        `size` may be under head_size: so much of each row is read. Either [total_tokens, num_kv_heads, size], one
-        sequence after the other, or [num_seqs, max_len, num_kv_heads, size], where the rows past a sequence stay as
-        they are. Without `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size].
+    out: (key, value) to write into, on the cache's device, any strides with the last dimension contiguous; `size` may
+        be under head_size: so much of each row is read. Either [total_tokens, num_kv_heads, size], one sequence after
+        the other, or [num_seqs, max_len, num_kv_heads, size], where the rows past a sequence stay as they are. Without
+        `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size] of `dtype`. value is None where the layout
+        has no value part (MLA).
+    scales: of 8-bit floats; None means 1.
+    dtype: the cache's; where the layout quantises, fp32 (the default), bf16 or fp16, or the 8-bit float itself.
 
     Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
     names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
     and `check_device` reports it. `out` must not share memory with `cache`.
     """
     check_cache(cache, layout)
+    check_scales(scales, cache, layout)
+    views = layout.views(cache)
     tables = native_tables(cache, block_tables, layout)
     num_seqs = block_tables.shape[0]
     capacity = block_tables.shape[1] * layout.block_size
@@ -94,19 +136,23 @@ def gather_cache(
     if last > capacity:
         raise ValueError(f"seq_starts + seq_lens must be at most {capacity}, got {last}")
     if out is None:
-        shape = (sum(lengths), layout.num_kv_heads, layout.head_size)
-        out = cache.new_empty(shape), cache.new_empty(shape)
+        out = _new_rows(sum(lengths), views, cache, layout, dtype)
+    check_pair("out's ", *out, views[1] is not None)
     key_offsets = out_offsets("key", out[0], lengths, cache, layout)
-    value_offsets = out_offsets("value", out[1], lengths, cache, layout)
-    if out[0].dim() != out[1].dim():
-        raise ValueError(f"key and value must have as many dimensions, got {out[0].dim()} and {out[1].dim()}")
-    key_cache, value_cache = layout.split_kv(cache)
+    value_offsets = [] if out[1] is None else out_offsets("value", out[1], lengths, cache, layout)
+    if out[1] is not None and (out[0].dim(), out[0].dtype) != (out[1].dim(), out[1].dtype):
+        kinds = f"{out[0].dim()} of {out[0].dtype} and {out[1].dim()} of {out[1].dtype}"
+        raise ValueError(f"key and value must have as many dimensions and one dtype, got {kinds}")
     if cache.is_cuda:
-        token_ops_cuda.gather_cache(cache, block_tables, lengths, starts, out, layout)
+        token_ops_cuda.gather_cache(cache, block_tables, lengths, starts, out, layout, scales)
+        return out
+    if not _is_native(views, layout):
+        check_host_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
+        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
         return out
     _C.gather_cache(
-        block_view(key_cache),
-        block_view(value_cache),
+        block_view(views[0]),
+        block_view(views[1]),
         row_view(out[0]),
         row_view(out[1]),
         (row_bytes(out[0]), row_bytes(out[1])),
@@ -119,6 +165,30 @@ def gather_cache(
         torch.get_num_threads(),
     )
     return out
+
+
+def _new_rows(
+    num_tokens: int,
+    views: tuple[KVView, KVView | None],
+    cache: torch.Tensor,
+    layout: CacheLayout,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = dtype or (torch.float32 if layout.is_quantized else layout.dtype)
+    if dtype not in row_dtypes(layout):
+        raise ValueError(f"dtype must be {' or '.join(map(str, row_dtypes(layout)))}, got {dtype}")
+    shape = (num_tokens, layout.num_kv_heads, layout.head_size)
+    key = cache.new_empty(shape, dtype=dtype)
+    return key, None if views[1] is None else cache.new_empty(shape, dtype=dtype)
+
+
+def check_host_blocks(
+    block_tables: torch.Tensor, lengths: list[int], starts: list[int], num_blocks: int, block_size: int
+) -> None:
+    for table, start, length in zip(block_tables.tolist(), starts, lengths, strict=True):
+        for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")
 
 
 def paged_attention(
@@ -134,6 +204,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     value_size: int | None = None,
     out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's last tokens to all of its tokens, read in place from their blocks. CPU only.
 
@@ -146,7 +217,9 @@ def paged_attention(
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
     scale: of the products, default key_size ** -0.5. softcap: scores become softcap * tanh(score / softcap).
     sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
-    value_size: of V's heads and of the output, default head_size.
+    value_size: of V's heads and of the output, default head_size. Where the layout has no value part (MLA), V is the
+        first value_size elements of each key.
+    scales: of 8-bit floats; None means 1.
     out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must not
         share memory with the others.
 
@@ -155,6 +228,7 @@ def paged_attention(
     is about as fast as gathering and torch's scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
     """
     check_cache(cache, layout)
+    check_scales(scales, cache, layout)
     tables = native_tables(cache, block_tables, layout)
     num_seqs, max_blocks = block_tables.shape
     lengths = host_lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
@@ -169,12 +243,29 @@ def paged_attention(
     if sinks is not None:
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
-    key_cache, value_cache = layout.split_kv(cache)
+    key_view, value_view = layout.views(cache)
+    if key_view.rows.shape[3] > 1 or layout.is_quantized:
+        check_host_blocks(block_tables, lengths, [0] * num_seqs, key_view.num_blocks, layout.block_size)
+        attended = reference.paged_attention(
+            query,
+            cache,
+            block_tables,
+            torch.tensor(lengths),
+            layout,
+            scale,
+            torch.tensor(queries),
+            sliding_window,
+            softcap,
+            sinks,
+            value_size,
+            scales,
+        )
+        return out.copy_(attended)
     _C.paged_attention(
         row_view(query),
         row_view(out),
-        block_view(key_cache),
-        block_view(value_cache),
+        block_view(key_view),
+        block_view(value_view or key_view),
         (_TYPE_CODES[query.dtype], _TYPE_CODES[cache.dtype]),
         tables,
         lengths,
@@ -199,10 +290,9 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) 
         raise ValueError(f"cache must be on the CPU, got {cache.device}")
     if query.dim() != 3:
         raise ValueError(f"query must be [num_tokens, num_heads, size], got shape {tuple(query.shape)}")
-    if cache.dtype not in _TYPE_CODES:
+    if cache.dtype not in _TYPE_CODES and not layout.is_quantized:
         raise ValueError(f"cache.dtype must be one of {', '.join(map(str, _TYPE_CODES))}, got {cache.dtype}")
-    if query.dtype not in (cache.dtype, torch.float32):
-        raise ValueError(f"query.dtype must be {cache.dtype} or torch.float32, got {query.dtype}")
+    check_dtype("query", query, COMPUTE_DTYPES if layout.is_quantized else (cache.dtype, torch.float32))
     if query.shape[1] == 0 or query.shape[1] % layout.num_kv_heads:
         raise ValueError(f"query's heads must be a multiple of {layout.num_kv_heads}, got {query.shape[1]}")
     check_size("query", query, layout)

@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from kvpage import reference
+from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
@@ -68,17 +69,30 @@ def _has_triton() -> bool:
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
 ) -> None:
-    if not _has_triton():
+    if not _has_triton() or not _is_plain(cache, layout):
         _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
-        reference.reshape_and_cache(key, value, cache, slots, layout)
+        reference.reshape_and_cache(key, value, cache, slots, layout, scales)
         return
     from kvpage.kernels import reshape
 
+    key_view, value_view = layout.views(cache)
     with torch.cuda.device(cache.device):
-        reshape.reshape_and_cache(key, value, *layout.split_kv(cache), slots, _error_word(cache.device))
+        reshape.reshape_and_cache(
+            key, value, key_view.rows.squeeze(3), value_view.rows.squeeze(3), slots, _error_word(cache.device)
+        )
         _check_if_debugging(cache.device)
+
+
+def _is_plain(cache: torch.Tensor, layout: CacheLayout) -> bool:
+    views = layout.views(cache)
+    return views[1] is not None and views[0].rows.shape[3] == 1 and not layout.is_quantized
 
 
 def gather_cache(
@@ -86,19 +100,29 @@ def gather_cache(
     block_tables: torch.Tensor,
     lengths: list[int],
     starts: list[int],
-    out: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor | None],
     layout: CacheLayout,
+    scales: KVScales | None,
 ) -> None:
-    if not _has_triton():
+    if not _has_triton() or not _is_plain(cache, layout):
         _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
-        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout)
+        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
         return
     from kvpage.kernels import gather
 
+    key_view, value_view = layout.views(cache)
     with torch.cuda.device(cache.device):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("gather_cache must not be captured in a graph: it reads lengths from host memory")
-        gather.gather_cache(*layout.split_kv(cache), block_tables, starts, lengths, *out, _error_word(cache.device))
+        gather.gather_cache(
+            key_view.rows.squeeze(3),
+            value_view.rows.squeeze(3),
+            block_tables,
+            starts,
+            lengths,
+            *out,
+            _error_word(cache.device),
+        )
         _check_if_debugging(cache.device)
 
 

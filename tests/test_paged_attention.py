@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from cache_rows import split_kv
 
 from kvpage import _C, CacheLayout, ops, reference
 
@@ -32,7 +33,7 @@ def make_case(seq_lens, query_lens, layout, group=3, key_size=None, value_size=N
     width = max((-(-n // layout.block_size) for n in seq_lens), default=0) + 1
     num_blocks = width * len(seq_lens) + 1
     cache = layout.allocate(num_blocks, 2, torch.device("cpu"))[1].fill_(NAN)
-    key_cache, value_cache = layout.split_kv(cache)
+    key_cache, value_cache = split_kv(layout, cache)
     tables = torch.full((len(seq_lens), width), 2**31 - 1, dtype=torch.int32)
     free = torch.randperm(num_blocks).tolist()
     for table, length, queries in zip(tables, seq_lens, query_lens, strict=True):
@@ -223,7 +224,7 @@ def test_infinite_values_of_unseen_tokens_stay_out():
     torch.manual_seed(15)
     case = make_case([40], [9], make_layout())
     want = ops.paged_attention(**case)
-    key_cache, value_cache = case["layout"].split_kv(case["cache"])
+    key_cache, value_cache = split_kv(case["layout"], case["cache"])
     block = case["block_tables"][0, 39 // BLOCK]
     key_cache[block, 39 % BLOCK], value_cache[block, 39 % BLOCK] = NAN, float("inf")
     got = ops.paged_attention(**case)

@@ -9,8 +9,10 @@ import warnings
 
 import pytest
 import torch
+from cache_rows import split_kv
 
-from kvpage import CacheLayout, ops, reference, token_ops_cuda
+from kvpage import CacheLayout, ops, reference, register_backend, token_ops_cuda
+from kvpage.backends import _backends
 
 BLOCK = 4
 LAYOUTS = list(itertools.product(("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")))
@@ -46,7 +48,7 @@ def reshape(where, key, value, cache, slots, layout):
     from kvpage.kernels.reshape import reshape_and_cache
 
     error = torch.zeros(1, dtype=torch.int32)
-    reshape_and_cache(key, value, *layout.split_kv(cache), slots.contiguous(), error)
+    reshape_and_cache(key, value, *split_kv(layout, cache), slots.contiguous(), error)
     return error.item()
 
 
@@ -59,7 +61,7 @@ def gather(where, cache, tables, lengths, layout, starts=None, out=None):
     error, lengths = torch.zeros(1, dtype=torch.int32), [int(length) for length in lengths]
     starts = [0] * len(lengths) if starts is None else starts
     out = out or [cache.new_empty(sum(lengths), layout.num_kv_heads, layout.head_size) for _ in range(2)]
-    gather_cache(*layout.split_kv(cache), tables, starts, lengths, *out, error)
+    gather_cache(*split_kv(layout, cache), tables, starts, lengths, *out, error)
     return *out, error.item()
 
 
@@ -377,7 +379,16 @@ def test_the_call_that_the_refused_gathers_vary_is_good():
 
 
 def test_a_backend_without_split_kv_is_refused():
-    layout = CacheLayout(BLOCK, 1, 8, torch.float32, backend="mla")
+    class Opaque:
+        block_dim = 0
+
+        @staticmethod
+        def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+            return (num_blocks, block_size, head_size)
+
+    if "opaque" not in _backends:
+        register_backend("opaque", Opaque)
+    layout = CacheLayout(BLOCK, 1, 8, torch.float32, backend="opaque")
     cache = torch.zeros(layout.shape(2))
     with pytest.raises(ValueError, match="split_kv"):
         ops.gather_cache(cache, torch.zeros(1, 1, dtype=torch.int32), [1], layout)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from cache_rows import split_kv
 from serving.models import CONFIGS, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, ops
@@ -192,7 +193,7 @@ def _second_logits(kind: str, prompt: list[int], corrupt: int | None) -> torch.T
     if corrupt is not None:
         position = len(prompt) - 2
         block_id = engine.manager.block_ids("one")[position // B]
-        rows = engine.cache.layout.split_kv(engine.cache.gpu_cache[0])[corrupt][block_id, position % B]
+        rows = split_kv(engine.cache.layout, engine.cache.gpu_cache[0])[corrupt][block_id, position % B]
         rows.mul_(-3)
     engine.step()
     return seen[1]

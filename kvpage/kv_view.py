@@ -1,0 +1,57 @@
+"""KVView: K or V of one layer, whatever the backend, as the operations on tokens see it.
+
+one head of one token    element d lies in run d // run_size, at d % run_size
+
+  flash, flashinfer, mla   [ 0 1 2 ... head_size )                                   one run
+  paged, K                 [ 0 .. x )   [ x .. 2x )   ...    block_size * x apart    runs of x = 16 bytes
+  paged, V                 [ 0 ]  [ 1 ]  ...                 block_size apart        runs of one element
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """Views into one layer's cache; nothing is copied, and writing to them writes to the cache.
+
+    rows: strided [num_blocks, block_size, num_kv_heads, num_runs, run_size], the last dimension contiguous; together at
+        least head_size elements, of which those past head_size are padding.
+    scales: fp32, strided [num_blocks, block_size, num_kv_heads], or None where the cache keeps no scale a token.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def run_size(self) -> int:
+        return self.rows.shape[4]
+
+    def columns(self, begin: int, end: int) -> "KVView":
+        """The elements [begin, end) of each head. ValueError where heads are not one run."""
+        if self.rows.shape[3] != 1:
+            raise ValueError(f"columns need heads that are one run, got {self.rows.shape[3]} runs")
+        return KVView(self.rows[..., begin:end], self.scales)
+
+    def read(self, block_ids: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:
+        """A copy of the first `size` elements of each head at these places: [num_places, num_kv_heads, size]."""
+        bits = self._bits()[block_ids, offsets].flatten(2)[..., :size]
+        return bits.contiguous().view(self.rows.dtype)
+
+    def write(self, block_ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes rows [num_places, num_kv_heads, size] of the cache's dtype; what lies behind them stays."""
+        bits = self._bits()
+        places = bits[block_ids, offsets].flatten(2)
+        places[..., : rows.shape[-1]] = rows.contiguous().view(bits.dtype)
+        bits[block_ids, offsets] = places.unflatten(2, self.rows.shape[3:])
+
+    def _bits(self) -> torch.Tensor:
+        """The rows as integers: torch indexes no fp8, and a copy of integers keeps every bit of a NaN."""
+        return self.rows.view(_BITS[self.rows.element_size()])
