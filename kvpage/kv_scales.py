@@ -39,6 +39,14 @@ class KVScales:
         return cls(*(torch.tensor(row, dtype=torch.float32, device=device) for row in rows))
 
     @classmethod
+    def unchecked(cls, key: torch.Tensor, value: torch.Tensor) -> "KVScales":
+        """Of tensors whose values are not looked at: on a device, that would wait for it."""
+        scales = object.__new__(cls)
+        object.__setattr__(scales, "key", key)
+        object.__setattr__(scales, "value", value)
+        return scales
+
+    @classmethod
     def from_rows(
         cls, key: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, per_head: bool = False
     ) -> "KVScales":

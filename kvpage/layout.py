@@ -4,6 +4,7 @@ A layout is always named, never guessed from a shape: [2, num_blocks, ...] and [
 apart when there are two blocks.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ from kvpage.kv_view import KVView
 
 LAYER_LAYOUTS = ("separate", "packed")
 SCALE_BYTES = 4
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,17 @@ class CacheLayout:
         most = getattr(self.backend_class, "max_kv_heads", self.num_kv_heads)
         if self.num_kv_heads > most:
             raise ValueError(f"num_kv_heads must be at most {most} for {self.backend!r}, got {self.num_kv_heads}")
+
+    @property
+    def spec(self) -> str:
+        """The layout as a word, "flash:NHD:separate:16:8:128:bfloat16"; what torch's operations take."""
+        sizes = f"{self.block_size}:{self.num_kv_heads}:{self.head_size}"
+        return f"{self.backend}:{self.kv_layout}:{self.layer_layout}:{sizes}:{_DTYPE_NAMES[self.dtype]}"
+
+    @classmethod
+    def from_spec(cls, spec: str) -> "CacheLayout":
+        """The layout whose `spec` this is. ValueError for what no layout has as its spec."""
+        return _from_spec(spec)
 
     @property
     def is_quantized(self) -> bool:
@@ -133,3 +149,15 @@ class CacheLayout:
         first, *rest = (shape[dim] for dim in order)
         slab = zeros([first, num_layers, *rest])
         return [slab[:, layer].permute(inverse(order)) for layer in range(num_layers)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_spec(spec: str) -> CacheLayout:
+    parts = spec.rsplit(":", 6)  # a backend's own name may hold colons
+    if len(parts) != 7 or parts[6] not in _DTYPES or not all(size.isdecimal() for size in parts[3:6]):
+        raise ValueError(
+            f"spec must be backend:kv_layout:layer_layout:block_size:num_kv_heads:head_size:dtype, got {spec!r}"
+        )
+    backend, kv_layout, layer_layout, *sizes, dtype = parts
+    block_size, num_kv_heads, head_size = map(int, sizes)
+    return CacheLayout(block_size, num_kv_heads, head_size, _DTYPES[dtype], backend, kv_layout, layer_layout)

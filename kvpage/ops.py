@@ -1,20 +1,49 @@
 """Every operation, under one roof: blocks are moved (block_copy), tokens written and read (token_ops).
 
-Each validates what it is given and picks the implementation; nothing else of kvpage comes near a kernel.
+Each validates what it is given and picks the implementation; nothing else of kvpage comes near a kernel. In code that
+torch.compile or a dispatch mode of torch's (fake tensors) traces, each stands for its operation in torch.ops.kvpage
+(torch_ops), which does the same at run time.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from kvpage import chunk_ops, token_ops, torch_ops
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
-from kvpage.token_ops import gather_cache as gather_cache
-from kvpage.token_ops import paged_attention as paged_attention
-from kvpage.token_ops import reshape_and_cache as reshape_and_cache
 from kvpage.token_ops_cuda import check_device as check_device
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
+
+def _or_traced(
+    traced: Callable[_Given, _Result],
+) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """The operation itself when it runs, `traced` while torch traces what calls it: tensors have no memory then."""
+
+    def choose(run: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        @functools.wraps(run)
+        def operation(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            return (traced if is_traced else run)(*args, **kwargs)
+
+        return operation
+
+    return choose
+
+
+reshape_and_cache = _or_traced(torch_ops.reshape_and_cache)(token_ops.reshape_and_cache)
+gather_cache = _or_traced(torch_ops.gather_cache)(token_ops.gather_cache)
+paged_attention = _or_traced(torch_ops.paged_attention)(token_ops.paged_attention)
+store_chunk = _or_traced(torch_ops.store_chunk)(chunk_ops.store_chunk)
+load_chunk = _or_traced(torch_ops.load_chunk)(chunk_ops.load_chunk)
+
+
+@_or_traced(torch_ops.swap_blocks)
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
     """Copies blocks of one layer: dst's block d becomes src's block s, for each row (s, d) of `block_mapping`.
 
@@ -24,6 +53,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
     BlockCopier([src], [dst], layout).run(block_mapping)
 
 
+@_or_traced(torch_ops.swap_blocks_layers)
 def swap_blocks_layers(
     srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout
 ) -> None:
@@ -31,6 +61,7 @@ def swap_blocks_layers(
     BlockCopier(srcs, dsts, layout).run(block_mapping)
 
 
+@_or_traced(torch_ops.copy_blocks)
 def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
     """Copies blocks within one tier, in all layers with one plan: block d becomes block s, for each row (s, d).
 

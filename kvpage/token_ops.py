@@ -86,7 +86,7 @@ def reshape_and_cache(
 
 
 def _is_native(views: tuple[KVView, KVView | None], layout: CacheLayout) -> bool:
-    return views[1] is not None and views[0].rows.shape[3] == 1 and not layout.is_quantized
+    return not layout.is_quantized and all(view is not None and view.rows.shape[3] == 1 for view in views)
 
 
 def check_host_slots(slots: torch.Tensor, num_slots: int) -> None:
@@ -244,7 +244,7 @@ def paged_attention(
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
     key_view, value_view = layout.views(cache)
-    if key_view.rows.shape[3] > 1 or layout.is_quantized:
+    if layout.is_quantized or any(view.rows.shape[3] > 1 for view in (key_view, value_view or key_view)):
         check_host_blocks(block_tables, lengths, [0] * num_seqs, key_view.num_blocks, layout.block_size)
         attended = reference.paged_attention(
             query,

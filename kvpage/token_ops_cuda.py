@@ -92,7 +92,7 @@ def reshape_and_cache(
 
 def _is_plain(cache: torch.Tensor, layout: CacheLayout) -> bool:
     views = layout.views(cache)
-    return views[1] is not None and views[0].rows.shape[3] == 1 and not layout.is_quantized
+    return not layout.is_quantized and all(view is not None and view.rows.shape[3] == 1 for view in views)
 
 
 def gather_cache(
