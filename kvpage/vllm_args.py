@@ -1,0 +1,133 @@
+"""The arguments of vllm_ops: checked, and as the operations of kvpage take them."""
+
+from functools import lru_cache
+
+import torch
+
+from kvpage.kv_scales import KVScales
+from kvpage.kv_view import KVView
+from kvpage.layout import CacheLayout
+
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
+    dtype = KV_CACHE_DTYPES.get(kv_cache_dtype)
+    if dtype is None:
+        known = ", ".join(known for known, dtype in KV_CACHE_DTYPES.items() if dtype is not None)
+        raise ValueError(f"{name} must be one of {known}, got {kv_cache_dtype!r}")
+    return dtype
+
+
+def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """The cache as what kv_cache_dtype says it holds."""
+    if kv_cache_dtype == "auto":
+        return cache
+    dtype = fp8_dtype("kv_cache_dtype", kv_cache_dtype)
+    if cache.dtype not in (torch.uint8, dtype):
+        raise ValueError(f"a cache of {kv_cache_dtype} must be of torch.uint8 or {dtype}, got {cache.dtype}")
+    return cache.view(dtype)
+
+
+def scales_of(
+    cache: torch.Tensor, kv_cache_dtype: str, key: torch.Tensor | float, value: torch.Tensor | float
+) -> KVScales | None:
+    if kv_cache_dtype == "auto":
+        return None
+    rows = [torch.as_tensor(scale, dtype=torch.float32, device=cache.device).reshape(-1) for scale in (key, value)]
+    # On a device, looking at the values would wait for it.
+    return KVScales.unchecked(*rows) if cache.is_cuda else KVScales(*rows)
+
+
+def check_rows(name: str, rows: torch.Tensor, cached: torch.Tensor, size: int, kv_cache_dtype: str) -> None:
+    if cached.stride(4) != 1 and cached.shape[4] > 1:
+        raise ValueError(f"the cache of {name} must be contiguous in its last dimension, got stride {cached.stride(4)}")
+    if rows.dim() != 3 or not 1 <= rows.shape[2] <= size:
+        raise ValueError(f"{name} must be [num_tokens, num_heads, 1 to {size}], got shape {tuple(rows.shape)}")
+    if kv_cache_dtype == "auto":
+        check_same_dtype(name, rows, cached)
+
+
+def check_same_dtype(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:
+    if rows.dtype != cache.dtype:
+        raise ValueError(f"{name}.dtype must be the cache's, {cache.dtype}, got {rows.dtype}")
+
+
+def num_slots(slot_mapping: torch.Tensor, *rows: torch.Tensor) -> int:
+    """As many as slots: callers pad rows, not slots."""
+    if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(each) for each in rows):
+        raise ValueError(
+            f"slot_mapping must name a slot for each of at most {min(map(len, rows))} rows, "
+            f"got shape {tuple(slot_mapping.shape)}"
+        )
+    return len(slot_mapping)
+
+
+def latent_view(name: str, cache: torch.Tensor) -> KVView:
+    """[num_blocks, block_size, entry_size] is a cache of one head."""
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(2)
+    if cache.dim() != 4:
+        raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(cache.shape)}")
+    if cache.stride(3) != 1 and cache.shape[3] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {cache.stride(3)}")
+    return KVView(cache.unsqueeze(3))
+
+
+def lengths_of(cu_seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int | None) -> list[int]:
+    """How many tokens each sequence has. cu_seq_lens on a device is waited for."""
+    if cu_seq_lens.dim() != 1 or len(cu_seq_lens) != len(block_table) + 1:
+        raise ValueError(f"cu_seq_lens must be [{len(block_table) + 1}], got shape {tuple(cu_seq_lens.shape)}")
+    ends = cu_seq_lens.tolist()
+    if ends[0] != 0 or ends != sorted(ends):
+        raise ValueError(f"cu_seq_lens must begin with 0 and not descend, got {ends}")
+    if num_tokens is not None and ends[-1] != num_tokens:
+        raise ValueError(f"cu_seq_lens must end with num_tokens, {num_tokens}, got {ends[-1]}")
+    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def sequences_of(lengths: list[int]) -> list[int]:
+    return [sequence for sequence, length in enumerate(lengths) for _ in range(length)]
+
+
+@lru_cache(maxsize=64)
+def byte_layout(block_bytes: int) -> CacheLayout:
+    """Of blocks that are nothing but bytes: [num_blocks, 1, block_bytes]."""
+    return CacheLayout(1, 1, block_bytes, torch.uint8, "mla")
+
+
+def blocks_of(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """The bytes of each block, [num_blocks, 1, block_bytes]. ValueError unless a block is one run of memory."""
+    if cache.dim() < 2 or cache.numel() == 0:
+        raise ValueError(f"{name} must be [num_blocks, ...], not empty, got shape {tuple(cache.shape)}")
+    run = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size > 1 and stride != run:
+            raise ValueError(f"a block of {name} must be one run of memory, got strides {cache.stride()}")
+        run *= size
+    item = cache.element_size()
+    return _bytes(cache, len(cache), run * item, cache.stride(0) * item)
+
+
+def consecutive_blocks(name: str, cache: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """As many blocks as begin in the tensor's memory and end in its storage."""
+    if block_bytes < 1:
+        raise ValueError(f"block_size_in_bytes must be positive, got {block_bytes}")
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+    span = (last + 1) * cache.element_size() if cache.numel() else 0
+    offset = cache.storage_offset() * cache.element_size()
+    num_blocks = min(-(-span // block_bytes), (cache.untyped_storage().nbytes() - offset) // block_bytes)
+    if num_blocks == 0:
+        raise ValueError(f"{name} must hold a block of {block_bytes} bytes, got {span} bytes")
+    return _bytes(cache, num_blocks, block_bytes, block_bytes)
+
+
+def _bytes(cache: torch.Tensor, num_blocks: int, block_bytes: int, step: int) -> torch.Tensor:
+    offset = cache.storage_offset() * cache.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    return memory.set_(cache.untyped_storage(), offset, (num_blocks, 1, block_bytes), (step, block_bytes, 1))

@@ -1,0 +1,305 @@
+"""vLLM's cache operations under its names: code written for `vllm._custom_ops` runs by changing one import.
+
+    from vllm import _custom_ops as ops      ->      from kvpage import vllm_ops as ops
+
+Names, arguments and their order are those of vLLM 0.33; of 0.9.2 for what was deleted since (copy_blocks,
+copy_blocks_mla, and swap_blocks without a block size). The layout of a cache is what its shape and strides say:
+
+    reshape_and_cache_flash   key_cache, value_cache [num_blocks, block_size, num_heads, head_size], any strides with
+                              the last dimension contiguous: NHD or HND, K and V of one tensor or of two
+    reshape_and_cache         key_cache [num_blocks, num_heads, head_size / x, block_size, x],
+                              value_cache [num_blocks, num_heads, head_size, block_size]
+    *_mla, *gather*           kv_cache [num_blocks, block_size, entry_size]
+
+kv_cache_dtype: "auto", rows are stored as they are; "fp8" and "fp8_e4m3", or "fp8_e5m2": quantised, rows divided by the
+scale (fp32, one for the tensor or one a head) and read times it, in a cache of uint8 or of that 8-bit float.
+
+Unlike vLLM's: every operation works on the CPU too; shapes, dtypes and ids are checked, and what is wrong is a
+ValueError before anything is written (ids on a CUDA device are checked there: bad ones are skipped, and
+kvpage.ops.check_device reports them); a slot of -1 is padding; raw addresses must lie in registered caches; what CUDA
+reports is raised.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvpage import reference, token_ops
+from kvpage.block_copy import BlockCopier
+from kvpage.kv_scales import KVScales
+from kvpage.kv_view import KVView
+from kvpage.registered_memory import RegisteredMemory
+from kvpage.view_layout import layout_of
+from kvpage.vllm_args import (
+    blocks_of,
+    byte_layout,
+    check_rows,
+    check_same_dtype,
+    consecutive_blocks,
+    fp8_dtype,
+    latent_view,
+    lengths_of,
+    num_slots,
+    scales_of,
+    sequences_of,
+    stored,
+)
+
+_memory = RegisteredMemory()
+register_caches = _memory.register
+unregister_caches = _memory.unregister
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Writes rows [num_tokens, num_heads, head_size] into slots of a cache whose K comes in runs of x elements.
+
+    slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1.
+    """
+    keys, values = (stored(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
+    if keys.dim() != 5 or values.dim() != 4:
+        raise ValueError(
+            "key_cache and value_cache must have 5 and 4 dimensions, "
+            f"got shapes {tuple(keys.shape)} and {tuple(values.shape)}"
+        )
+    key_view = KVView(keys.permute(0, 3, 1, 2, 4))
+    value_view = KVView(values.permute(0, 3, 1, 2).unsqueeze(4))
+    _write(key, value, key_view, value_view, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Writes rows [num_tokens, num_heads, head_size] into slots of a cache [num_blocks, block_size, heads, head_size].
+
+    slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1.
+    """
+    keys, values = (stored(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
+    for name, cache in (("key_cache", keys), ("value_cache", values)):
+        if cache.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(cache.shape)}")
+    views = KVView(keys.unsqueeze(3)), KVView(values.unsqueeze(3))
+    _write(key, value, *views, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:
+    """Writes latents kv_c [num_tokens, kv_lora_rank], each followed by its k_pe [num_tokens, rope size], into slots.
+
+    kv_cache: [num_blocks, block_size, kv_lora_rank + rope size].
+    """
+    view = latent_view("kv_cache", stored(kv_cache, kv_cache_dtype))
+    k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
+    for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if rows.dim() != 2:
+            raise ValueError(f"{name} must be [num_tokens, size], got shape {tuple(rows.shape)}")
+    rank, size = kv_c.shape[1], kv_c.shape[1] + k_pe.shape[1]
+    if view.rows.shape[2:] != (1, 1, size):
+        raise ValueError(f"kv_cache must have entries of {size} elements, got shape {tuple(kv_cache.shape)}")
+    views = view.columns(0, rank), view.columns(rank, size)
+    _write(kv_c.unsqueeze(1), k_pe.unsqueeze(1), *views, slot_mapping, kv_cache_dtype, scale, scale)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Gathers `num_tokens` tokens of all sequences, one sequence after the other, into dst's first rows.
+
+    src_cache: [num_blocks, block_size, entry_size] or [num_blocks, block_size, heads, head_size]. dst: [at least
+    num_tokens, the same]; of the cache's dtype for "auto", else fp32, bf16 or fp16. block_table: int32 [num_seqs,
+    max_blocks]. cu_seq_lens: int32 [num_seqs + 1], from 0 to num_tokens. token_to_seq: int32 [at least num_tokens], the
+    sequence of each token, which cu_seq_lens says too. seq_starts: int32 [num_seqs], the first token of each sequence
+    to gather, anywhere in a block; default 0.
+    """
+    lengths = lengths_of(cu_seq_lens, block_table, num_tokens)
+    if token_to_seq.dim() != 1 or len(token_to_seq) < num_tokens:
+        raise ValueError(f"token_to_seq must name {num_tokens} sequences, got shape {tuple(token_to_seq.shape)}")
+    if not token_to_seq.is_cuda and token_to_seq[:num_tokens].tolist() != sequences_of(lengths):
+        raise ValueError("token_to_seq must name the sequences that cu_seq_lens gives the tokens to")
+    cache = stored(src_cache, kv_cache_dtype)
+    scales = scales_of(cache, kv_cache_dtype, scale, scale)
+    _gather(cache, dst[:num_tokens], block_table, lengths, seq_starts, scales)
+
+
+def cp_gather_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    batch_size: int,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Gathers the first `batch_size` sequences, one after the other, into dst [num_tokens, ...] of the cache's dtype.
+
+    Arguments as of gather_and_maybe_dequant_cache; rows of dst past the sequences stay.
+    """
+    if not 0 <= batch_size <= len(block_table) or len(cu_seq_lens) <= batch_size:
+        raise ValueError(
+            f"batch_size must be at most the sequences of block_table and of cu_seq_lens, got {batch_size} for "
+            f"{len(block_table)} and {len(cu_seq_lens) - 1}"
+        )
+    table = block_table[:batch_size]
+    lengths = lengths_of(cu_seq_lens[: batch_size + 1], table, None)
+    check_same_dtype("dst", dst, src_cache)
+    starts = None if seq_starts is None else seq_starts[:batch_size]
+    _gather(src_cache, dst[: sum(lengths)], table, lengths, starts, None)
+
+
+def convert_fp8(output: torch.Tensor, input: torch.Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+    """Quantises floats `input` into `output` of uint8 (or the 8-bit float), or reads such an `input` back as floats."""
+    dtype = fp8_dtype("kv_dtype", kv_dtype)
+    if output.shape != input.shape or output.device != input.device:
+        raise ValueError(
+            f"output and input must have one shape and device, got {tuple(output.shape)} on {output.device} "
+            f"and {tuple(input.shape)} on {input.device}"
+        )
+    row = KVScales.of(float(scale), 1.0, input.device).key
+    if input.dtype.is_floating_point and input.dtype.itemsize > 1:
+        quantised = reference.quantize_fp8(input.reshape(1, 1, -1), row, dtype).view(torch.uint8)
+        stored(output, kv_dtype).view(torch.uint8).copy_(quantised.view(input.shape))
+        return
+    if not output.dtype.is_floating_point or output.dtype.itemsize == 1:
+        raise ValueError(f"input or output must be of floats, got {input.dtype} and {output.dtype}")
+    rows = stored(input, kv_dtype).reshape(1, 1, -1)
+    output.copy_(reference.dequantize_fp8(rows, row, output.dtype).view(output.shape))
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def swap_blocks(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    block_size_in_bytes: int | torch.Tensor | None = None,
+    block_mapping: torch.Tensor | None = None,
+) -> None:
+    """Copies block s of src to block d of dst for each row (s, d) of block_mapping, int64 [num_pairs, 2] on the CPU.
+
+    With block_size_in_bytes, blocks of that many bytes lie one after the other from each tensor's first element on.
+    Without (0.9.2's form, where block_mapping is the third argument), a block is src[0], and strides are looked at.
+    Both may be on the CPU. Order, errors and what must stay alive: see kvpage.block_copy.BlockCopier.
+    """
+    if isinstance(block_size_in_bytes, torch.Tensor) and block_mapping is None:
+        block_size_in_bytes, block_mapping = None, block_size_in_bytes
+    if block_mapping is None:
+        raise ValueError("block_mapping must be given")
+    if block_size_in_bytes is None:
+        blocks = [blocks_of("src", src), blocks_of("dst", dst)]
+    else:
+        size = int(block_size_in_bytes)
+        blocks = [consecutive_blocks("src", src, size), consecutive_blocks("dst", dst, size)]
+    BlockCopier(blocks[:1], blocks[1:], byte_layout(blocks[0].shape[2])).run(block_mapping)
+
+
+def swap_blocks_batch(
+    src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
+) -> None:
+    """Copies sizes[i] bytes from the address src_ptrs[i] to dst_ptrs[i], for all i: int64 [num_copies] on the CPU each.
+
+    Every extent must lie in caches that `register_caches` was given. Destinations must overlap neither each other nor
+    sources. is_src_access_order_any: taken, but sources are always read in the stream's order, which is always right.
+    """
+    arrays: list[np.ndarray] = []
+    for name, tensor in (("src_ptrs", src_ptrs), ("dst_ptrs", dst_ptrs), ("sizes", sizes)):
+        if tensor.dtype not in (torch.int64, torch.uint64) or tensor.device.type != "cpu" or tensor.dim() != 1:
+            raise ValueError(
+                f"{name} must be one row of int64 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} "
+                f"on {tensor.device}"
+            )
+        arrays.append(tensor.view(torch.int64).numpy())
+    if len({len(array) for array in arrays}) > 1:
+        raise ValueError(f"src_ptrs, dst_ptrs and sizes must be as many, got {', '.join(str(len(a)) for a in arrays)}")
+    _memory.copy(*arrays)
+
+
+def copy_blocks(
+    key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor
+) -> None:
+    """Copies block s to block d for each row (s, d) of block_mapping, within each of the caches, all layers at once.
+
+    key_caches, value_caches: one tensor a layer, [num_blocks, ...], each block dense. block_mapping: int64 [num_pairs,
+    2]; one on a device is waited for.
+    """
+    if len(key_caches) != len(value_caches):
+        raise ValueError(f"key_caches and value_caches must be as many, got {len(key_caches)} and {len(value_caches)}")
+    copy_blocks_mla([*key_caches, *value_caches], block_mapping)
+
+
+def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor) -> None:
+    """`copy_blocks` for caches that have no value part."""
+    if not kv_caches:
+        return
+    blocks = [blocks_of("kv_caches", cache) for cache in kv_caches]
+    BlockCopier(blocks, blocks, byte_layout(blocks[0].shape[2])).run(block_mapping.cpu())
+
+
+def _gather(
+    cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: list[int],
+    seq_starts: torch.Tensor | None,
+    scales: KVScales | None,
+) -> None:
+    view = latent_view("src_cache", cache)
+    rows = dst.unsqueeze(1) if cache.dim() == 3 else dst
+    starts = None if seq_starts is None else seq_starts.tolist()
+    layout = layout_of(view, None, view.run_size)
+    token_ops.gather_cache(cache, block_table, lengths, layout, starts, (rows, None), scales)
+
+
+def _write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_view: KVView,
+    value_view: KVView,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    keys, values = key_view.rows, value_view.rows
+    if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype or keys.device != values.device:
+        raise ValueError(
+            "key and value caches must have as many blocks, slots and heads, one dtype and device, got "
+            f"{tuple(keys.shape[:3])} {keys.dtype} on {keys.device} and "
+            f"{tuple(values.shape[:3])} {values.dtype} on {values.device}"
+        )
+    sizes = [rows.shape[3] * rows.shape[4] for rows in (keys, values)]
+    for name, rows, cached, size in (("key", key, keys, sizes[0]), ("value", value, values, sizes[1])):
+        check_rows(name, rows, cached, size, kv_cache_dtype)
+    num_tokens = num_slots(slot_mapping, key, value)
+    layout, scales = layout_of(key_view, value_view, max(sizes)), scales_of(keys, kv_cache_dtype, k_scale, v_scale)
+    token_ops.reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, slot_mapping, layout, scales)
