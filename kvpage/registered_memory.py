@@ -176,15 +176,24 @@ def _device(name: str, used: _Integers, regions: list[_Region]) -> torch.device:
 
 
 def _parts(extents: _Extents) -> list[_Extents]:
-    """Extents of one size, no source twice in one part: what one plan takes."""
-    order = np.lexsort((extents.srcs, extents.sizes))
-    same = (np.diff(extents.sizes[order]) == 0) & (np.diff(extents.srcs[order]) == 0)
-    rows = np.arange(len(order))
-    starts = np.maximum.accumulate(np.where(np.concatenate([[False], same]), 0, rows))
-    repeats = np.empty_like(rows)
-    repeats[order] = rows - starts
-    kinds = np.stack([extents.sizes, repeats])
+    """Extents of one size whose sources share no byte: what one plan takes."""
+    kinds = np.stack([extents.sizes, _rounds(extents)])
     return [extents.select((kinds == kind[:, None]).all(0)) for kind in np.unique(kinds, axis=1).T]
+
+
+def _rounds(extents: _Extents) -> _Integers:
+    """A number for each extent; sources that share a byte have different ones."""
+    order = np.argsort(extents.srcs)
+    begins, ends = extents.srcs[order], (extents.srcs + extents.sizes)[order]
+    rounds = np.zeros(len(order), np.int64)
+    if (begins[1:] >= ends[:-1]).all():
+        return rounds
+    last_ends: list[int] = []  # of each round
+    for index, begin, end in zip(order.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        free = next((number for number, last in enumerate(last_ends) if begin >= last), len(last_ends))
+        last_ends[free : free + 1] = [end]
+        rounds[index] = free
+    return rounds
 
 
 def _copier(extents: _Extents, src: torch.device, dst: torch.device, pinned: bool) -> _C.BlockCopier:
