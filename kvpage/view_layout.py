@@ -7,8 +7,9 @@ It answers what the operations on tokens ask of a CacheLayout, so that they work
     value_cache ► KVView ─┘
 """
 
-from dataclasses import dataclass
-from typing import cast
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -17,33 +18,25 @@ from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ViewLayout:
-    """The views themselves, and names for their sizes. The `cache` that goes with it is a tensor whose first dimension
-    counts blocks, of the views' dtype and device; what is in it is not looked at.
+    """Sizes, and where the views lie. The `cache` that goes with it is K's rows; where V's lie is part of the layout.
 
-    key, value: of one dtype; value is None where there is no value part. No scales a token.
-    head_size: the most elements of a head that may be written or read, in either.
+    Two are equal if what is known of calls with the one holds of calls with the other. It holds no tensor, so that
+    whoever remembers calls keeps no cache alive: the views must be held by who made them, as long as they are used.
+
+    head_size: the most elements of a head that may be written or read, in either part.
     """
 
-    key: KVView
-    value: KVView | None
+    dtype: torch.dtype
+    block_size: int
+    num_kv_heads: int
     head_size: int
+    geometry: tuple[Any, ...]  # shapes and strides of K and V, and the bytes from K's address to V's
+    _rows: tuple["weakref.ref[torch.Tensor] | None", ...] = field(compare=False, repr=False)
 
     block_dim = 0
     has_token_scales = False
-
-    @property
-    def block_size(self) -> int:
-        return self.key.rows.shape[1]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.key.rows.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.key.rows.dtype
 
     @property
     def is_quantized(self) -> bool:
@@ -60,9 +53,17 @@ class ViewLayout:
         """Nothing is left to check: the views were made of what was given."""
 
     def views(self, cache: torch.Tensor) -> tuple[KVView, KVView | None]:
-        return self.key, self.value
+        key, value = (None if row is None else row() for row in self._rows)
+        assert key is not None, "the views must outlive their layout's use"
+        return KVView(key), None if value is None else KVView(value)
 
 
 def layout_of(key: KVView, value: KVView | None, head_size: int) -> CacheLayout:
-    """A ViewLayout, under the type that the operations name."""
-    return cast(CacheLayout, ViewLayout(key, value, head_size))
+    """The layout of views without scales a token, of one dtype; value is None where there is no value part.
+
+    A ViewLayout, under the type that the operations name.
+    """
+    rows, parts = key.rows, [key.rows] if value is None else [key.rows, value.rows]
+    geometry = (*((part.shape, part.stride(), part.data_ptr() - rows.data_ptr()) for part in parts),)
+    held = (weakref.ref(rows), None if value is None else weakref.ref(value.rows))
+    return cast(CacheLayout, ViewLayout(rows.dtype, rows.shape[1], rows.shape[2], head_size, geometry, held))

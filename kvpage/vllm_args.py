@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 
+from kvpage import token_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
@@ -79,10 +80,14 @@ def latent_view(name: str, cache: torch.Tensor) -> KVView:
     return KVView(cache.unsqueeze(3))
 
 
-def lengths_of(cu_seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int | None) -> list[int]:
-    """How many tokens each sequence has. cu_seq_lens on a device is waited for."""
+def lengths_of(
+    cu_seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int | None
+) -> list[int] | torch.Tensor:
+    """How many tokens each sequence has: on the host, or where cu_seq_lens is and kernels read it there."""
     if cu_seq_lens.dim() != 1 or len(cu_seq_lens) != len(block_table) + 1:
         raise ValueError(f"cu_seq_lens must be [{len(block_table) + 1}], got shape {tuple(cu_seq_lens.shape)}")
+    if cu_seq_lens.is_cuda and token_ops_cuda._has_triton():
+        return cu_seq_lens.diff()
     ends = cu_seq_lens.tolist()
     if ends[0] != 0 or ends != sorted(ends):
         raise ValueError(f"cu_seq_lens must begin with 0 and not descend, got {ends}")

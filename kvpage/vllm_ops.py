@@ -141,12 +141,13 @@ def gather_and_maybe_dequant_cache(
     num_tokens, the same]; of the cache's dtype for "auto", else fp32, bf16 or fp16. block_table: int32 [num_seqs,
     max_blocks]. cu_seq_lens: int32 [num_seqs + 1], from 0 to num_tokens. token_to_seq: int32 [at least num_tokens], the
     sequence of each token, which cu_seq_lens says too. seq_starts: int32 [num_seqs], the first token of each sequence
-    to gather, anywhere in a block; default 0.
+    to gather, anywhere in a block; default 0. What cu_seq_lens and token_to_seq hold on a CUDA device is not checked
+    here: nobody waits for it.
     """
     lengths = lengths_of(cu_seq_lens, block_table, num_tokens)
     if token_to_seq.dim() != 1 or len(token_to_seq) < num_tokens:
         raise ValueError(f"token_to_seq must name {num_tokens} sequences, got shape {tuple(token_to_seq.shape)}")
-    if not token_to_seq.is_cuda and token_to_seq[:num_tokens].tolist() != sequences_of(lengths):
+    if isinstance(lengths, list) and token_to_seq[:num_tokens].tolist() != sequences_of(lengths):
         raise ValueError("token_to_seq must name the sequences that cu_seq_lens gives the tokens to")
     cache = stored(src_cache, kv_cache_dtype)
     scales = scales_of(cache, kv_cache_dtype, scale, scale)
@@ -174,7 +175,8 @@ def cp_gather_cache(
     lengths = lengths_of(cu_seq_lens[: batch_size + 1], table, None)
     check_same_dtype("dst", dst, src_cache)
     starts = None if seq_starts is None else seq_starts[:batch_size]
-    _gather(src_cache, dst[: sum(lengths)], table, lengths, starts, None)
+    rows = dst[: sum(lengths)] if isinstance(lengths, list) else dst
+    _gather(src_cache, rows, table, lengths, starts, None)
 
 
 def convert_fp8(output: torch.Tensor, input: torch.Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
@@ -269,15 +271,15 @@ def _gather(
     cache: torch.Tensor,
     dst: torch.Tensor,
     block_table: torch.Tensor,
-    lengths: list[int],
+    lengths: list[int] | torch.Tensor,
     seq_starts: torch.Tensor | None,
     scales: KVScales | None,
 ) -> None:
     view = latent_view("src_cache", cache)
     rows = dst.unsqueeze(1) if cache.dim() == 3 else dst
-    starts = None if seq_starts is None else seq_starts.tolist()
+    starts = seq_starts.tolist() if seq_starts is not None and isinstance(lengths, list) else seq_starts
     layout = layout_of(view, None, view.run_size)
-    token_ops.gather_cache(cache, block_table, lengths, layout, starts, (rows, None), scales)
+    token_ops.gather_cache(view.rows, block_table, lengths, layout, starts, (rows, None), scales)
 
 
 def _write(

@@ -5,11 +5,14 @@ What the operations write is compared over vLLM's own parameters in test_vllm_gr
 
 import inspect
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from kvpage import vllm_ops
+from kvpage.kv_view import KVView
+from kvpage.view_layout import layout_of
 
 ONE = torch.tensor(1.0)
 SIGNATURES = {
@@ -86,6 +89,25 @@ def test_both_8_bit_floats_as_themselves_and_as_bytes(kind, stored, as_bytes):
     for cache, rows in zip(caches, want, strict=True):
         assert torch.equal(cache.view(torch.uint8).view(16, 2, 8)[slots], rows.view(torch.uint8))
         assert cache.view(torch.uint8).view(16, -1).any(1).sum() == 3
+
+
+def test_no_call_keeps_a_cache_alive_and_calls_alike_have_equal_layouts():
+    """What remembers calls by their layouts must tell caches apart by where V lies, and must not hold them."""
+
+    def layout(key, value):
+        held = KVView(key.unsqueeze(3)), KVView(value.unsqueeze(3))
+        return layout_of(*held, 8), held
+
+    (key, value), other = flash_caches(), filled(4, 4, 2, 8)
+    first, same, moved = layout(key, value), layout(key, value), layout(key, other)
+    assert first[0] == same[0] and hash(first[0]) == hash(same[0])
+    assert first[0] != moved[0]
+    assert first[0] != layout(key[:, :, :1], value[:, :, :1])[0]
+    references = [weakref.ref(view.rows) for view in first[1]]
+    remembered = first[0]
+    del first
+    assert [reference() for reference in references] == [None, None]
+    assert remembered == same[0]
 
 
 def test_a_value_smaller_than_its_key():
