@@ -3,13 +3,15 @@
 It knows block ids and nothing of tokens, sequences or who uses which block: that is the block manager's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvpage.block_copy import BlockCopier, check_block_mapping
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
+from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.token_args import check_scales
 
 BlockMover = Callable[[torch.Tensor], None]  # takes a block_mapping
 
@@ -21,6 +23,9 @@ class CacheEngine:
         as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
         in host memory. Host memory is pinned when the device is a GPU.
     layer_ids: the layer in the whole model of each entry of these lists.
+    kv_scales: of 8-bit floats, one a layer; None means 1. They stay what they are as long as the engine lives, as every
+        block that was written with them is read with them. ValueError for a cache that takes none, and for others than
+        the layout takes.
 
     The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
     waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
@@ -33,6 +38,7 @@ class CacheEngine:
         model_config: ModelConfig,
         parallel_config: ParallelConfig | None = None,
         device_config: DeviceConfig | None = None,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         parallel_config = parallel_config or ParallelConfig()
         self.device = torch.device((device_config or DeviceConfig()).device)
@@ -47,6 +53,8 @@ class CacheEngine:
         self._copy: BlockMover = check_block_mapping
         if self.layer_ids:
             self._allocate(cache_config.layout(model_config, parallel_config))
+        self.kv_scales = None if kv_scales is None else tuple(kv_scales)
+        self._check_kv_scales()
 
     @property
     def layout(self) -> CacheLayout:
@@ -66,6 +74,14 @@ class CacheEngine:
     def copy(self, src_to_dsts: torch.Tensor) -> None:
         """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
         self._copy(src_to_dsts)
+
+    def _check_kv_scales(self) -> None:
+        if self.kv_scales is None:
+            return
+        if len(self.kv_scales) != len(self.gpu_cache):
+            raise ValueError(f"kv_scales must be one a layer, {len(self.gpu_cache)}, got {len(self.kv_scales)}")
+        for scales, cache in zip(self.kv_scales, self.gpu_cache, strict=True):
+            check_scales(scales, cache, self.layout)
 
     def _allocate(self, layout: CacheLayout) -> None:
         num_layers, host = len(self.layer_ids), torch.device("cpu")

@@ -43,14 +43,16 @@ def demo(
     seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
+    cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
 ) -> None:
     """Serves conversations with shared system prompts, and shows that the tokens are those of model.generate."""
     from kvpage.demo import DemoOptions, run
 
     try:
         options = DemoOptions(
-            model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot
-        )
+            model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
+            cache_dtype,
+        )  # fmt: skip
         identical = run(options, Console())
     except (ValueError, OSError) as error:
         raise SystemExit(f"kvpage demo: {error}") from error

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from kvpage import ops
+from kvpage.layout import CacheLayout
 from kvpage.serving.dense_attention import AttentionOptions, attend
 from kvpage.serving.step import Step
 
@@ -56,35 +57,44 @@ def paged_attention(
     step.calls.append((layer, sliding_window))
     options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
-    _write(key, value, step.caches[layer], step)
+    _write(key, value, layer, step)
     attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
-    return attend_over_blocks(query, key, value, step.caches[layer], step, options).unsqueeze(0), None
+    return attend_over_blocks(query, key, value, layer, step, options).unsqueeze(0), None
 
 
-def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, step: Step) -> None:
+def _write(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step) -> None:
     layout = step.layout
     if key.shape[1] != layout.num_kv_heads:
         raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
-    ops.reshape_and_cache(key.to(layout.dtype), value.to(layout.dtype), cache, step.slot_mapping, layout)
+    key, value = (rows.to(_row_dtype(rows.dtype, layout)) for rows in (key, value))
+    ops.reshape_and_cache(key, value, step.caches[layer], step.slot_mapping, layout, step.scales.get(layer))
+
+
+def _row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
+    """What goes into a cache and comes out of it: rows of its dtype, or, where it quantises, of the model's own."""
+    if not layout.is_quantized:
+        return layout.dtype
+    return dtype if dtype in IN_PLACE_DTYPES else torch.float32
 
 
 def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
     """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
-    return query.device.type == "cpu" and {query.dtype, step.layout.dtype} <= IN_PLACE_DTYPES
+    knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
+    return query.device.type == "cpu" and query.dtype in IN_PLACE_DTYPES and knows_cache
 
 
 def _attend_in_place(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cache: torch.Tensor,
+    layer: int,
     step: Step,
     options: AttentionOptions,
 ) -> torch.Tensor:
     """All sequences in one call, whose K and V stay where they are."""
     output = ops.paged_attention(
-        query if query.dtype == step.layout.dtype else query.float(),
-        cache,
+        query if query.dtype == _row_dtype(query.dtype, step.layout) else query.float(),
+        step.caches[layer],
         step.block_tables,
         step.host_seq_lens,
         step.layout,
@@ -94,6 +104,7 @@ def _attend_in_place(
         softcap=options.softcap,
         sinks=options.sinks,
         value_size=value.shape[-1],
+        scales=step.scales.get(layer),
     )
     return output.to(query.dtype)
 
@@ -102,7 +113,7 @@ def _attend_gathered(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cache: torch.Tensor,
+    layer: int,
     step: Step,
     options: AttentionOptions,
 ) -> torch.Tensor:
@@ -112,8 +123,15 @@ def _attend_gathered(
         rows = slice(begin, begin + num_queries)
         keys, values = key[rows], value[rows]
         if num_keys > num_queries or layout.dtype != key.dtype:
-            keys, values = ops.gather_cache(cache, step.block_tables[index : index + 1], [num_keys], layout)
-            keys, values = keys[..., : key.shape[-1]].to(key.dtype), values[..., : value.shape[-1]].to(value.dtype)
+            tables, dtype = step.block_tables[index : index + 1], _row_dtype(key.dtype, layout)
+            gathered = ops.gather_cache(
+                step.caches[layer], tables, [num_keys], layout, scales=step.scales.get(layer), dtype=dtype
+            )
+            keys, values = (
+                part[..., : rows.shape[-1]].to(rows.dtype)
+                for part, rows in zip(gathered, (key, value), strict=True)
+                if part is not None
+            )
         outputs.append(attend(query[rows], keys, values, options))
         begin += num_queries
     return torch.cat(outputs)

@@ -9,6 +9,7 @@ Everything happens inside `step()`: between two steps the caller's model is its 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.serving.model_check import check_config, verify_model
+from kvpage.kv_scales import KVScales
+from kvpage.serving.kv_calibration import choose_scales
+from kvpage.serving.model_check import check_config, verify_model, verify_quantized
 from kvpage.serving.model_limits import eos_token_ids, max_model_len, vocab_size
 from kvpage.serving.model_runner import ModelRunner, PackedTokens
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
@@ -64,14 +67,20 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_scales: Sequence[KVScales] | Literal["calibrate"] | None = None,
+        calibration_tokens: Tokens | None = None,
     ) -> "Engine":
         """An engine on the model's device.
 
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: of one step; longer prompts are computed in chunks.
         max_model_len: tokens of a request, generated ones included; by default what the model's config allows.
+        kv_scales: for a cache of 8-bit floats: one a layer, or "calibrate" to take them from what the model makes of
+            calibration_tokens (by default a few of its vocabulary); None means 1. They are fixed before the first
+            request, and `cache.kv_scales` tells them.
 
-        Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
+        Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
+        for scales that the cache takes none of or that leave nothing of the model.
         """
         if cache_config.num_gpu_blocks == 0:
             raise ValueError(
@@ -81,7 +90,10 @@ class Engine:
         model_config = ModelConfig.from_hf(model.config, model.dtype)
         runner = ModelRunner(model)
         verify_model(runner, cache_config, model_config)
-        cache = CacheEngine(cache_config, model_config, device_config=DeviceConfig(model.device))
+        scales = choose_scales(runner, cache_config, model_config, kv_scales, calibration_tokens)
+        cache = CacheEngine(cache_config, model_config, device_config=DeviceConfig(model.device), kv_scales=scales)
+        if cache.layout.is_quantized:
+            verify_quantized(runner, cache_config, model_config, scales)
         manager = BlockManager(cache_config.num_gpu_blocks, cache_config.block_size, enable_prefix_caching)
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         return cls(runner, cache, scheduler, _model_len(model, max_model_len))

@@ -2,12 +2,15 @@
 
 Many models would run without an error and without any cache, or with wrong results: attention that bypasses the
 interface, state outside of attention (Mamba, convolutions), biases in the mask. So two short sequences are computed
-over blocks, packed and in two pieces, and the logits have to be those of the model's own forward.
+over blocks, packed and in two pieces, and the logits have to be those of the model's own forward. Blocks that quantise
+are no part of that question: the model is computed over blocks of its own dtype, and what the quantised ones make of it
+only has to be nearer to it than nothing is.
 
     step 1   [ a0 a1 a2 a3 a4 a5 | b0 b1 b2 b3 ]
     step 2   [ a6 a7 a8 | b4 ]
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +18,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvpage.cache_engine import CacheEngine
-from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.kv_scales import KVScales
 from kvpage.serving.model_limits import vocab_size
 from kvpage.serving.model_runner import ModelRunner, PackedTokens
 from kvpage.serving.step import Step
@@ -24,6 +28,7 @@ KNOWN_LAYERS = ("attention", "full_attention", "sliding_attention")
 PIECES = ((0, 6, 9), (0, 4, 5))  # where the pieces of each sequence begin and end
 MAX_ERROR = 1e-3  # of the logits around their mean, relative; fp32 differs by 1e-6 to 1e-5
 MAX_ERROR_HALF = 0.2  # bf16 and fp16 differ between transformers' own implementations too
+MAX_ERROR_QUANTIZED = 1.0  # that of logits which are all the same
 
 
 def check_config(model: PreTrainedModel) -> None:
@@ -40,20 +45,46 @@ def check_config(model: PreTrainedModel) -> None:
 
 def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
     """Computes a little over a few blocks of its own. ValueError, with the reason, if the model cannot be served."""
-    model, name = runner.model, type(runner.model).__name__
-    sequences = _probe_tokens(vocab_size(model))
-    expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
-    blocks_each = -(-max(map(len, sequences)) // cache_config.block_size)
-    config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
-    engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device))
-    found = _paged_logits(runner, engine, sequences, blocks_each)
-    error = _relative_error(found, expected)
-    limit = MAX_ERROR if min(expected.dtype.itemsize, engine.layout.dtype.itemsize) >= 4 else MAX_ERROR_HALF
+    name = type(runner.model).__name__
+    error, dtype = _paged_error(runner, unquantized(cache_config, model_config), model_config, None)
+    limit = MAX_ERROR if min(runner.model.dtype.itemsize, dtype.itemsize) >= 4 else MAX_ERROR_HALF
     if not error <= limit:  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
 
 
-def _probe_tokens(vocab_size: int) -> list[np.ndarray]:
+def verify_quantized(
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+) -> None:
+    """ValueError if blocks that quantise with these scales, or their dtype, leave nothing of the model's logits."""
+    error, dtype = _paged_error(runner, cache_config, model_config, kv_scales)
+    if not error <= MAX_ERROR_QUANTIZED:
+        raise ValueError(
+            f"logits over blocks of {dtype} must be near the model's own, with these scales they are {error:.1e} off "
+            f"(relative)"
+        )
+
+
+def unquantized(cache_config: CacheConfig, model_config: ModelConfig) -> CacheConfig:
+    """The config itself, or, where its cache quantises, that of a cache of the model's dtype."""
+    is_quantized = cache_config.layout(model_config, ParallelConfig()).is_quantized
+    return replace(cache_config, cache_dtype="auto") if is_quantized else cache_config
+
+
+def _paged_error(
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+) -> tuple[float, torch.dtype]:
+    """How far the logits over blocks are from the model's own, relatively, and the blocks' dtype."""
+    model = runner.model
+    sequences = probe_tokens(vocab_size(model))
+    expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
+    blocks_each = -(-max(map(len, sequences)) // cache_config.block_size)
+    config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
+    engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
+    found = _paged_logits(runner, engine, sequences, blocks_each)
+    return _relative_error(found, expected), engine.layout.dtype
+
+
+def probe_tokens(vocab_size: int) -> list[np.ndarray]:
     """Two sequences that share no token, spread over the vocabulary."""
     lengths = [pieces[-1] for pieces in PIECES]
     spread = (np.arange(1, sum(lengths) + 1) * vocab_size // (sum(lengths) + 1)).astype(np.int32)

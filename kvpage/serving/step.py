@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 
 from kvpage.cache_engine import CacheEngine
+from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over `caches`, one cache by layer_idx.
+    """One forward pass over `caches`, one cache by layer_idx, and `scales`, those of the layers that have some.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
     host_query_lens, host_seq_lens: int64 [num_seqs] on the host, and the same as lists of plain integers.
@@ -34,6 +35,7 @@ class Step:
     host_seq_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]
+    scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
 
     @classmethod
@@ -56,4 +58,5 @@ class Step:
             host_seq_lens=torch.tensor(ends),
             query_lens=query_lens,
             seq_lens=ends,
+            scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
         )
