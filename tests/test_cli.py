@@ -36,6 +36,16 @@ def test_demo_serves_and_compares(tmp_path, layer_layout):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
+def test_demo_of_a_cache_that_rounds(tmp_path, cache_dtype):
+    """It says so, and tokens that differ are no failure."""
+    small = [*SMALL, "--requests", "2", "--max-tokens", "3"]
+    result = run("demo", *small, "--cache-dtype", cache_dtype, "--plot", str(tmp_path / "b.png"))
+    assert result.exit_code == 0, result.output
+    assert f"a cache of {cache_dtype} rounds keys and values: tokens may differ" in result.output
+    assert re.search("[0-2] of 2 compared", result.output)
+
+
 def test_demo_with_a_model_and_prompts_of_ones_own(tmp_path):
     folder, prompts = save_model(tmp_path / "model"), tmp_path / "prompts.txt"
     prompts.write_text("the cat sat\n\nthe cat sat on the mat\nmat\n")
@@ -55,6 +65,7 @@ WRONG = {
     "no file of prompts": (["--prompts", "/does/not/exist"], "No such file"),
     "no folder for the plot": (["--plot", "/does/not/exist/b.png"], "--plot must be in an existing folder"),
     "unknown device": (["--device", "abacus"], "device must be"),
+    "unknown dtype": (["--cache-dtype", "fp9"], "cache_dtype must be auto or one of"),
     "unknown layout": (["--layer-layout", "loose"], "layer_layout must be one of"),
     "too few blocks": (["--blocks", "2"], "must fit into 2 blocks"),
 }
