@@ -74,7 +74,7 @@ def reshape_and_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
     layout: CacheLayout,
-    scales: KVScales | None,
+    scales: KVScales | None = None,
 ) -> None:
     if not _has_triton() or not _is_plain(cache, layout):
         _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
@@ -102,7 +102,7 @@ def gather_cache(
     starts: list[int],
     out: tuple[torch.Tensor, torch.Tensor | None],
     layout: CacheLayout,
-    scales: KVScales | None,
+    scales: KVScales | None = None,
 ) -> None:
     if not _has_triton() or not _is_plain(cache, layout):
         _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)

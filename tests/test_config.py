@@ -35,7 +35,8 @@ BAD = [
     bad(ParallelConfig, "pipeline_rank must be under pipeline_parallel_size=2, got 2", pipeline_rank=2,
         pipeline_parallel_size=2),
     *(bad(DeviceConfig, "device must be a CPU or a CUDA device, got", device=d) for d in ("meta", "gpu9", "", None)),
-    bad(CacheConfig, "cache_dtype must be auto or one of fp32, fp16, bf16, got 'int8'", cache_dtype="int8"),
+    bad(CacheConfig, "cache_dtype must be auto or one of fp32, .*, fp8_e4m3, fp8_e5m2, int8, got 'int4'",
+        cache_dtype="int4"),
     bad(CacheConfig, "layer_layout must be one of separate, packed, got 'slab'", layer_layout="slab"),
     *(bad(CacheConfig, r"gpu_memory_utilization must be in \(0, 1\], got", gpu_memory_utilization=u)
       for u in (0, -0.5, 1.01, float("nan"), "0.5")),

@@ -19,7 +19,10 @@ NAMES = [
     for backend, kv_layout, layer_layout in itertools.product(
         ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
     )
-] + [{"backend": "mla", "layer_layout": layer_layout} for layer_layout in ("separate", "packed")]
+] + [
+    {"backend": backend, "layer_layout": layer_layout}
+    for backend, layer_layout in itertools.product(("mla", "paged"), ("separate", "packed"))
+]
 LAYOUT = CacheLayout(4, 2, 8, torch.float16)
 
 
@@ -28,6 +31,10 @@ def name(names) -> str:
 
 
 SAME_BACKEND = [(a, b) for a, b in itertools.product(NAMES, NAMES) if a["backend"] == b["backend"]]
+
+
+def make_layout(names) -> CacheLayout:
+    return CacheLayout(4, 1 if names["backend"] == "mla" else 2, 8, torch.float16, **names)
 
 
 def pairs(*rows) -> torch.Tensor:
@@ -69,7 +76,7 @@ def mappings(num_src, num_dst):
 
 @pytest.mark.parametrize("a, b", SAME_BACKEND, ids=name)
 def test_swap_between_layouts(a, b):
-    src_layout, dst_layout = (CacheLayout(4, 2, 8, torch.float16, **names) for names in (a, b))
+    src_layout, dst_layout = (make_layout(names) for names in (a, b))
     srcs = random_caches(src_layout, 7, 3)
     for mapping in mappings(7, 9):
         for layers in ((0, 1, 2), (1,)):
@@ -89,7 +96,7 @@ def test_swap_between_layouts(a, b):
 
 @pytest.mark.parametrize("names", NAMES, ids=name)
 def test_copy_within_a_tier(names):
-    layout = CacheLayout(4, 2, 8, torch.float16, **names)
+    layout = make_layout(names)
     for mapping in (pairs(), pairs((3, 4)), pairs((3, 4), (3, 5), (0, 1), (6, 6)), pairs((0, 4), (1, 5), (2, 6))):
         caches = random_caches(layout, 7, 3)
         expected = expected_bits(caches, caches, mapping, layout)
@@ -261,7 +268,7 @@ DIRECTIONS = {"H2D": (CPU, CUDA), "D2H": (CUDA, CPU), "D2D": (CUDA, CUDA)}
 def test_gpu_swap(a, b, direction):
     """On the null stream and another, from and to pinned and pageable memory."""
     src_device, dst_device = DIRECTIONS[direction]
-    src_layout, dst_layout = (CacheLayout(4, 2, 8, torch.float16, **names) for names in (a, b))
+    src_layout, dst_layout = (make_layout(names) for names in (a, b))
     streams = torch.cuda.default_stream(), torch.cuda.Stream()
     for stream, pin in itertools.product(streams, (True, False)):
         srcs = random_caches(src_layout, 7, 3, src_device, pin and src_device == CPU)
@@ -280,7 +287,7 @@ def test_gpu_swap(a, b, direction):
 @pytest.mark.parametrize("num_blocks, num_layers", [(1, 1), (7, 3), (700, 40)])
 def test_gpu_copy_within_a_tier(names, num_blocks, num_layers):
     """700 blocks of 40 layers exceed what kernel parameters hold."""
-    layout = CacheLayout(4, 2, 8, torch.float16, **names)
+    layout = make_layout(names)
     half = num_blocks // 2
     mapping = torch.stack([torch.randint(0, max(half, 1), (half,)), torch.randperm(half) + num_blocks - half], 1)
     caches = random_caches(layout, num_blocks, num_layers, CUDA)
