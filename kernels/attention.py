@@ -14,7 +14,6 @@ What nobody sees reaches no sum: rows that no query of the tile sees are not rea
 made finite for the others. A block id out of range is reported, and its keys count as not there.
 """
 
-import torch
 import triton
 import triton.language as tl
 from kvpage.kernels.attention_rows import load_rows, load_scales, power_of_two_below, widen
@@ -26,7 +25,7 @@ MERGED = 16  # splits at a time
 
 @triton.jit
 def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEARCH: tl.constexpr):
-    """(sequence, its queries, the row of the first, which of them is the tile's first); num_seqs for a tile too many."""
+    """(sequence, its queries, row of the first, which of them is the tile's first); num_seqs for a tile too many."""
     seq = tile * 0
     first_row = tile * 0
     tiles_before = tile * 0  # of the sequences that end before this tile
@@ -113,7 +112,9 @@ def paged_attention_kernel(
     STORED: tl.constexpr,  # see attention_rows
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,  # of products in fp32
+    NORMALIZE: tl.constexpr,  # each query by a power of two: COMPUTE's range is less than theirs
     TOKEN_SCALES: tl.constexpr,  # scales are of a token's head, not of a head
+    SCALE_VALUES: tl.constexpr,  # V with these, not the weights: in fp16
     SHARED: tl.constexpr,  # V is the first VALUE_SIZE elements of each key, all within its tile
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -157,7 +158,7 @@ def paged_attention_kernel(
     if KEY_TAIL > 0:
         q_tail = load_rows(query_ptr, query_row, valid, 0, KEY_TILE, KEY_SIZE, KEY_TAIL, KEY_SIZE).to(tl.float32)
     row_factor = tl.zeros([TILE_ROWS], tl.float32) + factor
-    if COMPUTE == tl.float16 and query_ptr.dtype.element_ty != tl.float16:  # its range is less than the queries'
+    if NORMALIZE:
         largest = tl.max(tl.abs(q), 1)
         if KEY_TAIL > 0:
             largest = tl.maximum(largest, tl.max(tl.abs(q_tail), 1))
@@ -261,7 +262,7 @@ def paged_attention_kernel(
                     value_scale_head_stride,
                     wanted,
                 )
-                if COMPUTE == tl.float16:  # a small scale's product with a weight would lose bits
+                if SCALE_VALUES:  # a weight's product with a small scale would lose bits
                     v = (v.to(tl.float32) * value_scales[:, None]).to(COMPUTE)
 
             larger = tl.maximum(largest, tl.max(scores, 1))
@@ -275,7 +276,7 @@ def paged_attention_kernel(
                 weights = tl.where(seen & spoilt[None, :], float("nan"), weights)
             largest = larger
             total = total * shrink + tl.sum(weights, 1)
-            if TOKEN_SCALES and COMPUTE != tl.float16:
+            if TOKEN_SCALES and not SCALE_VALUES:
                 weights = tl.where(seen, weights * value_scales[None, :], 0.0)
             values = tl.dot(weights.to(COMPUTE), v, values * shrink[:, None], input_precision=PRECISION)
     report(unknown > 0, error_ptr, BIT)

@@ -15,16 +15,16 @@ _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "
 
 
 class Rows(NamedTuple):
-    """K or V of one layer. data: [num_blocks, block_size, num_kv_heads, num_runs, run_size]. scales: fp32, None or of the
-    first three dimensions, strides of 0 where fewer are there."""
+    """K or V of one layer. data: [num_blocks, block_size, num_kv_heads, num_runs, run_size]. scales: fp32, None, of the
+    first three dimensions, or of num_kv_heads alone."""
 
     data: torch.Tensor
     scales: torch.Tensor | None
 
 
 class Sequences(NamedTuple):
-    """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each. num_keys: of all
-    sequences, or a bound."""
+    """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each. num_keys: of
+    all sequences, or a bound."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
@@ -168,7 +168,9 @@ def constants_of(
         "STORED": "e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
         "COMPUTE": tl.float16 if narrow else _COMPUTE[query_dtype],
         "PRECISION": tile.precision,
+        "NORMALIZE": narrow and query_dtype != torch.float16,
         "TOKEN_SCALES": dtype == torch.int8,
+        "SCALE_VALUES": dtype == torch.int8 and query_dtype == torch.float16,
         "SHARED": sizes.shares_rows and sizes.value_size <= tile.key_tile,
         "WINDOW": options.window is not None,
         "SOFTCAP": options.softcap is not None,
@@ -199,8 +201,9 @@ def _as_stored(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if rows.dtype in _STORED and rows.dtype != torch.int8 else rows
 
 
-def _scale_strides(rows: Rows) -> tuple[int, int, int]:
-    return (0, 0, 0) if rows.scales is None else rows.scales.stride()
+def _scale_strides(rows: Rows) -> tuple[int, ...]:
+    strides = () if rows.scales is None else rows.scales.stride()
+    return (0,) * (3 - len(strides)) + strides
 
 
 def _factors(options: Options) -> tuple[float, float]:

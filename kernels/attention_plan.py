@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 MIN_ROWS = 16  # of a tensor core's product
 MAX_SPLITS = 128
+FEW_BYTES = 20_000  # of a tile of keys: more than one has to be under way to keep memory busy
 
 
 class Sizes(NamedTuple):
@@ -66,13 +67,14 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
     row_bytes = (key_tile + key_tail + (0 if shares else value_tile)) * sizes.compute_bytes
     bytes_wanted = 2**14 if sizes.compute_bytes == 4 and rows > MIN_ROWS else 2**15
     keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_ROWS), 128 if rows == MIN_ROWS else 64)
-    num_warps = 8 if rows >= 64 or rows * value_tile * sizes.compute_bytes >= 2**14 else 4
-    num_stages = 2 if rows * widest >= 2**14 else 3
+    num_warps = 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
+    stored_tile = keys * row_bytes // sizes.compute_bytes * sizes.stored_bytes
+    num_stages = 2 if rows * widest >= 2**14 else 5 if rows == MIN_ROWS and stored_tile < FEW_BYTES else 3
     return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, num_stages, _precision(widest))
 
 
 def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
-    """As many as leave the sums and the products of a tile in registers; no variant spills (tests/test_attention_compile).
+    """As many as leave the sums and the products of a tile in registers: tests/test_attention_compile.py sees to it.
 
     Where the tensor cores read their operands from shared memory (sm_90, sm_100), a tile may have twice as many.
     """

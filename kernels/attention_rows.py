@@ -1,8 +1,8 @@
 """The rows that attention reads: gathered out of blocks by table lookups, and widened to what it computes in.
 
-one key        pos ─► block_id = table[pos // BLOCK_SIZE], offset = pos % BLOCK_SIZE ─► a row: SIZE elements in runs of RUN
-stored as      COMPUTE's own type or another float; "int8" and "e5m2": converted; "e4m3": the same, from sm_89 on;
-               "e4m3 bits": the same by integers, for devices without it
+one key      position ─► block_id = table[position // BLOCK_SIZE], offset = position % BLOCK_SIZE ─► a row
+a row        SIZE elements in runs of RUN
+stored as    "float", "int8", "e5m2" and, from sm_89 on, "e4m3": converted by the device; "e4m3 bits": by integers
 
 8-bit floats are exact in fp16, which is what they are computed in unless the queries are fp32.
 """
@@ -51,7 +51,7 @@ def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
     elif STORED == "e4m3":
         return rows.to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     elif STORED == "e5m2":
-        return rows.to(tl.float8e5, bitcast=True).to(COMPUTE)
+        return rows.to(tl.float8e5, bitcast=True).to(tl.float16).to(COMPUTE)
     else:
         return rows.to(COMPUTE)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvpage.attention_ops_cuda import attends_in_place as attends_in_place
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 from kvpage.token_ops import gather_cache as gather_cache

@@ -66,6 +66,7 @@ CASES = {
     "decode mla, 16 heads": case(size=576, group=16, value=512, backend="mla", block=64),
     "prefill mla, 16 heads": case(size=576, group=16, value=512, backend="mla", block=64, queries=512),
     "decode mla e4m3": case(E4M3, size=576, group=128, value=512, backend="mla", block=64),
+    "decode mla e4m3, 16 heads": case(E4M3, size=576, group=16, value=512, backend="mla", block=64),
     "decode mla int8": case(INT8, size=576, group=128, value=512, backend="mla", block=64),
     "decode paged": case(backend="paged"),
     "prefill paged": case(backend="paged", queries=512),

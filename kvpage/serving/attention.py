@@ -70,7 +70,7 @@ def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, step: St
 
 def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
     """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
-    return query.device.type == "cpu" and {query.dtype, step.layout.dtype} <= IN_PLACE_DTYPES
+    return ops.attends_in_place(query.device) and {query.dtype, step.layout.dtype} <= IN_PLACE_DTYPES
 
 
 def _attend_in_place(
@@ -86,14 +86,16 @@ def _attend_in_place(
         query if query.dtype == step.layout.dtype else query.float(),
         cache,
         step.block_tables,
-        step.host_seq_lens,
+        step.device_seq_lens,
         step.layout,
         scale=options.scale,
-        query_lens=step.host_query_lens,
+        query_lens=step.device_query_lens,
         sliding_window=options.window,
         softcap=options.softcap,
         sinks=options.sinks,
         value_size=value.shape[-1],
+        max_query_len=max(step.query_lens),
+        max_seq_len=max(step.seq_lens),
     )
     return output.to(query.dtype)
 
