@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from kvpage import chunk_ops, token_ops, torch_ops
+from kvpage.attention_ops_cuda import attends_in_place as attends_in_place
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 from kvpage.token_ops_cuda import check_device as check_device

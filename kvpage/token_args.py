@@ -139,6 +139,17 @@ def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> li
     return counts
 
 
+def length_bound(name: str, bound: int | None, counts: list[int] | None, most: int) -> int:
+    """The largest length: `bound` where given, which no known one may exceed, else the largest known one, or `most`."""
+    largest = most if counts is None else max(counts, default=0)
+    if bound is None:
+        return largest
+    least = 0 if counts is None else largest
+    if bound < least:
+        raise ValueError(f"{name} must be at least {least}, got {bound}")
+    return min(bound, most)
+
+
 def out_offsets(
     name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout
 ) -> list[int]:

@@ -9,7 +9,7 @@ import operator
 
 import torch
 
-from kvpage import _C, reference, token_ops_cuda
+from kvpage import _C, attention_ops_cuda, reference, token_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
@@ -25,6 +25,7 @@ from kvpage.token_args import (
     check_size,
     check_tensor,
     host_lengths,
+    length_bound,
     native_tables,
     out_offsets,
     row_bytes,
@@ -205,14 +206,17 @@ def paged_attention(
     value_size: int | None = None,
     out: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each sequence's last tokens to all of its tokens, read in place from their blocks. CPU only.
+    """Causal attention of each sequence's last tokens to all of its tokens, read in place from their blocks.
 
     query: [num_tokens, num_heads, key_size], the queries of one sequence after those of the other; any strides with the
-        last dimension contiguous; the cache's dtype (fp32, bf16 or fp16), or fp32. num_heads is a multiple of the
-        layout's num_kv_heads; neighbours share a KV head. key_size <= head_size.
+        last dimension contiguous; the cache's dtype (fp32, bf16 or fp16), or fp32; where the layout quantises, any of
+        these. num_heads is a multiple of the layout's num_kv_heads; neighbours share a KV head. key_size <= head_size.
     block_tables: int32 [num_seqs, max_blocks]; entries that no visible token lies in are not read.
-    seq_lens: [num_seqs], the tokens of each sequence in the cache, those of its queries included.
+    seq_lens: [num_seqs], the tokens of each sequence in the cache, those of its queries included. On the host; for a
+        CUDA device also int32 or int64 there, as query_lens, and then read when the kernel runs: see below.
     query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
     scale: of the products, default key_size ** -0.5. softcap: scores become softcap * tanh(score / softcap).
@@ -220,19 +224,26 @@ def paged_attention(
     value_size: of V's heads and of the output, default head_size. Where the layout has no value part (MLA), V is the
         first value_size elements of each key.
     scales: of 8-bit floats; None means 1.
+    max_query_len, max_seq_len: bounds of lengths that are on the device; by default as much as fits into query, and
+        into a table.
     out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must not
         share memory with the others.
 
     Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
-    table entry that names no block, before anything is written. Made for few queries a sequence; for whole prompts it
-    is about as fast as gathering and torch's scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
+    table entry that names no block, before anything is written. On a CPU it is made for few queries a sequence; for
+    whole prompts it is about as fast as gathering and torch's scaled_dot_product_attention
+    (benchmarks/bench_paged_attention_cpu.py).
+
+    On a CUDA device nothing is waited for, and the keys of a block that does not exist count as not there;
+    `check_device` reports them. Lengths on the device are not checked: a sequence longer than its table ends there and
+    is reported as well, a query that no key is left for (as of a sequence of length 0) gives zeros, and rows of query
+    beyond the sum of query_lens leave their rows of `out` as they are. Captured in a graph, which needs all lengths on
+    the device, a replay takes what the tensors hold then; no length may exceed its bound.
     """
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
     tables = native_tables(cache, block_tables, layout)
     num_seqs, max_blocks = block_tables.shape
-    lengths = host_lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
-    queries = host_lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
     value_size = layout.head_size if value_size is None else value_size
     key_size, group_size = _check_query(query, cache, layout)
     if out is None:
@@ -243,6 +254,25 @@ def paged_attention(
     if sinks is not None:
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
+    if cache.is_cuda:
+        scale = key_size**-0.5 if scale is None else scale
+        attention_ops_cuda.paged_attention(
+            query,
+            cache,
+            block_tables,
+            seq_lens,
+            query_lens,
+            (max_query_len, max_seq_len),
+            layout,
+            (scale, sliding_window, softcap, sinks),
+            out,
+            scales,
+        )
+        return out
+    lengths = host_lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
+    queries = host_lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
+    length_bound("max_query_len", max_query_len, queries, query.shape[0])
+    length_bound("max_seq_len", max_seq_len, lengths, max_blocks * layout.block_size)
     key_view, value_view = layout.views(cache)
     if layout.is_quantized or any(view.rows.shape[3] > 1 for view in (key_view, value_view or key_view)):
         check_host_blocks(block_tables, lengths, [0] * num_seqs, key_view.num_blocks, layout.block_size)
@@ -286,8 +316,6 @@ _EVERY_KEY = 2**62
 
 def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) -> tuple[int, int]:
     """Checks the queries of paged_attention; the size of their heads, and how many share a KV head."""
-    if cache.device.type != "cpu":
-        raise ValueError(f"cache must be on the CPU, got {cache.device}")
     if query.dim() != 3:
         raise ValueError(f"query must be [num_tokens, num_heads, size], got shape {tuple(query.shape)}")
     if cache.dtype not in _TYPE_CODES and not layout.is_quantized:

@@ -85,7 +85,7 @@ def _gather_cache(
 @_operation(
     "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, "
     "Tensor(a!) out, str layout, float? scale=None, int? sliding_window=None, float? softcap=None, "
-    f"Tensor? sinks=None, {SCALES})"
+    f"Tensor? sinks=None, {SCALES}, int? max_query_len=None, int? max_seq_len=None)"
 )
 def _paged_attention(
     query: torch.Tensor,
@@ -101,6 +101,8 @@ def _paged_attention(
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
     token_ops.paged_attention(
         query,
@@ -116,6 +118,8 @@ def _paged_attention(
         out.shape[-1],
         out,
         _scales(key_scale, value_scale),
+        max_query_len,
+        max_seq_len,
     )
 
 
@@ -238,6 +242,8 @@ def paged_attention(
     value_size: int | None = None,
     out: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> torch.Tensor:
     if out is None:
         out = query.new_empty(*query.shape[:2], layout.head_size if value_size is None else value_size)
@@ -254,6 +260,8 @@ def paged_attention(
         softcap,
         sinks,
         *_tensors(scales),
+        max_query_len,
+        max_seq_len,
     )
     return out
 

@@ -80,7 +80,7 @@ def _row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
 def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
     """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
     knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
-    return query.device.type == "cpu" and query.dtype in IN_PLACE_DTYPES and knows_cache
+    return ops.attends_in_place(query.device) and query.dtype in IN_PLACE_DTYPES and knows_cache
 
 
 def _attend_in_place(
@@ -96,15 +96,17 @@ def _attend_in_place(
         query if query.dtype == _row_dtype(query.dtype, step.layout) else query.float(),
         step.caches[layer],
         step.block_tables,
-        step.host_seq_lens,
+        step.device_seq_lens,
         step.layout,
         scale=options.scale,
-        query_lens=step.host_query_lens,
+        query_lens=step.device_query_lens,
         sliding_window=options.window,
         softcap=options.softcap,
         sinks=options.sinks,
         value_size=value.shape[-1],
         scales=step.scales.get(layer),
+        max_query_len=max(step.query_lens),
+        max_seq_len=max(step.seq_lens),
     )
     return output.to(query.dtype)
 

@@ -23,7 +23,8 @@ class Step:
     """One forward pass over `caches`, one cache by layer_idx, and `scales`, those of the layers that have some.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
-    host_query_lens, host_seq_lens: int64 [num_seqs] on the host, and the same as lists of plain integers.
+    device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
+        query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
     """
 
@@ -31,8 +32,8 @@ class Step:
     layout: CacheLayout
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
-    host_query_lens: torch.Tensor
-    host_seq_lens: torch.Tensor
+    device_query_lens: torch.Tensor | None
+    device_seq_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]
     scales: dict[int, KVScales] = field(default_factory=dict)
@@ -52,11 +53,16 @@ class Step:
         return cls(
             caches=dict(zip(engine.layer_ids, engine.gpu_cache, strict=True)),
             layout=engine.layout,
-            slot_mapping=torch.from_numpy(slot_mapping).to(engine.device),
-            block_tables=torch.from_numpy(block_tables).to(engine.device),
-            host_query_lens=torch.tensor(query_lens),
-            host_seq_lens=torch.tensor(ends),
+            slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
+            block_tables=_upload(torch.from_numpy(block_tables), engine.device),
+            device_query_lens=None if set(query_lens) == {1} else _upload(torch.tensor(query_lens), engine.device),
+            device_seq_lens=_upload(torch.tensor(ends), engine.device),
             query_lens=query_lens,
             seq_lens=ends,
             scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
         )
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`; by way of pinned memory to a GPU, so that nobody waits."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

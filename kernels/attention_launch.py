@@ -1,0 +1,213 @@
+"""Launching attention over blocks: one kernel, and the merging one where keys are split. Waits for nothing."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel
+from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split
+from kvpage.kernels.rows import BAD_BLOCK
+
+_COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class Rows(NamedTuple):
+    """K or V of one layer. data: [num_blocks, block_size, num_kv_heads, num_runs, run_size]. scales: fp32, None, of the
+    first three dimensions, or of num_kv_heads alone."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class Sequences(NamedTuple):
+    """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each. num_keys: of
+    all sequences, or a bound."""
+
+    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
+    seq_lens: torch.Tensor
+    query_lens: torch.Tensor | None
+    max_seq_len: int
+    max_query_len: int
+    num_keys: int
+
+
+class Options(NamedTuple):
+    """Of the scores; see kvpage.ops.paged_attention. sinks: fp32 [num_heads]."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class Device(NamedTuple):
+    """What the launch has to know of where it runs. error: int32 [1]; gets BAD_BLOCK."""
+
+    error: torch.Tensor
+    num_multiprocessors: int
+    capability: int  # 10 * major + minor
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, key_size]
+    out: torch.Tensor,  # [num_tokens, num_heads, value_size]
+    key: Rows,
+    value: Rows | None,  # None: the first value_size elements of each key
+    sequences: Sequences,
+    options: Options,
+    device: Device,
+) -> None:
+    num_tokens, num_heads, value_size = out.shape
+    num_seqs, max_query_len = len(sequences.seq_lens), min(sequences.max_query_len, num_tokens)
+    if num_tokens == 0 or num_seqs == 0 or max_query_len == 0:
+        return
+    num_kv_heads = key.data.shape[2]
+    sizes = sizes_of(query, value_size, key, value is None)
+    group_size = sizes.group_size
+    rows_wanted = group_size * min(max_query_len, -(-num_tokens // num_seqs))
+    tile = choose_tile(sizes, rows_wanted, device.capability)
+    tile_tokens = tile.num_tokens(group_size, max_query_len)
+    num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
+    head_tiles = num_kv_heads * -(-group_size // tile.rows)
+    total_keys = head_tiles * num_tiles * -(-sequences.num_keys // num_seqs)
+    num_splits = choose_splits(
+        num_tiles * head_tiles, sequences.max_seq_len, total_keys, tile, device.num_multiprocessors
+    )
+    partial = sums = None
+    if num_splits > 1:
+        partial = out.new_empty(num_tokens * num_heads, num_splits, value_size, dtype=torch.float32)
+        sums = out.new_empty(num_tokens * num_heads, num_splits, 2, dtype=torch.float32)
+    value_rows = key if value is None else value
+    paged_attention_kernel[(num_tiles * head_tiles * num_splits,)](
+        query,
+        out,
+        _as_stored(key.data),
+        _as_stored(value_rows.data),
+        key.scales,
+        value_rows.scales,
+        options.sinks,
+        sequences.block_tables,
+        sequences.seq_lens,
+        sequences.query_lens,
+        partial,
+        sums,
+        device.error,
+        *_factors(options),
+        min(options.window or 0, 2**31 - 1),
+        num_tiles,
+        num_splits,
+        num_kv_heads,
+        num_seqs,
+        num_tokens,
+        key.data.shape[0],
+        sequences.block_tables.shape[1] * key.data.shape[1],
+        *query.stride()[:2],
+        *out.stride()[:2],
+        sequences.block_tables.stride(0),
+        *key.data.stride()[:4],
+        *value_rows.data.stride()[:4],
+        *_scale_strides(key),
+        *_scale_strides(value_rows),
+        **constants_of(sizes, tile, query, key, value, options, device.capability),
+        TILE_TOKENS=tile_tokens,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits == 1:
+        return
+    merge_splits_kernel[(num_tokens * num_heads,)](
+        out,
+        partial,
+        sums,
+        sequences.query_lens,
+        num_seqs,
+        num_heads,
+        num_splits,
+        *out.stride()[:2],
+        VALUE_SIZE=value_size,
+        VALUE_TILE=triton.next_power_of_2(value_size),
+        SPLITS_TILE=triton.next_power_of_2(num_splits),
+        MERGED=MERGED,
+        SEARCH=SEARCH,
+        num_warps=4,
+    )
+
+
+def sizes_of(query: torch.Tensor, value_size: int, key: Rows, shares_rows: bool) -> Sizes:
+    group_size = query.shape[1] // key.data.shape[2]
+    stored, computed = key.data.element_size(), query.element_size()
+    return Sizes(group_size, query.shape[2], value_size, stored, computed, shares_rows, key.data.dtype == torch.int8)
+
+
+def constants_of(
+    sizes: Sizes,
+    tile: Tile,
+    query: torch.Tensor,
+    key: Rows,
+    value: Rows | None,
+    options: Options,
+    capability: int,
+) -> dict[str, Any]:
+    """The kernel's compile-time constants, but for the tokens of a tile."""
+    dtype, query_dtype = key.data.dtype, query.dtype
+    stored = _STORED.get(dtype, "float")
+    narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
+    return {
+        "GROUP": sizes.group_size,
+        "KEY_SIZE": sizes.key_size,
+        "VALUE_SIZE": sizes.value_size,
+        "BLOCK_SIZE": key.data.shape[1],
+        "KEY_RUN": _run_size(key),
+        "VALUE_RUN": _run_size(key if value is None else value),
+        "QUERY_ALIGN": _alignment(query, 2),
+        "KEY_ALIGN": _alignment(key.data, 3),
+        "VALUE_ALIGN": _alignment((key if value is None else value).data, 3),
+        "STORED": "e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
+        "COMPUTE": tl.float16 if narrow else _COMPUTE[query_dtype],
+        "PRECISION": tile.precision,
+        "NORMALIZE": narrow and query_dtype != torch.float16,
+        "TOKEN_SCALES": dtype == torch.int8,
+        "SCALE_VALUES": dtype == torch.int8 and query_dtype == torch.float16,
+        "SHARED": sizes.shares_rows and sizes.value_size <= tile.key_tile,
+        "WINDOW": options.window is not None,
+        "SOFTCAP": options.softcap is not None,
+        "TILE_ROWS": tile.rows,
+        "HEADS": min(tile.rows, sizes.group_size),
+        "TILE_KEYS": tile.keys,
+        "KEY_TILE": tile.key_tile,
+        "KEY_TAIL": tile.key_tail,
+        "VALUE_TILE": tile.value_tile,
+        "MIN_SPLIT_TILES": -(-min_keys_of_split(tile) // tile.keys),
+        "SEARCH": SEARCH,
+        "BIT": BAD_BLOCK,
+    }
+
+
+def _run_size(rows: Rows) -> int:
+    """One run, however long, needs no arithmetic."""
+    return rows.data.shape[4] if rows.data.shape[3] > 1 else 2**20
+
+
+def _alignment(rows: torch.Tensor, num_dims: int) -> int:
+    """Elements, of 16 bytes at most, that divide the strides of the first dimensions: so many are loaded at once."""
+    return math.gcd(16 // rows.element_size(), *rows.stride()[:num_dims])
+
+
+def _as_stored(rows: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, which every device loads."""
+    return rows.view(torch.uint8) if rows.dtype in _STORED and rows.dtype != torch.int8 else rows
+
+
+def _scale_strides(rows: Rows) -> tuple[int, ...]:
+    strides = () if rows.scales is None else rows.scales.stride()
+    return (0,) * (3 - len(strides)) + strides
+
+
+def _factors(options: Options) -> tuple[float, float]:
+    """`factor` and `softcap` of the kernel: scores are in units of log 2 there."""
+    if options.softcap is None:
+        return options.scale * math.log2(math.e), 0.0
+    return 2.0 * options.scale / options.softcap * math.log2(math.e), options.softcap * math.log2(math.e)

@@ -1,0 +1,63 @@
+"""The rows that attention reads: gathered out of blocks by table lookups, and widened to what it computes in.
+
+one key      position ─► block_id = table[position // BLOCK_SIZE], offset = position % BLOCK_SIZE ─► a row
+a row        SIZE elements in runs of RUN
+stored as    "float", "int8", "e5m2" and, from sm_89 on, "e4m3": converted by the device; "e4m3 bits": by integers
+
+8-bit floats are exact in fp16, which is what they are computed in unless the queries are fp32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(
+    ptr,
+    row,  # int64, in elements
+    wanted,
+    run_stride,
+    BEGIN: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """[len(row), TILE]: the elements from BEGIN on of each row; 0 past SIZE elements, and where not wanted."""
+    column = BEGIN + tl.arange(0, TILE)
+    offset = column
+    if RUN < SIZE:
+        offset = (column // RUN).to(tl.int64) * run_stride + column % RUN
+    mask = wanted[:, None]
+    if BEGIN + TILE > SIZE:
+        mask = mask & (column < SIZE)[None, :]
+    return tl.load(ptr + (row[:, None] + offset[None, :]), mask=mask, other=0)
+
+
+@triton.jit
+def load_scales(ptr, block_id, offset, head, block_stride, offset_stride, head_stride, wanted):
+    """One a row, fp32; 0 where not wanted."""
+    place = block_id * block_stride + offset * offset_stride + head * head_stride
+    return tl.load(ptr + place, mask=wanted, other=0.0)
+
+
+@triton.jit
+def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
+    """The rows in COMPUTE, exact for each type that is stored but a wider float."""
+    if STORED == "e4m3 bits":
+        bits = rows.to(tl.int16)
+        # As fp16 its exponent is 8 too small; a product is exact, of subnormals too.
+        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(COMPUTE)
+    elif STORED == "e4m3":
+        return rows.to(tl.float8e4nv, bitcast=True).to(COMPUTE)
+    elif STORED == "e5m2":
+        return rows.to(tl.float8e5, bitcast=True).to(tl.float16).to(COMPUTE)
+    else:
+        return rows.to(COMPUTE)
+
+
+@triton.jit
+def power_of_two_below(numbers):
+    """Of fp32 magnitudes; 2^-126 for what is smaller."""
+    bits = tl.maximum(numbers, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True)
