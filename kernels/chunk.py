@@ -14,6 +14,7 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
+
 from kvpage.kv_scales import KVScales
 
 SCALE_BYTES = 4
@@ -71,10 +72,7 @@ def move_part(
 ):
     """Rows of K or of V of one layer, from or to the chunk."""
     cache_ptr = pointer_of(cache_address, WIDTH, ALIGNED)
-    if SCALED:
-        scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
-    else:
-        scale_ptr = None
+    scale_ptr = scale_address.to(tl.pointer_type(tl.float32)) if SCALED else None
     if TO_CHUNK:
         out_of_cache(
             chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, SIZE, TILE, RUN, ROW, CODE
@@ -117,7 +115,7 @@ def move_part(
 )
 def chunk_kernel(
     chunk_ptr,  # [num_layers, parts, num_tokens, NUM_HEADS, KEY_SIZE]
-    address_ptr,  # int64 [4, num_layers]: of K's and V's elements and scales; None for one layer, whose addresses follow
+    address_ptr,  # int64 [4, num_layers], of K's and V's elements and scales; None for one layer, whose follow
     key_address,
     value_address,
     key_scale_address,
@@ -207,7 +205,9 @@ def chunk_kernel(
                 value_scale_address,
                 at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
                 value_run_stride,
-                at(block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride),
+                at(
+                    block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
+                ),
                 inside,
                 wanted,
                 VALUE_SIZE,

@@ -15,12 +15,13 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
+
 from kvpage.kv_scales import KVScales
 
 
 @triton.jit
 def sequence_of(token, inside, end_ptr, num_seqs, num_steps):
-    """[rows] the first sequence that ends behind the packed token; num_seqs where there is none. 2**num_steps > num_seqs."""
+    """[rows] the first sequence that ends behind the packed token, or num_seqs. 2**num_steps must exceed that."""
     low = tl.zeros_like(token)
     high = low + num_seqs
     for _ in range(num_steps):
@@ -34,16 +35,12 @@ def sequence_of(token, inside, end_ptr, num_seqs, num_steps):
 
 @triton.jit
 def start_of(start_ptr, seq, wanted):
-    if start_ptr is None:
-        start = tl.zeros_like(seq)
-    else:
-        start = tl.load(start_ptr + seq, mask=wanted, other=0).to(tl.int64)
-    return start
+    return tl.zeros_like(seq) if start_ptr is None else tl.load(start_ptr + seq, mask=wanted, other=0).to(tl.int64)
 
 
 @triton.jit
 def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, BIT: tl.constexpr):
-    """Lengths that came from the device: all of them at once, since a sequence may be so wrong that no row asks for it."""
+    """Lengths from the device: all at once, since a sequence may be so wrong that no row asks for it."""
     for first in range(0, num_seqs, 128):
         seq = first + tl.arange(0, 128).to(tl.int64)
         known = seq < num_seqs
@@ -127,7 +124,7 @@ def gather_cache_kernel(
 ):
     program = tl.program_id(0)
     capacity = max_blocks.to(tl.int64) * BLOCK_SIZE
-    if CHECK:
+    if CHECK:  # noqa: SIM102, the compiler's condition and the program's
         if program == 0:
             check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, LENGTH_BIT)
     row, head, inside = rows_of_tile(program % tiles_per_seq, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
@@ -138,10 +135,8 @@ def gather_cache_kernel(
         inside = inside & (seq < num_seqs)
     start = start_of(start_ptr, seq, inside)
     length = tl.load(length_ptr + seq, mask=inside, other=0).to(tl.int64)
-    if end_ptr is None:
-        token = row
-    else:
-        token = row - (tl.load(end_ptr + seq, mask=inside, other=0) - length)
+    first = seq * 0 if end_ptr is None else tl.load(end_ptr + seq, mask=inside, other=0) - length
+    token = row - first
     inside = inside & (token >= 0) & (token < length) & (length <= num_tokens)
     inside = inside & (start >= 0) & (length <= capacity) & (start <= capacity - length)
     position = start + token

@@ -74,7 +74,7 @@ def encode_fp8(numbers, CODE: tl.constexpr):
 def decode_fp8(codes, CODE: tl.constexpr):
     """fp32 of the 8-bit floats whose int8 bits these are; exact."""
     if CODE == "e4m3":
-        # The exponent moves to where fp32 has it, and so does the mantissa: what is missing is the difference of biases.
+        # Exponent and mantissa move to where fp32 has them: what is missing is the difference of the biases.
         numbers = ((codes.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
         numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
     else:

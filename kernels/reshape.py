@@ -8,13 +8,13 @@ import triton.language as tl
 from kvpage.kernels.arguments import (
     BAD_SLOT,
     KVViews,
-    RowConstants,
     as_bits,
     cache_pointers,
     cache_strides,
     row_constants,
 )
 from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
+
 from kvpage.kv_scales import KVScales
 
 
@@ -107,16 +107,15 @@ def reshape_and_cache_kernel(
 
 
 class Reshape(NamedTuple):
-    """A launch that was made, to be made again with other addresses that are as aligned, and other numbers of tokens."""
+    """A launch that was made, to be made again on other addresses that are as aligned as those were."""
 
     compiled: Any
-    fixed: tuple[Any, ...]  # the kernel's arguments from num_slots on
-    constants: RowConstants
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]  # the kernel's arguments from num_tokens on
 
-    def again(self, addresses: tuple[int | None, ...], num_tokens: int, stream: int) -> None:
-        """addresses: the kernel's first eight arguments. `stream` is the current device's."""
-        grid = (self.constants.num_tiles(num_tokens), 1, 1)
-        self.compiled[grid](*addresses, num_tokens, *self.fixed, stream=stream)
+    def again(self, addresses: tuple[int, ...]) -> None:
+        """On the current stream; addresses: the kernel's first eight arguments, 0 for None."""
+        self.compiled[self.grid](*addresses, *self.fixed)
 
 
 def reshape_and_cache(
@@ -135,6 +134,7 @@ def reshape_and_cache(
     constants = row_constants((key_size, 0 if value is None else rows.shape[2]), key.dtype, views)
     pointers = (as_bits(key), None if value is None else as_bits(rows), *cache_pointers(views, scales), slots, error)
     fixed = (
+        num_tokens,
         views[0].num_blocks * constants.BLOCK_SIZE,
         *key.stride()[:2],
         *rows.stride()[:2],
@@ -142,6 +142,6 @@ def reshape_and_cache(
         *constants,
         BAD_SLOT,
     )
-    grid = (constants.num_tiles(num_tokens),)
-    compiled = reshape_and_cache_kernel[grid](*pointers, num_tokens, *fixed, **constants.options)
-    return Reshape(compiled, fixed, constants)
+    grid = (constants.num_tiles(num_tokens), 1, 1)
+    compiled = reshape_and_cache_kernel[grid](*pointers, *fixed, **constants.options)
+    return Reshape(compiled, grid, fixed)

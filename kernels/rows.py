@@ -1,9 +1,9 @@
 """What the kernels share: tiles of rows, moved between where rows lie by themselves and where a cache keeps them.
 
 a row   the SIZE elements of one head of one token, side by side in memory
-a tile  TILE_ROWS rows. Where the cache keeps a row in one run, they are numbered token * num_heads + head, as they mostly
-        lie in memory. Where it keeps it in many runs (the backend "paged"), they are of one head, one token after the
-        other, since there it is the tokens of a block that lie side by side.
+a tile  TILE_ROWS rows. Where the cache keeps a row in one run, they are numbered token * num_heads + head, as mostly
+        they lie in memory. Where it keeps it in many runs (the backend "paged"), they are of one head, one token after
+        the other, since there it is the tokens of a block that lie side by side.
 
 Offsets count elements, in int64. Pointers are to integers: what moves without conversion keeps every bit of a NaN.
 """
@@ -121,10 +121,7 @@ def out_of_cache(
     else:
         elements = load_runs(cache_ptr, place, run_stride, wanted, SIZE, TILE, RUN)
     if CODE != "bits":
-        if CODE == "int8":
-            numbers = elements.to(tl.float32)
-        else:
-            numbers = decode_fp8(elements, CODE)
+        numbers = elements.to(tl.float32) if CODE == "int8" else decode_fp8(elements, CODE)
         if scale_ptr is not None:
             numbers = numbers * tl.load(scale_ptr + scale_at, mask=wanted, other=1)[:, None]
         elements = from_fp32(numbers, ROW)

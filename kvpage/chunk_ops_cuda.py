@@ -1,7 +1,7 @@
 """Chunks of tokens to and from blocks in a CUDA device's memory: a Triton kernel, or torch where Triton is missing.
 
-Arguments are checked by kvpage.chunk_ops, but for block ids in the device's memory: the kernel checks them, skips what is
-bad, and sets a bit of the device's error word (`check_device`).
+Arguments are checked by kvpage.chunk_ops, but for block ids in the device's memory: the kernel checks them, skips what
+is bad, and sets a bit of the device's error word (`check_device`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from kvpage import reference
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
-from kvpage.token_ops_cuda import check_if_debugging, error_word, has_triton
+from kvpage.token_ops_cuda import _check_if_debugging, _error_word, _has_triton
 
 HOST_PROGRAMS = 64  # fill a bus; the other multiprocessors are for whoever computes meanwhile
 
@@ -41,7 +41,7 @@ def load_chunk(
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
 ) -> None:
-    """The way back: chunk's tokens are written into the blocks. A chunk on the host must stay until the stream is done."""
+    """The way back: chunk's tokens are written into the blocks. One on the host must stay until the stream is done."""
     _move(caches, block_ids, start, chunk, layout, scales, to_chunk=False)
 
 
@@ -57,7 +57,7 @@ def _move(
     if not caches:
         return
     device = caches[0].device
-    if not has_triton():
+    if not _has_triton():
         move = reference.store_chunk if to_chunk else reference.load_chunk
         move(caches, block_ids.to(device), start, chunk, layout, scales)
         return
@@ -74,12 +74,12 @@ def _move(
                 start,
                 chunk[first:last],
                 None if scales is None else scales[first:last],
-                error_word(device),
+                _error_word(device),
                 to_chunk,
                 2**31 - 1 if chunk.is_cuda else HOST_PROGRAMS,
                 one_by_one=capturing,
             )
-        check_if_debugging(device)
+        _check_if_debugging(device)
 
 
 def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) -> list[tuple[int, int]]:
