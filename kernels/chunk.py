@@ -107,7 +107,7 @@ def move_part(
         "value_scale_address",
         "num_tokens",
         "start",
-        "num_tiles",
+        "num_turns",
         "num_layers",
         "num_blocks",
     ],
@@ -124,7 +124,7 @@ def chunk_kernel(
     error_ptr,  # int32 [1]
     num_tokens,
     start,
-    num_tiles,
+    num_turns,  # tiles of a program
     num_layers,
     num_blocks,
     chunk_layer_stride,  # all strides in elements
@@ -160,6 +160,7 @@ def chunk_kernel(
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
     TO_CHUNK: tl.constexpr,
+    ONCE: tl.constexpr,
     BIT: tl.constexpr,
 ):
     layer = tl.program_id(1)
@@ -168,7 +169,8 @@ def chunk_kernel(
         value_address = tl.load(address_ptr + num_layers + layer)
         key_scale_address = tl.load(address_ptr + 2 * num_layers + layer)
         value_scale_address = tl.load(address_ptr + 3 * num_layers + layer)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for turn in range(0, 1 if ONCE else num_turns):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
         token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
         position = start + token
         block_id = tl.load(block_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -280,7 +282,9 @@ def _launch(
     constants = row_constants((size, size if parts == 2 else 0), dtype, views)
     has_scales = views[0].scales is not None or (scales is not None and constants.CODE != "bits")
     num_tiles = constants.num_tiles(num_tokens)
-    chunk_kernel[(min(num_tiles, triton.cdiv(max_programs, num_layers)), num_layers)](
+    num_programs = min(num_tiles, triton.cdiv(max_programs, num_layers))
+    num_turns = triton.cdiv(num_tiles, num_programs)
+    chunk_kernel[(num_programs, num_layers)](
         as_bits(chunk),
         table,
         *addresses,
@@ -288,7 +292,7 @@ def _launch(
         error,
         num_tokens,
         start,
-        num_tiles,
+        num_turns,
         num_layers,
         views[0].num_blocks,
         *chunk.stride()[:4],
@@ -298,6 +302,7 @@ def _launch(
         8 * rows.element_size(),
         all(address % 16 == 0 for address in addresses),
         to_chunk,
+        num_turns == 1,
         BAD_BLOCK,
         **constants.options,
     )

@@ -45,8 +45,8 @@ def from_fp32(numbers, ROW: tl.constexpr):
 
 
 @triton.jit
-def encode_fp8(numbers, CODE: tl.constexpr):
-    """int8 bits of the 8-bit floats nearest to `numbers`; the largest of them for what is larger."""
+def encode_fp8(numbers, scales, CODE: tl.constexpr):
+    """int8 bits of the 8-bit floats nearest to numbers [rows, cols] / scales [rows], where given; saturating."""
     if CODE == "e4m3":
         SHIFT: tl.constexpr = 20
         BIAS: tl.constexpr = (127 - 7) << 3
@@ -61,6 +61,8 @@ def encode_fp8(numbers, CODE: tl.constexpr):
         MAGIC: tl.constexpr = 2.0**7  # 2**-16
     word = numbers.to(tl.int32, bitcast=True)
     magnitude = (word & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    if scales is not None:
+        magnitude = tl.div_rn(magnitude, tl.broadcast_to(scales[:, None], magnitude.shape))
     magnitude = tl.where(magnitude < MOST, magnitude, MOST)
     kept = magnitude.to(tl.int32, bitcast=True)
     normal = ((kept + ((1 << (SHIFT - 1)) - 1) + ((kept >> SHIFT) & 1)) >> SHIFT) - BIAS

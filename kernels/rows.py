@@ -88,11 +88,8 @@ def into_cache(
         elements, scales = encode_int8(to_fp32(elements, ROW))
         tl.store(scale_ptr + scale_at, scales, mask=wanted)
     elif CODE != "bits":
-        numbers = to_fp32(elements, ROW)
-        if scale_ptr is not None:
-            scales = tl.load(scale_ptr + scale_at, mask=inside, other=1)
-            numbers = tl.div_rn(numbers, tl.broadcast_to(scales[:, None], numbers.shape))
-        elements = encode_fp8(numbers, CODE)
+        scales = None if scale_ptr is None else tl.load(scale_ptr + scale_at, mask=inside, other=1)
+        elements = encode_fp8(to_fp32(elements, ROW), scales, CODE)
     if RUN == 0:
         store_rows(cache_ptr, place, elements, wanted, SIZE, TILE)
     else:

@@ -1,4 +1,4 @@
-"""ReshapeMemo: calls of reshape_and_cache on a GPU that were checked and launched, so that the next like them only launches.
+"""ReshapeMemo: calls of reshape_and_cache on a GPU that were checked and launched: the next like them is only launched.
 
 A model calls it once a layer and step, each time with the same shapes, strides and dtypes; to look at these again would
 take longer than the kernel. What differs from call to call is memory: its addresses are taken anew each time.
@@ -37,12 +37,10 @@ class Call(NamedTuple):
         return (
             layout,
             (key.dtype, key.device, key.shape, key.stride()),
-            value if value is None else (value.dtype, value.device, value.shape, value.stride()),
+            None if value is None else (value.dtype, value.device, value.shape, value.stride()),
             (cache.dtype, cache.device, cache.shape, cache.stride()),
             (slots.dtype, slots.device, slots.shape, slots.stride()),
-            scales
-            if scales is None
-            else (scales.key.shape, scales.value.shape, scales.key.device, scales.value.device),
+            scales and (scales.key.device, scales.key.shape, scales.value.device, scales.value.shape),
         )
 
 
