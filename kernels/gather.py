@@ -220,7 +220,7 @@ def gather_cache_by_device_lengths(
     if len(lengths) == 0:
         return
     packed = out[0].dim() == 3
-    ends = lengths.cumsum(0, dtype=torch.int64) if packed else None
+    ends = lengths.clamp(min=0).cumsum(0, dtype=torch.int64) if packed else None
     num_tokens = out[0].shape[0 if packed else 1]
     _launch(views, block_tables, (lengths, starts, ends), num_tokens, out, scales, error, True)
 
