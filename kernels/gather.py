@@ -5,122 +5,266 @@ import itertools
 import torch
 import triton
 import triton.language as tl
-from kvpage.kernels.rows import BAD_BLOCK, as_bits, copy_rows, report, tile_of
+from kvpage.kernels.arguments import (
+    BAD_BLOCK,
+    BAD_LENGTH,
+    KVViews,
+    as_bits,
+    cache_pointers,
+    cache_strides,
+    row_constants,
+)
+from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
+
+from kvpage.kv_scales import KVScales
+
+
+@triton.jit
+def sequence_of(token, inside, end_ptr, num_seqs, num_steps):
+    """[rows] the first sequence that ends behind the packed token, or num_seqs. 2**num_steps must exceed that."""
+    low = tl.zeros_like(token)
+    high = low + num_seqs
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        searching = inside & (low < high)
+        before = tl.load(end_ptr + middle, mask=searching, other=0) <= token
+        low = tl.where(searching & before, middle + 1, low)
+        high = tl.where(searching & (before == 0), middle, high)
+    return low
+
+
+@triton.jit
+def start_of(start_ptr, seq, wanted):
+    return tl.zeros_like(seq) if start_ptr is None else tl.load(start_ptr + seq, mask=wanted, other=0).to(tl.int64)
+
+
+@triton.jit
+def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, BIT: tl.constexpr):
+    """Lengths from the device: all at once, since a sequence may be so wrong that no row asks for it."""
+    for first in range(0, num_seqs, 128):
+        seq = first + tl.arange(0, 128).to(tl.int64)
+        known = seq < num_seqs
+        length = tl.load(length_ptr + seq, mask=known, other=0).to(tl.int64)
+        start = start_of(start_ptr, seq, known)
+        bad = (length < 0) | (length > capacity) | (start < 0) | (start > capacity - length)
+        if end_ptr is None:
+            bad = bad | (length > num_tokens)
+        else:
+            bad = bad | (tl.load(end_ptr + seq, mask=known, other=0) > num_tokens)
+        report(bad, error_ptr, BIT)
 
 
 # What changes from call to call is not specialised on: it would compile anew in the middle of serving.
-@triton.jit(do_not_specialize=["num_seqs", "tiles_per_seq", "num_blocks"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "tiles_per_seq", "num_seqs", "num_steps", "max_blocks", "num_blocks"],
+    do_not_specialize_on_alignment=[
+        "key_scale_ptr",
+        "value_scale_ptr",
+        "table_ptr",
+        "length_ptr",
+        "start_ptr",
+        "end_ptr",
+        "error_ptr",
+        "table_stride",
+    ],
+)
 def gather_cache_kernel(
-    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_heads, head_size]
+    key_ptr,  # [num_tokens, NUM_HEADS, KEY_SIZE] packed, or [num_seqs, num_tokens, NUM_HEADS, KEY_SIZE]
+    value_ptr,  # None where VALUE_SIZE is 0
+    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
     value_cache_ptr,
-    key_ptr,  # [num_tokens, num_heads, KEY_SIZE] from each sequence's first row on
-    value_ptr,
+    key_scale_ptr,  # fp32: the cache's own, or given ones; or None
+    value_scale_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
-    sequence_ptr,  # int64 [3, num_seqs]: first token, number of tokens, first row of key and value
+    length_ptr,  # int32 or int64 [num_seqs]
+    start_ptr,  # the same, or None: 0
+    end_ptr,  # int64 [num_seqs], sums of the lengths, where sequences are packed; else None
     error_ptr,  # int32 [1]
-    key_block_stride,  # all strides in elements
-    key_offset_stride,
-    key_cache_head_stride,
-    value_block_stride,
-    value_offset_stride,
-    value_cache_head_stride,
+    num_tokens,
+    tiles_per_seq,
+    num_seqs,
+    num_steps,
+    max_blocks,
+    num_blocks,
+    table_stride,  # all strides in elements
     key_seq_stride,
     key_token_stride,
     key_head_stride,
     value_seq_stride,
     value_token_stride,
     value_head_stride,
-    table_stride,
-    num_seqs,
-    tiles_per_seq,
-    num_heads,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
+    key_block_stride,
+    key_offset_stride,
+    key_cache_head_stride,
+    key_run_stride,
+    value_block_stride,
+    value_offset_stride,
+    value_cache_head_stride,
+    value_run_stride,
+    key_scale_block_stride,
+    key_scale_offset_stride,
+    key_scale_head_stride,
+    value_scale_block_stride,
+    value_scale_offset_stride,
+    value_scale_head_stride,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    KEY_RUN: tl.constexpr,
+    VALUE_RUN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHECK: tl.constexpr,
     BIT: tl.constexpr,
+    LENGTH_BIT: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    seq = program // tiles_per_seq
-    start = tl.load(sequence_ptr + seq)
-    length = tl.load(sequence_ptr + num_seqs + seq)
-    first_row = tl.load(sequence_ptr + num_seqs + num_seqs + seq)
-    row = (program % tiles_per_seq) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    token = row // num_heads
-    head = row % num_heads
-    inside = token < length
+    program = tl.program_id(0)
+    capacity = max_blocks.to(tl.int64) * BLOCK_SIZE
+    if CHECK:  # noqa: SIM102, the compiler's condition and the program's
+        if program == 0:
+            check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, LENGTH_BIT)
+    row, head, inside = rows_of_tile(program % tiles_per_seq, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
+    if end_ptr is None:
+        seq = tl.zeros_like(row) + program // tiles_per_seq
+    else:
+        seq = sequence_of(row, inside, end_ptr, num_seqs, num_steps)
+        inside = inside & (seq < num_seqs)
+    start = start_of(start_ptr, seq, inside)
+    length = tl.load(length_ptr + seq, mask=inside, other=0).to(tl.int64)
+    first = seq * 0 if end_ptr is None else tl.load(end_ptr + seq, mask=inside, other=0) - length
+    token = row - first
+    inside = inside & (token >= 0) & (token < length) & (length <= num_tokens)
+    inside = inside & (start >= 0) & (length <= capacity) & (start <= capacity - length)
     position = start + token
     block_id = tl.load(table_ptr + seq * table_stride + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = position % BLOCK_SIZE
     known = (block_id >= 0) & (block_id < num_blocks)
     report(inside & (known == 0), error_ptr, BIT)
     wanted = inside & known
-    copy_rows(
+    out_of_cache(
         key_ptr,
-        seq * key_seq_stride + (first_row + token) * key_token_stride + head * key_head_stride,
+        at(seq, row, head, key_seq_stride, key_token_stride, key_head_stride),
         key_cache_ptr,
-        block_id * key_block_stride + offset * key_offset_stride + head * key_cache_head_stride,
+        at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
+        key_run_stride,
+        key_scale_ptr,
+        at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
         wanted,
         KEY_SIZE,
         KEY_TILE,
+        KEY_RUN,
+        ROW,
+        CODE,
     )
-    copy_rows(
-        value_ptr,
-        seq * value_seq_stride + (first_row + token) * value_token_stride + head * value_head_stride,
-        value_cache_ptr,
-        block_id * value_block_stride + offset * value_offset_stride + head * value_cache_head_stride,
-        wanted,
-        VALUE_SIZE,
-        VALUE_TILE,
-    )
+    if VALUE_SIZE > 0:
+        out_of_cache(
+            value_ptr,
+            at(seq, row, head, value_seq_stride, value_token_stride, value_head_stride),
+            value_cache_ptr,
+            at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
+            value_run_stride,
+            value_scale_ptr,
+            at(block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride),
+            wanted,
+            VALUE_SIZE,
+            VALUE_TILE,
+            VALUE_RUN,
+            ROW,
+            CODE,
+        )
 
 
 def gather_cache(
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_heads, head_size]
-    value_cache: torch.Tensor,
+    views: KVViews,
     block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks]
     starts: list[int],  # [num_seqs]
     lengths: list[int],  # [num_seqs]
-    key: torch.Tensor,  # [total_tokens, num_heads, key_size] or [num_seqs, max_len, num_heads, key_size]
-    value: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor | None],  # [total_tokens, num_heads, size], or [num_seqs, max_len, ...]
+    scales: KVScales | None,
     error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK
 ) -> None:
-    num_seqs, (num_blocks, block_size, num_heads) = len(lengths), key_cache.shape[:3]
-    max_length = max(lengths, default=0)
-    if max_length == 0:
+    """Lengths and starts on the host: checked, and packed sequences fill `out` exactly."""
+    if max(lengths, default=0) == 0:
         return
-    first_rows = [0, *itertools.accumulate(lengths[:-1])] if key.dim() == 3 else [0] * num_seqs
-    sequences = torch.tensor([starts, lengths, first_rows], dtype=torch.int64)
-    if key.is_cuda:  # pinned, so that the copy waits for nothing
-        sequences = sequences.pin_memory().to(key.device, non_blocking=True)
-    constants = tile_of(key.shape[-1], value.shape[-1])
-    tiles_per_seq = triton.cdiv(max_length * num_heads, constants["TILE_ROWS"])
-    gather_cache_kernel[(num_seqs * tiles_per_seq,)](
-        as_bits(key_cache),
-        as_bits(value_cache),
-        as_bits(key),
-        as_bits(value),
+    ends = list(itertools.accumulate(lengths))
+    sequences = torch.tensor([lengths, starts, ends], dtype=torch.int64)
+    if out[0].is_cuda:  # pinned, so that the copy waits for nothing
+        sequences = sequences.pin_memory().to(out[0].device, non_blocking=True)
+    packed = out[0].dim() == 3
+    _launch(
+        views,
         block_tables,
-        sequences,
+        (sequences[0], sequences[1], sequences[2] if packed else None),
+        ends[-1] if packed else max(lengths),
+        out,
+        scales,
         error,
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *_seq_token_head_strides(key),
-        *_seq_token_head_strides(value),
-        block_tables.stride(0),
-        num_seqs,
-        tiles_per_seq,
-        num_heads,
-        num_blocks,
-        BLOCK_SIZE=block_size,
-        **constants,
-        BIT=BAD_BLOCK,
+        False,
     )
 
 
-def _seq_token_head_strides(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Elements from one to the next; sequences that follow each other are told apart by their first row alone."""
+def gather_cache_by_device_lengths(
+    views: KVViews,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor | None,  # int32 or int64 [num_seqs], contiguous, or None: 0
+    lengths: torch.Tensor,  # int32 or int64 [num_seqs], contiguous
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    scales: KVScales | None,
+    error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK, and BAD_LENGTH for a sequence that does not fit, which is skipped
+) -> None:
+    """Lengths and starts that nobody waits for; `out` may have more rows than they name, which stay."""
+    if len(lengths) == 0:
+        return
+    packed = out[0].dim() == 3
+    ends = lengths.clamp(min=0).cumsum(0, dtype=torch.int64) if packed else None
+    num_tokens = out[0].shape[0 if packed else 1]
+    _launch(views, block_tables, (lengths, starts, ends), num_tokens, out, scales, error, True)
+
+
+def _launch(
+    views: KVViews,
+    block_tables: torch.Tensor,
+    sequences: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],  # lengths, starts, ends
+    num_tokens: int,  # rows of `out` that may be written, or of each sequence in it
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    scales: KVScales | None,
+    error: torch.Tensor,
+    check: bool,
+) -> None:
+    key, value = out
+    rows = key if value is None else value
+    num_seqs, max_blocks = block_tables.shape
+    constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
+    tiles_per_seq = max(constants.num_tiles(num_tokens), 1)
+    gather_cache_kernel[(tiles_per_seq * (num_seqs if key.dim() == 4 else 1),)](
+        as_bits(key),
+        None if value is None else as_bits(rows),
+        *cache_pointers(views, scales),
+        block_tables,
+        *sequences,
+        error,
+        num_tokens,
+        tiles_per_seq,
+        num_seqs,
+        num_seqs.bit_length(),
+        max_blocks,
+        views[0].num_blocks,
+        block_tables.stride(0),
+        *_row_strides(key),
+        *_row_strides(rows),
+        *cache_strides(views, scales),
+        *constants,
+        check,
+        BAD_BLOCK,
+        BAD_LENGTH,
+        **constants.options,
+    )
+
+
+def _row_strides(rows: torch.Tensor) -> tuple[int, ...]:
+    """Elements from sequence to sequence, token to token and head to head; packed sequences are tokens alone."""
     return (0, *rows.stride()[:2]) if rows.dim() == 3 else rows.stride()[:3]

@@ -1,20 +1,39 @@
 """Writing the keys and values of new tokens into the slots of a cache: one launch for both."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from kvpage.kernels.rows import BAD_SLOT, as_bits, copy_rows, report, tile_of
+from kvpage.kernels.arguments import (
+    BAD_SLOT,
+    KVViews,
+    as_bits,
+    cache_pointers,
+    cache_strides,
+    row_constants,
+)
+from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
+
+from kvpage.kv_scales import KVScales
 
 
 # What changes from call to call is not specialised on: it would compile anew in the middle of serving.
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_slots"],
+    do_not_specialize_on_alignment=["slot_ptr", "error_ptr", "key_scale_ptr", "value_scale_ptr"],
+)
 def reshape_and_cache_kernel(
-    key_ptr,  # [num_tokens, num_heads, KEY_SIZE]
-    value_ptr,  # [num_tokens, num_heads, VALUE_SIZE]
-    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_heads, head_size]
+    key_ptr,  # [num_tokens, NUM_HEADS, KEY_SIZE]
+    value_ptr,  # [num_tokens, NUM_HEADS, VALUE_SIZE]; None where VALUE_SIZE is 0
+    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
     value_cache_ptr,
+    key_scale_ptr,  # fp32: the cache's own, or given ones; or None
+    value_scale_ptr,
     slot_ptr,  # int64 [num_tokens]
     error_ptr,  # int32 [1]
+    num_tokens,
+    num_slots,
     key_token_stride,  # all strides in elements
     key_head_stride,
     value_token_stride,
@@ -22,77 +41,107 @@ def reshape_and_cache_kernel(
     key_block_stride,
     key_offset_stride,
     key_cache_head_stride,
+    key_run_stride,
     value_block_stride,
     value_offset_stride,
     value_cache_head_stride,
-    num_rows,  # num_tokens * num_heads
-    num_heads,
-    num_slots,
-    BLOCK_SIZE: tl.constexpr,
+    value_run_stride,
+    key_scale_block_stride,
+    key_scale_offset_stride,
+    key_scale_head_stride,
+    value_scale_block_stride,
+    value_scale_offset_stride,
+    value_scale_head_stride,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    KEY_RUN: tl.constexpr,
+    VALUE_RUN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BIT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    token = row // num_heads
-    head = row % num_heads
-    slot = tl.load(slot_ptr + token, mask=row < num_rows, other=-1)
+    token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
+    slot = tl.load(slot_ptr + token, mask=inside, other=-1)
     report((slot < -1) | (slot >= num_slots), error_ptr, BIT)
     wanted = (slot >= 0) & (slot < num_slots)
     block_id = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    copy_rows(
-        key_cache_ptr,
-        block_id * key_block_stride + offset * key_offset_stride + head * key_cache_head_stride,
+    into_cache(
         key_ptr,
         token * key_token_stride + head * key_head_stride,
+        key_cache_ptr,
+        at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
+        key_run_stride,
+        key_scale_ptr,
+        at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
+        inside,
         wanted,
         KEY_SIZE,
         KEY_TILE,
+        KEY_RUN,
+        ROW,
+        CODE,
     )
-    copy_rows(
-        value_cache_ptr,
-        block_id * value_block_stride + offset * value_offset_stride + head * value_cache_head_stride,
-        value_ptr,
-        token * value_token_stride + head * value_head_stride,
-        wanted,
-        VALUE_SIZE,
-        VALUE_TILE,
-    )
+    if VALUE_SIZE > 0:
+        into_cache(
+            value_ptr,
+            token * value_token_stride + head * value_head_stride,
+            value_cache_ptr,
+            at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
+            value_run_stride,
+            value_scale_ptr,
+            at(block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride),
+            inside,
+            wanted,
+            VALUE_SIZE,
+            VALUE_TILE,
+            VALUE_RUN,
+            ROW,
+            CODE,
+        )
+
+
+class Reshape(NamedTuple):
+    """A launch that was made, to be made again on other addresses that are as aligned as those were."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]  # the kernel's arguments from num_tokens on
+
+    def again(self, addresses: tuple[int, ...]) -> None:
+        """On the current stream; addresses: the kernel's first eight arguments, 0 for None."""
+        self.compiled[self.grid](*addresses, *self.fixed)
 
 
 def reshape_and_cache(
     key: torch.Tensor,  # [num_tokens, num_heads, key_size]
-    value: torch.Tensor,  # [num_tokens, num_heads, value_size]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_heads, head_size]
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,  # int64 [num_tokens], contiguous
+    value: torch.Tensor | None,  # [num_tokens, num_heads, value_size]
+    views: KVViews,
+    slots: torch.Tensor,  # int64 [num_tokens], contiguous
+    scales: KVScales | None,
     error: torch.Tensor,  # int32 [1]; gets BAD_SLOT
-) -> None:
-    num_tokens, num_heads, key_size = key.shape
-    num_blocks, block_size = key_cache.shape[:2]
+) -> Reshape | None:
+    """None where there was nothing to do."""
+    num_tokens, _, key_size = key.shape
     if num_tokens == 0:
-        return
-    constants = tile_of(key_size, value.shape[2])
-    num_rows = num_tokens * num_heads
-    reshape_and_cache_kernel[(triton.cdiv(num_rows, constants["TILE_ROWS"]),)](
-        as_bits(key),
-        as_bits(value),
-        as_bits(key_cache),
-        as_bits(value_cache),
-        slot_mapping,
-        error,
+        return None
+    rows = key if value is None else value
+    constants = row_constants((key_size, 0 if value is None else rows.shape[2]), key.dtype, views)
+    pointers = (as_bits(key), None if value is None else as_bits(rows), *cache_pointers(views, scales), slots, error)
+    fixed = (
+        num_tokens,
+        views[0].num_blocks * constants.BLOCK_SIZE,
         *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        num_rows,
-        num_heads,
-        num_blocks * block_size,
-        BLOCK_SIZE=block_size,
-        **constants,
-        BIT=BAD_SLOT,
+        *rows.stride()[:2],
+        *cache_strides(views, scales),
+        *constants,
+        BAD_SLOT,
     )
+    grid = (constants.num_tiles(num_tokens), 1, 1)
+    compiled = reshape_and_cache_kernel[grid](*pointers, *fixed, **constants.options)
+    return Reshape(compiled, grid, fixed)

@@ -1,46 +1,128 @@
-"""What the kernels share: rows of one head of one token, copied in tiles, whatever they mean.
+"""What the kernels share: tiles of rows, moved between where rows lie by themselves and where a cache keeps them.
 
-a tile: TILE_ROWS rows, each the SIZE elements of one head of one token
-        row = token * num_heads + head: no head count and no head size is rounded up, but for the masked end
+a row   the SIZE elements of one head of one token, side by side in memory
+a tile  TILE_ROWS rows. Where the cache keeps a row in one run, they are numbered token * num_heads + head, as mostly
+        they lie in memory. Where it keeps it in many runs (the backend "paged"), they are of one head, one token after
+        the other, since there it is the tokens of a block that lie side by side.
+
+Offsets count elements, in int64. Pointers are to integers: what moves without conversion keeps every bit of a NaN.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-TILE_ELEMENTS = 2048  # 16 for each thread of 4 warps; twice as many spill where rows are not aligned
-MAX_TILE_ROWS = 128  # one a thread: the addresses of more would not fit into registers
-
-BAD_SLOT = 1  # bits of the error word
-BAD_BLOCK = 2
-
-_BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: a copy asks only for the width, and so keeps every bit of a NaN."""
-    return tensor.view(_BY_WIDTH[tensor.element_size()])
-
-
-def tile_of(key_size: int, value_size: int) -> dict[str, int]:
-    """The constants of a launch that moves rows of these sizes."""
-    key_tile, value_tile = triton.next_power_of_2(key_size), triton.next_power_of_2(value_size)
-    return {
-        "KEY_SIZE": key_size,
-        "VALUE_SIZE": value_size,
-        "KEY_TILE": key_tile,
-        "VALUE_TILE": value_tile,
-        "TILE_ROWS": min(max(TILE_ELEMENTS // max(key_tile, value_tile), 1), MAX_TILE_ROWS),
-    }
+from kvpage.kernels.quantize import decode_fp8, encode_fp8, encode_int8, from_fp32, to_fp32
 
 
 @triton.jit
-def copy_rows(dst_ptr, dst_row, src_ptr, src_row, wanted, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Copies SIZE elements from src_row[i] to dst_row[i] (int64 element offsets) for each i that is wanted."""
+def at(block_id, offset, head, block_stride, offset_stride, head_stride):
+    """[rows] offsets of what a cache keeps for each token and head."""
+    return block_id * block_stride + offset * offset_stride + head * head_stride
+
+
+@triton.jit
+def rows_of_tile(tile, num_tokens, NUM_HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, IN_RUNS: tl.constexpr):
+    """Token and head of each row of a tile, int64, and whether there is such a token."""
+    none = tl.zeros([TILE_ROWS], tl.int64)
+    if IN_RUNS:
+        token = (none + tile // NUM_HEADS) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        head = none + tile % NUM_HEADS
+    else:
+        row = (none + tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = row // NUM_HEADS
+        head = row % NUM_HEADS
+    return token, head, token < num_tokens
+
+
+@triton.jit
+def load_rows(ptr, row, wanted, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """[rows, TILE] elements from row[i] on; 0 past SIZE and for what is not wanted."""
     col = tl.arange(0, TILE)
-    mask = wanted[:, None] & (col < SIZE)[None, :]
-    values = tl.load(src_ptr + (src_row[:, None] + col[None, :]), mask=mask)
-    tl.store(dst_ptr + (dst_row[:, None] + col[None, :]), values, mask=mask)
+    return tl.load(ptr + (row[:, None] + col[None, :]), mask=wanted[:, None] & (col < SIZE)[None, :], other=0)
+
+
+@triton.jit
+def store_rows(ptr, row, elements, wanted, SIZE: tl.constexpr, TILE: tl.constexpr):
+    col = tl.arange(0, TILE)
+    tl.store(ptr + (row[:, None] + col[None, :]), elements, mask=wanted[:, None] & (col < SIZE)[None, :])
+
+
+@triton.jit
+def load_runs(ptr, row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
+    """load_rows where element d lies in run d // RUN: neighbouring threads read neighbouring tokens."""
+    run = tl.arange(0, TILE // RUN)[:, None, None]
+    col = tl.arange(0, RUN)[None, None, :]
+    mask = wanted[None, :, None] & (run * RUN + col < SIZE)
+    runs = tl.load(ptr + (row[None, :, None] + run.to(tl.int64) * run_stride + col), mask=mask, other=0)
+    return tl.reshape(tl.permute(runs, (1, 0, 2)), (row.shape[0], TILE))
+
+
+@triton.jit
+def store_runs(ptr, row, run_stride, elements, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
+    run = tl.arange(0, TILE // RUN)[:, None, None]
+    col = tl.arange(0, RUN)[None, None, :]
+    mask = wanted[None, :, None] & (run * RUN + col < SIZE)
+    runs = tl.permute(tl.reshape(elements, (row.shape[0], TILE // RUN, RUN)), (1, 0, 2))
+    tl.store(ptr + (row[None, :, None] + run.to(tl.int64) * run_stride + col), runs, mask=mask)
+
+
+@triton.jit
+def into_cache(
+    row_ptr,
+    row,  # [rows] offsets of rows
+    cache_ptr,
+    place,  # [rows] offsets of the rows' first elements in the cache
+    run_stride,
+    scale_ptr,  # fp32, or None
+    scale_at,  # [rows] offsets of the rows' scales
+    inside,  # [rows] whether there is such a row
+    wanted,  # [rows] whether it has a place
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """Rows are written to their places in the cache, quantised as it wants them."""
+    elements = load_rows(row_ptr, row, inside, SIZE, TILE)
+    if CODE == "int8":
+        elements, scales = encode_int8(to_fp32(elements, ROW))
+        tl.store(scale_ptr + scale_at, scales, mask=wanted)
+    elif CODE != "bits":
+        scales = None if scale_ptr is None else tl.load(scale_ptr + scale_at, mask=inside, other=1)
+        elements = encode_fp8(to_fp32(elements, ROW), scales, CODE)
+    if RUN == 0:
+        store_rows(cache_ptr, place, elements, wanted, SIZE, TILE)
+    else:
+        store_runs(cache_ptr, place, run_stride, elements, wanted, SIZE, TILE, RUN)
+
+
+@triton.jit
+def out_of_cache(
+    row_ptr,
+    row,
+    cache_ptr,
+    place,
+    run_stride,
+    scale_ptr,
+    scale_at,
+    wanted,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """The way back; the arguments are those of into_cache."""
+    if RUN == 0:
+        elements = load_rows(cache_ptr, place, wanted, SIZE, TILE)
+    else:
+        elements = load_runs(cache_ptr, place, run_stride, wanted, SIZE, TILE, RUN)
+    if CODE != "bits":
+        numbers = elements.to(tl.float32) if CODE == "int8" else decode_fp8(elements, CODE)
+        if scale_ptr is not None:
+            numbers = numbers * tl.load(scale_ptr + scale_at, mask=wanted, other=1)[:, None]
+        elements = from_fp32(numbers, ROW)
+    store_rows(row_ptr, row, elements, wanted, SIZE, TILE)
 
 
 @triton.jit

@@ -172,3 +172,40 @@ def out_offsets(
     if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
         raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
     return offsets
+
+
+def check_device_lengths(
+    lengths: torch.Tensor, starts: object, num_seqs: int, cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Lengths, and starts where given, on the cache's device: checked but for their values, and contiguous."""
+    if starts is not None and not isinstance(starts, torch.Tensor):
+        raise ValueError(f"seq_starts must be on {cache.device} as seq_lens are, got {type(starts).__name__}")
+    for name, row in (("seq_lens", lengths), ("seq_starts", starts)):
+        if row is not None:
+            check_dtype(name, row, (torch.int32, torch.int64))
+            check_tensor(name, row, row.dtype, (num_seqs,), cache.device)
+    return lengths.contiguous(), None if starts is None else starts.contiguous()
+
+
+def check_open_out(
+    out: tuple[torch.Tensor, torch.Tensor | None] | None,
+    num_seqs: int,
+    has_values: bool,
+    cache: torch.Tensor,
+    layout: CacheLayout,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An output of gather_cache, for lengths that only the device knows."""
+    if out is None:
+        raise ValueError("out must be given where seq_lens are on the device, got None")
+    check_pair("out's ", *out, has_values)
+    key, value = out
+    for name, rows in (("key", key), ("value", key if value is None else value)):
+        if rows.dim() not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
+        check_size(name, rows, layout)
+        check_dtype(name, rows, row_dtypes(layout))
+        room = (key.shape[0],) if key.dim() == 3 else (num_seqs, key.shape[1])
+        check_tensor(name, rows, key.dtype, (*room, layout.num_kv_heads, rows.shape[-1]), cache.device)
+        if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
+            raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
+    return out

@@ -18,7 +18,9 @@ from kvpage.token_args import (
     Lengths,
     block_view,
     check_cache,
+    check_device_lengths,
     check_dtype,
+    check_open_out,
     check_pair,
     check_rows,
     check_scales,
@@ -55,6 +57,8 @@ def reshape_and_cache(
     been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
     share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
+    if cache.is_cuda and token_ops_cuda.reshape_as_before(key, value, cache, slot_mapping, layout, scales):
+        return
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
     views = layout.views(cache)
@@ -112,7 +116,9 @@ def gather_cache(
     """Copies the keys and values of `seq_lens[i]` tokens of each sequence, from `seq_starts[i]` on, out of its blocks.
 
     block_tables: int32 [num_seqs, max_blocks] on the cache's device; entries that no wanted token lies in are not read.
-    seq_lens, seq_starts: [num_seqs] integers on the host (a list, or an int32 or int64 tensor); starts default to 0.
+    seq_lens, seq_starts: [num_seqs] integers on the host (a list, or an int32 or int64 tensor); starts default to 0. Or
+        both int32 or int64 tensors on the cache's CUDA device, with `out` given: nobody waits for them, so that the
+        call may be captured in a graph. `out` may then be larger than they say; what does not fit is skipped.
     out: (key, value) to write into, on the cache's device, any strides with the last dimension contiguous; `size` may
         be under head_size: so much of each row is read. Either [total_tokens, num_kv_heads, size], one sequence after
         the other, or [num_seqs, max_len, num_kv_heads, size], where the rows past a sequence stay as they are. Without
@@ -123,13 +129,18 @@ def gather_cache(
 
     Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
     names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
-    and `check_device` reports it. `out` must not share memory with `cache`.
+    as are sequences that do not fit, and `check_device` reports it. `out` must not share memory with `cache`.
     """
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
     views = layout.views(cache)
     tables = native_tables(cache, block_tables, layout)
     num_seqs = block_tables.shape[0]
+    if isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda:
+        rows = check_device_lengths(seq_lens, seq_starts, num_seqs, cache)
+        out = check_open_out(out, num_seqs, views[1] is not None, cache, layout)
+        token_ops_cuda.gather_cache_by_device_lengths(cache, block_tables, *rows, out, layout, scales)
+        return out
     capacity = block_tables.shape[1] * layout.block_size
     lengths = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
     starts = host_lengths("seq_starts", [0] * num_seqs if seq_starts is None else seq_starts, num_seqs, capacity)

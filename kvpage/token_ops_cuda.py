@@ -14,10 +14,16 @@ import torch
 from kvpage import reference
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.reshape_memo import Call, ReshapeMemo
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
-_ERRORS = {1: "slot_mapping held a slot out of range", 2: "block_tables held a block id out of range"}
+_ERRORS = {
+    1: "slot_mapping held a slot out of range",
+    2: "block_tables held a block id out of range",
+    4: "seq_lens or seq_starts were out of range",
+}
 _error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
+_memo = ReshapeMemo()
 
 
 def check_device(device: torch.device | str = "cuda") -> None:
@@ -74,25 +80,34 @@ def reshape_and_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
     layout: CacheLayout,
-    scales: KVScales | None = None,
+    scales: KVScales | None,
 ) -> None:
-    if not _has_triton() or not _is_plain(cache, layout):
+    if not _has_triton():
         _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
         reference.reshape_and_cache(key, value, cache, slots, layout, scales)
         return
     from kvpage.kernels import reshape
 
-    key_view, value_view = layout.views(cache)
+    views, error = layout.views(cache), _error_word(cache.device)
     with torch.cuda.device(cache.device):
-        reshape.reshape_and_cache(
-            key, value, key_view.rows.squeeze(3), value_view.rows.squeeze(3), slots, _error_word(cache.device)
-        )
+        launched = reshape.reshape_and_cache(key, value, views, slots, scales, error)
         _check_if_debugging(cache.device)
+    if launched is not None and not _DEBUG:
+        _memo.remember(Call(key, value, cache, slots, layout, scales), launched, views, error)
 
 
-def _is_plain(cache: torch.Tensor, layout: CacheLayout) -> bool:
-    views = layout.views(cache)
-    return not layout.is_quantized and all(view is not None and view.rows.shape[3] == 1 for view in views)
+def reshape_as_before(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> bool:
+    """Whether a call of this kind was checked and launched before, and so this one now is."""
+    if torch.cuda.current_device() != cache.device.index:
+        return False
+    return _memo.repeat(Call(key, value, cache, slots, layout, scales))
 
 
 def gather_cache(
@@ -102,26 +117,38 @@ def gather_cache(
     starts: list[int],
     out: tuple[torch.Tensor, torch.Tensor | None],
     layout: CacheLayout,
-    scales: KVScales | None = None,
+    scales: KVScales | None,
 ) -> None:
-    if not _has_triton() or not _is_plain(cache, layout):
+    if not _has_triton():
         _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
         reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
         return
     from kvpage.kernels import gather
 
-    key_view, value_view = layout.views(cache)
     with torch.cuda.device(cache.device):
         if torch.cuda.is_current_stream_capturing():
-            raise ValueError("gather_cache must not be captured in a graph: it reads lengths from host memory")
-        gather.gather_cache(
-            key_view.rows.squeeze(3),
-            value_view.rows.squeeze(3),
-            block_tables,
-            starts,
-            lengths,
-            *out,
-            _error_word(cache.device),
+            raise ValueError("gather_cache must be given lengths on the device where a graph captures, and out")
+        views = layout.views(cache)
+        gather.gather_cache(views, block_tables, starts, lengths, out, scales, _error_word(cache.device))
+        _check_if_debugging(cache.device)
+
+
+def gather_cache_by_device_lengths(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> None:
+    if not _has_triton():
+        raise ValueError("seq_lens must be on the host where Triton is not installed")
+    from kvpage.kernels import gather
+
+    with torch.cuda.device(cache.device):
+        gather.gather_cache_by_device_lengths(
+            layout.views(cache), block_tables, starts, lengths, out, scales, _error_word(cache.device)
         )
         _check_if_debugging(cache.device)
 

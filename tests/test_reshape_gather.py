@@ -4,12 +4,11 @@ On the device "interpreter", which test_triton.py asks for in a process of its o
 """
 
 import itertools
-import os
 import warnings
 
 import pytest
 import torch
-from cache_rows import split_kv
+from kernel_calls import INTERPRETED, device_of, gather, reshape
 
 from kvpage import CacheLayout, ops, reference, register_backend, token_ops_cuda
 from kvpage.backends import _backends
@@ -17,7 +16,6 @@ from kvpage.backends import _backends
 BLOCK = 4
 LAYOUTS = list(itertools.product(("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ALL_LAYOUTS = pytest.mark.parametrize("backend, kv_layout, layer_layout", LAYOUTS)
 ON = pytest.mark.parametrize("where", ["interpreter"] if INTERPRETED else ["cpu", CUDA])
 ON_KERNELS = pytest.mark.parametrize("where", ["interpreter"] if INTERPRETED else [CUDA])
@@ -35,34 +33,6 @@ def make_layout(
     backend="flash", kv_layout="NHD", layer_layout="separate", heads=3, size=10, dtype=torch.float32, block=BLOCK
 ):
     return CacheLayout(block, heads, size, dtype, backend, kv_layout, layer_layout)
-
-
-def device_of(where):
-    return torch.device("cuda", torch.cuda.current_device()) if where == "cuda" else torch.device("cpu")
-
-
-def reshape(where, key, value, cache, slots, layout):
-    """The operation. Returns the error word of the kernel, where there is one."""
-    if where != "interpreter":
-        return ops.reshape_and_cache(key, value, cache, slots, layout)
-    from kvpage.kernels.reshape import reshape_and_cache
-
-    error = torch.zeros(1, dtype=torch.int32)
-    reshape_and_cache(key, value, *split_kv(layout, cache), slots.contiguous(), error)
-    return error.item()
-
-
-def gather(where, cache, tables, lengths, layout, starts=None, out=None):
-    """The operation. Returns key, value and, from the interpreter, the error word instead of raising."""
-    if where != "interpreter":
-        return ops.gather_cache(cache, tables, lengths, layout, starts, out)
-    from kvpage.kernels.gather import gather_cache
-
-    error, lengths = torch.zeros(1, dtype=torch.int32), [int(length) for length in lengths]
-    starts = [0] * len(lengths) if starts is None else starts
-    out = out or [cache.new_empty(sum(lengths), layout.num_kv_heads, layout.head_size) for _ in range(2)]
-    gather_cache(*split_kv(layout, cache), tables, starts, lengths, *out, error)
-    return *out, error.item()
 
 
 def poisoned(layout, num_blocks, device="cpu"):
@@ -456,9 +426,9 @@ def test_reshape_by_torch(without_triton):
     before = [view.clone() for view in memory]
     for bad in (-2, 20):
         with pytest.raises(ValueError, match=f"got {bad}"):
-            token_ops_cuda.reshape_and_cache(key, value, cache, slots.index_fill(0, torch.tensor(3), bad), layout)
+            token_ops_cuda.reshape_and_cache(key, value, cache, slots.index_fill(0, torch.tensor(3), bad), layout, None)
     assert all(torch.equal(view, old) for view, old in zip(memory, before, strict=True))
-    token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout)
+    token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout, None)
     got = [view.clone() for view in memory]
     for view, old in zip(memory, before, strict=True):
         view.copy_(old)
@@ -473,12 +443,12 @@ def test_gather_by_torch(without_triton, padded):
     cache, tables = filled(layout, 12), random_tables(lengths, 12, layout, starts)
     shape = [3, 9, 3] if padded else [13, 3]
     outs = [[torch.full([*shape, size], float("nan")) for size in (10, 6)] for _ in range(2)]
-    token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout)
+    token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout, None)
     ops.gather_cache(cache, tables, lengths, layout, starts, outs[1])
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
     tables[2, 1] = 12
     with pytest.raises(ValueError, match="got 12"):
-        token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout)
+        token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout, None)
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
 
 

@@ -1,0 +1,106 @@
+"""What kernels over rows are launched with: pointers and strides of K and V, and constants; see kvpage.kernels.rows."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kvpage.kv_scales import KVScales
+from kvpage.kv_view import KVView
+
+TILE_ELEMENTS = 2048  # of 4 warps: 16 for each thread; twice as many spill where rows are not aligned
+MAX_TILE_ROWS = 128  # one a thread: the addresses of more would not fit into registers
+SECTOR = 32  # bytes that memory moves at least: so many of neighbouring tokens should be in a tile
+
+BAD_SLOT = 1  # bits of the error word
+BAD_BLOCK = 2
+BAD_LENGTH = 4
+
+
+KVViews = tuple[KVView, KVView | None]
+
+_BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+
+
+class RowConstants(NamedTuple):
+    """How rows of K and V are cut into tiles, and converted. A kernel's last arguments, in this order."""
+
+    KEY_SIZE: int  # elements of a row
+    VALUE_SIZE: int  # 0 where there is no value part
+    KEY_TILE: int  # as many or more, a power of two
+    VALUE_TILE: int
+    KEY_RUN: int  # elements of a row side by side in the cache, a power of two; 0 for all of them
+    VALUE_RUN: int
+    TILE_ROWS: int
+    ROW: str  # what a row's elements are, and the cache's: see kvpage.kernels.quantize; "bits" where that is the same
+    CODE: str
+    NUM_HEADS: int
+    BLOCK_SIZE: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the launch: as many elements for each thread whatever the tile; a product and a sum round twice."""
+        elements = self.TILE_ROWS * max(self.KEY_TILE, self.VALUE_TILE)
+        return {"num_warps": max(4 * elements // TILE_ELEMENTS, 4), "enable_fp_fusion": False}
+
+    def num_tiles(self, num_tokens: int) -> int:
+        """See kvpage.kernels.rows.rows_of_tile."""
+        if self.KEY_RUN:
+            return -(-num_tokens // self.TILE_ROWS) * self.NUM_HEADS
+        return -(-num_tokens * self.NUM_HEADS // self.TILE_ROWS)
+
+
+def row_constants(sizes: tuple[int, int], dtype: torch.dtype, views: KVViews) -> RowConstants:
+    """For rows of K and V of these sizes (V's 0 where there is none) and dtype."""
+    rows = views[0].rows
+    runs = [_run_size(view) for view in views]
+    tiles = [max(triton.next_power_of_2(size), run, 1) for size, run in zip(sizes, runs, strict=True)]
+    neighbours = min(SECTOR // rows.element_size(), 2 * TILE_ELEMENTS // max(tiles)) if runs[0] else 1
+    same = dtype == rows.dtype
+    return RowConstants(
+        *sizes,
+        *tiles,
+        *runs,
+        TILE_ROWS=min(max(TILE_ELEMENTS // max(tiles), neighbours, 1), MAX_TILE_ROWS),
+        ROW="bits" if same else _ROWS[dtype],
+        CODE="bits" if same else _CODES[rows.dtype],
+        NUM_HEADS=rows.shape[2],
+        BLOCK_SIZE=rows.shape[1],
+    )
+
+
+def _run_size(view: KVView | None) -> int:
+    num_runs, size = (1, 0) if view is None else view.rows.shape[3:]
+    if num_runs > 1 and size & (size - 1):
+        raise ValueError(f"runs of a row must be a power of two of elements, got {size}")
+    return 0 if num_runs == 1 else size
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: what is not converted keeps every bit of a NaN."""
+    return tensor.view(_BY_WIDTH[tensor.element_size()])
+
+
+def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
+    """Of K's and V's elements, then of their scales: the cache's own where it has some, else the given ones."""
+    given = (None, None) if scales is None else (scales.key, scales.value)
+    own = [None if view is None else view.scales for view in views]
+    elements = [None if view is None else as_bits(view.rows) for view in views]
+    return *elements, *(scale if mine is None else mine for mine, scale in zip(own, given, strict=True))
+
+
+def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:
+    """Elements of K, then V, from block to block, offset to offset, head to head, run to run; of scales without runs."""
+    given = (None, None) if scales is None else (scales.key, scales.value)
+    elements = [(0,) * 4 if view is None else view.rows.stride()[:4] for view in views]
+    by_place = [_scale_strides(view, scale) for view, scale in zip(views, given, strict=True)]
+    return tuple(itertools.chain(*elements, *by_place))
+
+
+def _scale_strides(view: KVView | None, given: torch.Tensor | None) -> tuple[int, ...]:
+    if view is not None and view.scales is not None:
+        return view.scales.stride()
+    return 0, 0, 0 if given is None or len(given) == 1 else 1

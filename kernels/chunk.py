@@ -1,0 +1,308 @@
+"""Tokens of a sequence between its blocks and one chunk for all layers: one launch."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpage.kernels.arguments import (
+    BAD_BLOCK,
+    KVViews,
+    as_bits,
+    cache_pointers,
+    cache_strides,
+    row_constants,
+)
+from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
+
+from kvpage.kv_scales import KVScales
+
+SCALE_BYTES = 4
+
+
+@triton.jit
+def pointer_of(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    if WIDTH == 8:
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif WIDTH == 16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def move_scales(chunk_ptr, row, scale_ptr, scale_at, wanted, TO_CHUNK: tl.constexpr):
+    """fp32 as four bytes, little end first, from row[i] on: they need not lie on a multiple of four."""
+    scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
+    if TO_CHUNK:
+        word = tl.load(scale_ptr + scale_at, mask=wanted, other=0)
+        for i in tl.static_range(4):
+            tl.store(chunk_ptr + row + i, (word >> (8 * i)).to(tl.int8), mask=wanted)
+    else:
+        word = tl.zeros(row.shape, tl.int32)
+        for i in tl.static_range(4):
+            byte = tl.load(chunk_ptr + row + i, mask=wanted, other=0).to(tl.int32) & 0xFF
+            word = word | (byte << (8 * i))
+        tl.store(scale_ptr + scale_at, word, mask=wanted)
+
+
+@triton.jit
+def move_part(
+    chunk_ptr,
+    row,
+    cache_address,
+    scale_address,
+    place,
+    run_stride,
+    scale_at,
+    inside,
+    wanted,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TO_CHUNK: tl.constexpr,
+):
+    """Rows of K or of V of one layer, from or to the chunk."""
+    cache_ptr = pointer_of(cache_address, WIDTH, ALIGNED)
+    scale_ptr = scale_address.to(tl.pointer_type(tl.float32)) if SCALED else None
+    if TO_CHUNK:
+        out_of_cache(
+            chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, SIZE, TILE, RUN, ROW, CODE
+        )
+    else:
+        into_cache(
+            chunk_ptr,
+            row,
+            cache_ptr,
+            place,
+            run_stride,
+            scale_ptr,
+            scale_at,
+            inside,
+            wanted,
+            SIZE,
+            TILE,
+            RUN,
+            ROW,
+            CODE,
+        )
+    if SCALED and CODE == "bits":
+        move_scales(chunk_ptr, row + SIZE, scale_ptr, scale_at, wanted, TO_CHUNK)
+
+
+# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit(
+    do_not_specialize=[
+        "key_address",
+        "value_address",
+        "key_scale_address",
+        "value_scale_address",
+        "num_tokens",
+        "start",
+        "num_turns",
+        "num_layers",
+        "num_blocks",
+    ],
+    do_not_specialize_on_alignment=["address_ptr", "block_ptr", "error_ptr"],
+)
+def chunk_kernel(
+    chunk_ptr,  # [num_layers, parts, num_tokens, NUM_HEADS, KEY_SIZE]
+    address_ptr,  # int64 [4, num_layers], of K's and V's elements and scales; None for one layer, whose follow
+    key_address,
+    value_address,
+    key_scale_address,
+    value_scale_address,
+    block_ptr,  # int32 or int64, the ids of the sequence's blocks
+    error_ptr,  # int32 [1]
+    num_tokens,
+    start,
+    num_turns,  # tiles of a program
+    num_layers,
+    num_blocks,
+    chunk_layer_stride,  # all strides in elements
+    chunk_part_stride,
+    chunk_token_stride,
+    chunk_head_stride,
+    key_block_stride,
+    key_offset_stride,
+    key_cache_head_stride,
+    key_run_stride,
+    value_block_stride,
+    value_offset_stride,
+    value_cache_head_stride,
+    value_run_stride,
+    key_scale_block_stride,
+    key_scale_offset_stride,
+    key_scale_head_stride,
+    value_scale_block_stride,
+    value_scale_offset_stride,
+    value_scale_head_stride,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    KEY_RUN: tl.constexpr,
+    VALUE_RUN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TO_CHUNK: tl.constexpr,
+    ONCE: tl.constexpr,
+    BIT: tl.constexpr,
+):
+    layer = tl.program_id(1)
+    if address_ptr is not None:
+        key_address = tl.load(address_ptr + layer)
+        value_address = tl.load(address_ptr + num_layers + layer)
+        key_scale_address = tl.load(address_ptr + 2 * num_layers + layer)
+        value_scale_address = tl.load(address_ptr + 3 * num_layers + layer)
+    for turn in range(0, 1 if ONCE else num_turns):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
+        position = start + token
+        block_id = tl.load(block_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = position % BLOCK_SIZE
+        known = (block_id >= 0) & (block_id < num_blocks)
+        report(inside & (known == 0), error_ptr, BIT)
+        wanted = inside & known
+        row = at(layer.to(tl.int64), token, head, chunk_layer_stride, chunk_token_stride, chunk_head_stride)
+        move_part(
+            chunk_ptr,
+            row,
+            key_address,
+            key_scale_address,
+            at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
+            key_run_stride,
+            at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
+            inside,
+            wanted,
+            KEY_SIZE,
+            KEY_TILE,
+            KEY_RUN,
+            ROW,
+            CODE,
+            SCALED,
+            WIDTH,
+            ALIGNED,
+            TO_CHUNK,
+        )
+        if VALUE_SIZE > 0:
+            move_part(
+                chunk_ptr,
+                row + chunk_part_stride,
+                value_address,
+                value_scale_address,
+                at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
+                value_run_stride,
+                at(
+                    block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
+                ),
+                inside,
+                wanted,
+                VALUE_SIZE,
+                VALUE_TILE,
+                VALUE_RUN,
+                ROW,
+                CODE,
+                SCALED,
+                WIDTH,
+                ALIGNED,
+                TO_CHUNK,
+            )
+
+
+def move_chunk(
+    layers: Sequence[KVViews],  # of equal strides
+    block_ids: torch.Tensor,  # int32 or int64, contiguous: on the host, or where the caches are
+    start: int,
+    chunk: torch.Tensor,  # [num_layers, parts, num_tokens, num_heads, size], there or in pinned host memory
+    scales: Sequence[KVScales] | None,
+    error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK
+    to_chunk: bool,
+    max_programs: int = 2**31 - 1,
+    one_by_one: bool = False,  # a launch a layer, for which nothing is uploaded: where a graph captures
+) -> None:
+    """A chunk of the dtype of int8 caches holds each row's scale behind the row, as it is."""
+    if chunk.shape[0] == 0 or chunk.shape[2] == 0:
+        return
+    given = [None] * len(layers) if scales is None else list(scales)
+    pointers = [cache_pointers(views, own) for views, own in zip(layers, given, strict=True)]
+    addresses = [[0 if part is None else part.data_ptr() for part in parts] for parts in pointers]
+    if one_by_one:
+        for layer, places in enumerate(addresses):
+            one = chunk[layer : layer + 1]
+            _launch(layers[0], None, places, block_ids, start, one, given[0], error, to_chunk, max_programs)
+        return
+    table, block_ids = _uploaded(addresses, block_ids, error.device)
+    _launch(layers[0], table, addresses[0], block_ids, start, chunk, given[0], error, to_chunk, max_programs)
+
+
+def _uploaded(
+    addresses: list[list[int]], block_ids: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The addresses, int64 [4 * num_layers], and the ids on the device: in one copy, for which nobody waits."""
+    table = torch.tensor([*zip(*addresses, strict=True)], dtype=torch.int64).flatten()
+    num_addresses, ids_are_there = len(table), block_ids.device == device
+    if not ids_are_there:
+        table = torch.cat([table, block_ids.long()])
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table[:num_addresses], block_ids if ids_are_there else table[num_addresses:]
+
+
+def _launch(
+    views: KVViews,
+    table: torch.Tensor | None,
+    addresses: list[int],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    scales: KVScales | None,
+    error: torch.Tensor,
+    to_chunk: bool,
+    max_programs: int,
+) -> None:
+    rows, dtype = views[0].rows, chunk.dtype
+    num_layers, parts, num_tokens, _, size = chunk.shape
+    if views[0].scales is not None and dtype == rows.dtype:
+        size -= SCALE_BYTES
+    constants = row_constants((size, size if parts == 2 else 0), dtype, views)
+    has_scales = views[0].scales is not None or (scales is not None and constants.CODE != "bits")
+    num_tiles = constants.num_tiles(num_tokens)
+    num_programs = min(num_tiles, triton.cdiv(max_programs, num_layers))
+    num_turns = triton.cdiv(num_tiles, num_programs)
+    chunk_kernel[(num_programs, num_layers)](
+        as_bits(chunk),
+        table,
+        *addresses,
+        block_ids,
+        error,
+        num_tokens,
+        start,
+        num_turns,
+        num_layers,
+        views[0].num_blocks,
+        *chunk.stride()[:4],
+        *cache_strides(views, scales),
+        *constants,
+        has_scales,
+        8 * rows.element_size(),
+        all(address % 16 == 0 for address in addresses),
+        to_chunk,
+        num_turns == 1,
+        BAD_BLOCK,
+        **constants.options,
+    )
