@@ -75,7 +75,7 @@ def calls(layout):
         "reshape_and_cache": (key, value, cache, SLOTS, spec, *scales),
         "gather_cache": (cache, TABLES, LENGTHS, STARTS, out_key, out_value, spec, *scales),
         "paged_attention": (
-            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), spec, 0.3, 5, 20.0, sinks, *scales
+            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), spec, 0.3, 5, 20.0, sinks, *scales, 3, 10
         ),
         "swap_blocks": (cache, other, PAIRS, spec),
         "swap_blocks_layers": ([cache], [other], PAIRS, spec),
@@ -336,6 +336,50 @@ def test_a_captured_graph_writes_where_its_inputs_say():
         expected = other.clone()
         reference.reshape_and_cache(key, value, expected, slots, layout)
         assert torch.equal(cache, expected)
+    ops.check_device(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]], ids=lambda layout: layout.spec)
+@torch.no_grad()
+def test_a_captured_layer_takes_lengths_as_they_are_at_each_replay(layout):
+    """A compiled function that writes, attends and gathers, in a graph that never reads a length on the host."""
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    cache = make_caches(layout, 1, device)[0]
+    start = bits([cache])[0]
+    key, value = make_rows(layout, 2, device)
+    query, tables = torch.randn(2, 4, 8, device=device), TABLES.to(device)
+    slots, lengths = torch.tensor([9, 19], device=device), torch.tensor([10, 4], device=device)
+    rows = tuple(torch.zeros(24, layout.num_kv_heads, 8, device=device) for _ in range(2))
+
+    @torch.compile(fullgraph=True)
+    def layer():
+        ops.reshape_and_cache(key, value, cache, slots, layout)
+        ops.gather_cache(cache, tables, lengths, layout, out=rows)
+        return ops.paged_attention(query, cache, tables, lengths, layout, max_seq_len=12) + 1
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attended = layer()
+    for first, second in ((10, 4), (12, 1), (5, 8)):
+        cache.view(torch.uint8).copy_(start.view(cache.view(torch.uint8).shape))
+        key.normal_()
+        value.normal_()
+        lengths.copy_(torch.tensor([first, second]))
+        graph.replay()
+        expected = cache.clone()
+        reference.reshape_and_cache(key, value, expected, slots, layout)
+        assert equal_bits([cache], [expected])
+        host = torch.tensor([first, second])
+        gathered = reference.gather_cache(cache, tables, host, layout)
+        assert all(torch.equal(a[: first + second], b) for a, b in zip(rows, gathered, strict=True))
+        want = reference.paged_attention(query, cache, tables, host, layout) + 1
+        torch.testing.assert_close(attended, want, atol=2e-3, rtol=2e-3)
     ops.check_device(device)
 
 
