@@ -27,9 +27,9 @@ class BlockCopier:
     The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The
     copier holds the tensors, not copies of them; they must not be given other memory while it lives.
 
-    kernel_max_bytes: between CUDA and pinned memory, extents of up to so many bytes on average are copied by a kernel, all
-        in one launch; larger ones, and all by default, by the copy engines. Where the line is best drawn differs between
-        machines and directions: see `kvpage.calibrate`.
+    kernel_max_bytes: between CUDA and pinned memory, extents of up to so many bytes on average are copied by a kernel,
+        all in one launch; larger ones, and all by default, by the copy engines. Where the line is best drawn differs
+        between machines and directions: see `kvpage.calibrate`.
     max_groups: the thread groups of 256 that this kernel may take, a multiprocessor holding eight at most.
 
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
@@ -47,6 +47,7 @@ class BlockCopier:
     ) -> None:
         self._srcs, self._dsts, self._layout = list(srcs), list(dsts), layout
         self._limits = kernel_max_bytes, max_groups
+        self._layers: list[BlockCopier] | None = None
         if len(self._srcs) != len(self._dsts):
             raise ValueError(f"src and dst must have as many layers, got {len(self._srcs)} and {len(self._dsts)}")
         self._num_blocks = _num_blocks("src", self._srcs, layout), _num_blocks("dst", self._dsts, layout)
@@ -91,9 +92,11 @@ class BlockCopier:
         return "torch" if self._torch_only else found
 
     def split_layers(self) -> list["BlockCopier"]:
-        """A copier of each layer alone, with this one's limits."""
-        sides = zip(self._srcs, self._dsts, strict=True)
-        return [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
+        """A copier of each layer alone, with this one's limits: made once."""
+        if self._layers is None:
+            sides = zip(self._srcs, self._dsts, strict=True)
+            self._layers = [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
+        return self._layers
 
     def _make_native(self, places: tuple[int, int]) -> _C.BlockCopier:
         host = [cache for cache in (*self._srcs, *self._dsts) if cache.device.type == "cpu"]
