@@ -82,6 +82,8 @@ class CudaStream:
     """A CUDA stream that does not wait for the null stream by itself, and orders itself by events with any other."""
 
     def __init__(self, device: torch.device) -> None:
+        """ValueError while a graph is captured."""
+        _check_not_capturing(device)
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def wait_current(self) -> None:
