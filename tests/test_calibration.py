@@ -7,7 +7,7 @@ import torch
 
 import kvpage
 from kvpage import _C
-from kvpage.calibration import MIN_GAIN, PIECE_BYTES, Throughput, find_crossover
+from kvpage.calibration import MAX_PIECES, MIN_GAIN, PIECE_BYTES, Throughput, _measure, find_crossover
 
 SIZES = (2, 4, 8, 16, 32)
 
@@ -79,6 +79,29 @@ def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="calibrate needs CUDA: this torch cannot use it"):
         kvpage.calibrate()
+
+
+class NoStream:
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES[0], PIECE_BYTES[-1]])
+def test_a_measurement_copies_scattered_pieces(piece_bytes):
+    """The measuring itself, between two buffers on the host: which pieces it moves, and that it does."""
+    src = torch.arange(8 << 20, dtype=torch.int32).view(torch.uint8)[: 8 << 20]
+    dst = torch.zeros_like(src)
+    found = _measure(src, dst, piece_bytes, 16, NoStream())
+    assert found.piece_bytes == piece_bytes and found.engine > 0 and found.kernel > 0
+    rows, sources = (
+        dst.view(-1, piece_bytes),
+        {bytes(row[:4].tolist()): i for i, row in enumerate(src.view(-1, piece_bytes))},
+    )
+    moved = {i: sources[bytes(row[:4].tolist())] for i, row in enumerate(rows) if row.any()}
+    assert len(set(moved.values())) >= min(len(rows), MAX_PIECES) - 1  # the first piece of the source begins with zeros
+    neighbours = sum(moved.get(i + 1, -9) == source + 1 for i, source in moved.items())
+    assert neighbours <= 0.01 * len(rows) + 1
+    assert all(torch.equal(rows[i], src.view(-1, piece_bytes)[source]) for i, source in moved.items())
 
 
 @pytest.mark.gpu

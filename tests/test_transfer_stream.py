@@ -1,5 +1,6 @@
 """The streams that asynchronous swaps run on: a thread here, CUDA streams on a GPU."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from kvpage import BlockPool, CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig
-from kvpage.transfer_stream import HostStream
+from kvpage.transfer_stream import CudaStream, HostStream
 
 MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
 
@@ -183,6 +184,111 @@ def test_an_engine_of_a_cycle_collected_on_its_own_thread():
     finally:
         gc.enable()
     assert gone() is None and pool.ref_count(6) == 1 and transfer.is_done()
+
+
+class PlayedCuda:
+    """torch.cuda's streams and events, as far as CudaStream uses them: a log of what was called on which stream."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.capturing, self.currents = [], set(), ["null"]
+        played = self
+
+        class Stream:
+            device = torch.device("cuda", 0)
+
+            def __init__(self, device=None, name="side"):
+                self.name = name
+
+            def wait_stream(self, other):
+                played.log.append((self.name, "waits for the work of", other.name))
+
+            def wait_event(self, event):
+                played.log.append((self.name, "waits for", event))
+
+            def synchronize(self):
+                played.log.append((self.name, "synchronized"))
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+                self.at = None
+
+            def record(self, stream):
+                self.at = len(played.log)
+                played.log.append((stream.name, "records"))
+
+            def query(self):
+                assert not played.capturing
+                return True
+
+            def synchronize(self):
+                assert not played.capturing
+
+            def elapsed_time(self, later):
+                return 1000.0 * (later.at - self.at)
+
+        @contextlib.contextmanager
+        def stream(chosen):
+            played.currents.append(chosen.name)
+            yield
+            played.currents.pop()
+
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": stream,
+            "device": lambda device: contextlib.nullcontext(),
+            "current_stream": lambda device: Stream(name=played.currents[-1]),
+            "is_current_stream_capturing": lambda: played.currents[-1] in played.capturing,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_what_a_cuda_stream_calls(monkeypatch):
+    cuda = PlayedCuda(monkeypatch)
+    stream = CudaStream(torch.device("cuda", 0))
+    stream.wait_current()
+    begin = stream.record()
+    stream.submit(lambda: cuda.log.append(("work on", cuda.currents[-1])))
+    end = stream.record()
+    end.wait_stream(None)
+    end.wait_stream(torch.cuda.Stream(name="other"))
+    stream.close(lambda: cuda.log.append("last"))
+    assert cuda.log == [
+        ("side", "waits for the work of", "null"),
+        ("side", "records"),
+        ("work on", "side"),
+        ("side", "records"),
+        ("null", "waits for", end._event),
+        ("other", "waits for", end._event),
+        ("side", "synchronized"),
+        "last",
+    ]
+    assert begin.is_done() and end.seconds_since(begin) == 2
+    end.wait()
+
+
+def test_a_cuda_stream_touches_no_capture(monkeypatch):
+    """Not by a query either, which would end the capture with an error; only what waits on another stream goes on."""
+    cuda = PlayedCuda(monkeypatch)
+    stream = CudaStream(torch.device("cuda", 0))
+    event = stream.record()
+    cuda.capturing.add("null")
+    num_calls = len(cuda.log)
+    for call in (
+        stream.wait_current,
+        event.wait,
+        lambda: event.wait_stream(None),
+        lambda: CudaStream(torch.device("cuda")),
+    ):
+        with pytest.raises(ValueError, match="must not be capturing"):
+            call()
+    assert not event.is_done() and len(cuda.log) == num_calls
+    event.wait_stream(torch.cuda.Stream(name="other"))
+    assert cuda.log[num_calls:] == [("other", "waits for", event._event)]
+    cuda.capturing = {"other"}
+    with pytest.raises(ValueError, match="must not be capturing"):
+        event.wait_stream(torch.cuda.Stream(name="other"))
 
 
 USE = """
