@@ -1,16 +1,22 @@
-"""How fast do swaps between GPU and host memory, and copies within the GPU, move scattered blocks?
+"""How fast do swaps between GPU and pinned host memory, and copies within the GPU, move scattered pieces?
 
-Bounds, measured in the same run: for swaps one pinned, contiguous copy_ of as many bytes over the same bus, for copies
-one contiguous copy_ within the device. Moved are blocks of 16 tokens, 8 heads of 128 in bf16 (32 KiB of K, 32 of V) in
-32 layers, between random places: 64 extents a block with separate layers, one with packed ones. Also the time that the
-CPU spends from the Python call until the work is enqueued; the goal is 30 us for 256 blocks with packed layers.
-Medians of rounds in which every case is measured once. Before anything is timed, all destination bytes are compared.
+Bounds, measured in the same run: for swaps one contiguous pinned copy_ of 256 MiB over the same bus, for copies one
+within the device. Moved are pieces of one size between random places, at most 512 MiB at once, by the copy engines, by
+the SM kernel (on at most --groups thread groups) and by the one that the calibration chooses. Targets on an H200, of
+the bound, from 64 MiB on: pieces of 2 MiB (a packed block of Llama-3-8B) 0.95, of 32 KiB (K or V of a block in one
+layer) 0.85, of 8 KiB 0.6; copies 0.85.
 
-Usage: python benchmarks/bench_swap.py [--blocks 1 16 256] [--rounds 20] [--device cuda] [--plot PATH]
-(--device cpu tries the script itself on a machine without a GPU; its figures mean nothing.)
+Fixed cost of a call for 256 blocks in 32 layers: the host's time from Python until the work is enqueued on an idle
+stream; the target is 30 us. Its part that needs no GPU, checking the pairs and making the plan, is "plan, host only".
+
+Medians of rounds in which every case is measured once. Before anything is timed, every destination byte is compared.
+
+Usage: python benchmarks/bench_swap.py [--rounds 10] [--groups 16] [--plot PATH]
+Without a GPU it measures the plan, says so, and ends.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -18,96 +24,145 @@ from collections.abc import Callable
 
 import torch
 
-from kvpage import build_info, reference
+from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 
-NUM_LAYERS = 32
-HOST = torch.device("cpu")
+PIECE_BYTES = [2 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 2 << 20]
+NUM_PIECES = [16, 256, 4096, 65536]
+MOST_BYTES, LARGE_BYTES, SETTLED_BYTES = 512 << 20, 256 << 20, 64 << 20
+TARGETS = {("in", 2 << 20): 0.95, ("in", 32 << 10): 0.85, ("in", 8 << 10): 0.6}
+TARGETS |= {("out", size): target for (_, size), target in TARGETS.items()}
+TARGETS |= {("copy", size): 0.85 for size in PIECE_BYTES}
+NEVER, ALWAYS = 0, 1 << 40
 
 
-class Tiers:
-    """The caches of both tiers, twice as many blocks as are moved, and a random mapping between their halves."""
+class Memory:
+    """512 MiB and one more piece of the largest size: pinned, and twice on the device."""
 
-    def __init__(self, layer_layout: str, num_blocks: int, device: torch.device) -> None:
-        self.layout = CacheLayout(16, 8, 128, torch.bfloat16, layer_layout=layer_layout)
-        self.device = self.layout.allocate(2 * num_blocks, NUM_LAYERS, device)
-        self.host = self.layout.allocate(2 * num_blocks, NUM_LAYERS, HOST, device.type == "cuda")
-        for cache in (*self.device, *self.host):
-            cache.view(torch.int16).random_()
-        self.mapping = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks) + num_blocks], 1)
-        self.num_bytes = num_blocks * NUM_LAYERS * self.layout.block_bytes
+    def __init__(self) -> None:
+        num_bytes = MOST_BYTES + PIECE_BYTES[-1]
+        self.host = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).pin_memory()
+        self.device = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
+        self.other = torch.empty_like(self.device)
 
-    def sides(self) -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def sides(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
         return {
-            "swap in": (self.host, self.device),
-            "swap out": (self.device, self.host),
-            "copy": (self.device, self.device),
+            "in": (self.host, self.device),
+            "out": (self.device, self.host),
+            "copy": (self.device, self.other),
+        }[direction]
+
+
+class Case:
+    """Pieces of one size in one direction, one more at each end than are moved."""
+
+    def __init__(self, memory: Memory, direction: str, piece_bytes: int, num_pieces: int, groups: int) -> None:
+        layout = CacheLayout(1, 1, piece_bytes, torch.uint8, backend="mla")
+        shape = layout.shape(num_pieces + 1)
+        self.src, self.dst = (side[: (num_pieces + 1) * piece_bytes].view(shape) for side in memory.sides(direction))
+        self.num_bytes = num_pieces * piece_bytes
+        self.mapping = torch.stack([torch.randperm(num_pieces), torch.randperm(num_pieces) + 1], 1)
+        limits = {"engine": NEVER, "kernel": ALWAYS} if direction != "copy" else {"kernel": NEVER}
+        self.copiers = {
+            name: BlockCopier([self.src], [self.dst], layout, limit, groups) for name, limit in limits.items()
         }
 
-
-def check(name: str, srcs: list[torch.Tensor], dsts: list[torch.Tensor], tiers: Tiers, copier: BlockCopier) -> None:
-    expected = [dst.clone() for dst in dsts]
-    for src, dst in zip(srcs, expected, strict=True):
-        reference.swap_blocks(src, dst, tiers.mapping, tiers.layout)
-    copier.run(tiers.mapping)
-    wait(tiers)
-    for layer, (dst, wanted) in enumerate(zip(dsts, expected, strict=True)):
-        if not torch.equal(dst.view(torch.int16), wanted.view(torch.int16)):
-            raise SystemExit(f"{name}: layer {layer} differs from torch's")
-
-
-def wait(tiers: Tiers) -> None:
-    if tiers.device[0].is_cuda:
-        torch.cuda.synchronize()
+    def check(self) -> None:
+        for name, copier in self.copiers.items():
+            self.dst.fill_(255)
+            torch.cuda.synchronize()
+            copier.run(self.mapping)
+            torch.cuda.synchronize()
+            src, dst, mapping = self.src.cuda(), self.dst.cuda(), self.mapping.cuda()
+            if not torch.equal(dst[mapping[:, 1]], src[mapping[:, 0]]):
+                raise SystemExit(f"{name}: {len(self.mapping)} pieces differ")
+            if bool((dst[0] != 255).any()):
+                raise SystemExit(f"{name}: a piece that nobody named was written")
 
 
-def clock(body: Callable[[], object], tiers: Tiers) -> tuple[float, float]:
+def clock(body: Callable[[], object]) -> tuple[float, float]:
     """Seconds until the call returned, and until the work was done."""
-    wait(tiers)
+    torch.cuda.synchronize()
     start = time.perf_counter()
     body()
     enqueued = time.perf_counter() - start
-    wait(tiers)
+    torch.cuda.synchronize()
     return enqueued, time.perf_counter() - start
 
 
-def bounds(num_bytes: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    one, two = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return {
-        "swap in": lambda: one.copy_(host, non_blocking=True),
-        "swap out": lambda: host.copy_(one, non_blocking=True),
-        "copy": lambda: two.copy_(one),
-    }
-
-
-def run_layout(layer_layout: str, num_blocks: int, rounds: int, device: torch.device) -> list[dict]:
-    tiers = Tiers(layer_layout, num_blocks, device)
-    best = bounds(tiers.num_bytes, device)
-    cases: dict[tuple[str, str], Callable[[], object]] = {}
-    for name, (srcs, dsts) in tiers.sides().items():
-        copier = BlockCopier(srcs, dsts, tiers.layout)
-        check(name, srcs, dsts, tiers, copier)
-        cases[name, "bound"] = best[name]
-        cases[name, "kvpage"] = lambda copier=copier: copier.run(tiers.mapping)
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in cases}
+def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for round_ in range(rounds + 1):  # the first one warms up
-        for key, body in cases.items():
-            took = clock(body, tiers)
+        for name, body in cases.items():
+            took = clock(body)
             if round_:
-                times[key].append(took)
-    return [row(layer_layout, name, tiers.num_bytes, times) for name in tiers.sides()]
+                times[name].append(took)
+    return {name: tuple(map(statistics.median, zip(*of, strict=True))) for name, of in times.items()}
 
 
-def row(layer_layout: str, name: str, num_bytes: int, times: dict[tuple[str, str], list[tuple[float, float]]]) -> dict:
-    enqueued = statistics.median(first for first, _ in times[name, "kvpage"])
-    done = statistics.median(last for _, last in times[name, "kvpage"])
-    bound = statistics.median(last for _, last in times[name, "bound"])
+def one_copy(memory: Memory, direction: str, num_bytes: int) -> Callable[[], object]:
+    src, dst = memory.sides(direction)
+    return lambda: dst[:num_bytes].copy_(src[:num_bytes], non_blocking=True)
+
+
+def chosen(direction: str, piece_bytes: int, calibration: Calibration) -> str:
+    most = {"in": calibration.max_bytes_in, "out": calibration.max_bytes_out, "copy": ALWAYS}[direction]
+    return "kernel" if piece_bytes <= most else "engine"
+
+
+def measure(memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int) -> dict:
+    case = Case(memory, direction, size, count, calibration.max_groups)
+    case.check()
+    bodies: dict[str, Callable[[], object]] = {
+        name: lambda copier=copier: copier.run(case.mapping) for name, copier in case.copiers.items()
+    }
+    bodies["large"] = one_copy(memory, direction, LARGE_BYTES)
+    bodies["same"] = one_copy(memory, direction, case.num_bytes)
+    found = medians(bodies, rounds)
+    rates = {name: case.num_bytes / found[name][1] / 1e9 for name in (*case.copiers, "same")}
+    best, bound = chosen(direction, size, calibration), LARGE_BYTES / found["large"][1] / 1e9
     return {
-        "layers": layer_layout, "case": name, "mib": num_bytes / 2**20, "gb_per_s": num_bytes / done / 1e9,
-        "bound_gb_per_s": num_bytes / bound / 1e9, "of_bound": bound / done, "enqueue_us": enqueued * 1e6,
+        "direction": direction, "piece_bytes": size, "num_pieces": count, "engine": rates.get("engine"),
+        "kernel": rates["kernel"], "chosen": best, "chosen_gb_per_s": rates[best], "same_bytes": rates["same"],
+        "bound": bound, "of_bound": rates[best] / bound, "enqueue_us": found[best][0] * 1e6,
+        "target": TARGETS.get((direction, size)) if case.num_bytes >= SETTLED_BYTES else None,
     }  # fmt: skip
+
+
+def plan_us(rounds: int = 2000) -> float:
+    """Checking 256 pairs and making their plan, over 32 layers of K and V; the blocks' size does not matter."""
+    layout = CacheLayout(1, 1, 8, torch.float16)
+    srcs, dsts = (layout.allocate(1024, 32, torch.device("cpu")) for _ in range(2))
+    copier = BlockCopier(srcs, dsts, layout)
+    mapping = torch.stack([torch.randperm(1024)[:256], torch.randperm(1024)[:256]], 1)
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        copier.check(mapping)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def call_us(calibration: Calibration, layer_layout: str, kernel: bool, rounds: int) -> dict[str, float]:
+    """The host's time in CacheEngine's calls for 256 blocks of 16 tokens, 8 heads of 128 in bf16, 32 layers."""
+    most = ALWAYS if kernel else NEVER
+    fixed = dataclasses.replace(calibration, max_bytes_in=most, max_bytes_out=most)
+    config = CacheConfig(16, 512, 512, cache_dtype="bf16", layer_layout=layer_layout)
+    model = ModelConfig(128, 8, ("full_attention",) * 32)
+    engine = CacheEngine(config, model, None, DeviceConfig("cuda"), calibration=fixed)
+    mapping = torch.stack([torch.randperm(256), torch.randperm(256) + 256], 1)
+    found = medians(
+        {
+            "out": lambda: engine.swap_out(mapping),
+            "in": lambda: engine.swap_in(mapping),
+            "copy": lambda: engine.copy(mapping),
+            "out, asynchronous": lambda: engine.swap_out(mapping, non_blocking=True),
+            "in, asynchronous": lambda: engine.swap_in(mapping, non_blocking=True),
+        },
+        rounds,
+    )
+    return {name: enqueued * 1e6 for name, (enqueued, _) in found.items()}
 
 
 def plot(rows: list[dict], path: str) -> None:
@@ -116,41 +171,69 @@ def plot(rows: list[dict], path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 3.5))
-    places = range(len(rows))
-    axes.bar(places, [row["bound_gb_per_s"] for row in rows], 0.8, color="lightgray", label="contiguous copy_")
-    axes.bar(places, [row["gb_per_s"] for row in rows], 0.5, label="kvpage")
-    axes.set_xticks(places, [f"{row['case']}\n{row['layers']}\n{row['mib']:.0f} MiB" for row in rows], fontsize=6)
-    axes.set_yscale("log")
-    axes.set_ylabel("GB/s moved")
-    axes.legend()
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharex=True)
+    for axis, direction in zip(axes, ("out", "in", "copy"), strict=True):
+        most = {row["piece_bytes"]: row for row in rows if row["direction"] == direction}  # of each size the last
+        for name in ("engine", "kernel", "bound"):
+            rates = [row[name] for row in most.values()]
+            if None not in rates:
+                axis.plot([size / 1024 for size in most], rates, ":" if name == "bound" else "o-", label=name)
+        axis.set(title=direction, xlabel="KiB a piece", xscale="log", ylabel="GB/s")
+        axis.set_ylim(0)
+        axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
+def show(row: dict) -> None:
+    engine = "" if row["engine"] is None else f"{row['engine']:.2f}"
+    target = "" if row["target"] is None else "  met" if row["of_bound"] >= row["target"] else "  MISSED"
+    print(
+        f"{row['direction']:6}{row['piece_bytes'] // 1024:5}{row['num_pieces']:8}{engine:>9}{row['kernel']:9.2f}"
+        f"{row['chosen']:>9}{row['same_bytes']:9.2f}{row['bound']:9.2f}{row['of_bound']:7.2f}{row['enqueue_us']:12.1f}"
+        f"{target}"
+    )
+
+
+def swaps(calibration: Calibration, rounds: int) -> list[dict]:
+    print("              pieces GB/s: by      by              one copy    large")
+    print("        KiB  of them   engine   kernel   chosen  as much     copy  of it  enqueue us")
+    memory, rows = Memory(), []
+    for direction in ("out", "in", "copy"):
+        for size in PIECE_BYTES:
+            for count in sorted({min(count, MOST_BYTES // size) for count in NUM_PIECES}):
+                rows.append(measure(memory, direction, size, count, calibration, rounds))
+                show(rows[-1])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 16, 256])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--plot")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device; --device cpu tries the script without one")
     torch.manual_seed(0)
-    rows = []
-    print(f"{'layers':9} {'case':9} {'blocks':>6} {'GB/s':>8} {'bound':>8} {'of it':>6} {'enqueue us':>10}")
+    report = {"bench": "swap", "build": build_info(), "plan_us": plan_us()}
+    print(f"plan, host only: {report['plan_us']:.1f} us for 256 pairs in 32 layers")
+    if not torch.cuda.is_available() or report["build"]["cuda_error"]:
+        print(f"moving blocks needs a GPU: {report['build']['cuda_error'] or 'this torch cannot use it'}")
+        print(json.dumps(report, default=str))
+        return
+    calibration = calibrate("cuda", options.groups)
+    print(f"calibration: kernel up to {calibration.max_bytes_in} bytes in, {calibration.max_bytes_out} out; "
+          f"{calibration.seconds:.2f} s")  # fmt: skip
+    report |= {"calibration": dataclasses.asdict(calibration), "rows": swaps(calibration, options.rounds)}
+    report["call_us"] = {}
     for layer_layout in ("separate", "packed"):
-        for num_blocks in options.blocks:
-            for found in run_layout(layer_layout, num_blocks, options.rounds, torch.device(options.device)):
-                rows.append(found | {"blocks": num_blocks})
-                print(
-                    f"{layer_layout:9} {found['case']:9} {num_blocks:6} {found['gb_per_s']:8.2f} "
-                    f"{found['bound_gb_per_s']:8.2f} {found['of_bound']:6.2f} {found['enqueue_us']:10.1f}"
-                )
+        for name, kernel in (("kernel", True), ("engine", False)):
+            took = call_us(calibration, layer_layout, kernel, options.rounds)
+            report["call_us"][f"{layer_layout}, {name}"] = took
+            print(f"host time of a call, 256 blocks, {layer_layout:8}, {name}: "
+                  + ", ".join(f"{what} {us:.1f} us" for what, us in took.items()))  # fmt: skip
     if options.plot:
-        plot(rows, options.plot)
-    print(json.dumps({"bench": "swap", "device": options.device, "build": build_info(), "rows": rows}))
+        plot(report["rows"], options.plot)
+    print(json.dumps(report, default=str))
 
 
 if __name__ == "__main__":

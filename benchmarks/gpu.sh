@@ -20,6 +20,7 @@ part() { # part NAME SECONDS COMMAND...: runs it under a time limit, keeps its o
 
 part build 180 python3 -m pip install --no-build-isolation --no-deps .
 part info 60 python3 -P -c 'import json, kvpage; print(json.dumps(dict(kvpage.build_info()), default=str, indent=1))'
+part calibrate 60 kvpage info --calibrate
 part machine 30 nvidia-smi
 part tests 240 pytest -q -m gpu
 part bench_swap 90 python3 -P benchmarks/bench_swap.py --plot "$out/bench_swap.png"

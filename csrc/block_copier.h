@@ -1,4 +1,9 @@
 // BlockCopier: a geometry, and the executor that suits where its two sides lie. What kvpage.block_copy.BlockCopier holds.
+//
+//   host ─► host                  threads
+//   device ─► the same device     SM kernel
+//   host ─► device and back       SM kernel   for many small extents of pinned memory: an extent costs it no time of its own
+//                                 copy engine for everything else: no multiprocessor is taken from the computation
 #pragma once
 
 #include <cstdint>
@@ -21,26 +26,40 @@ struct Placement {
 
 enum class Executor { kHostThreads, kCopyEngine, kKernel };
 
-// Which executor runs plans between these places. The one place to decide it: a kernel that reads pinned host memory
-// would be chosen here, by the plan's number of extents and their size.
-Executor choose_executor(const Placement& placement);
+// How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at most
+// `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes should
+// lie has to be measured on the device, for each direction; kvpage.calibration does.
+struct KernelLimits {
+  int64_t max_bytes, max_groups;
+};
+
+// Which executor copies so many extents of so many bytes between these places. The one place to decide it. A single
+// extent is the copy engine's, whatever its size: there is nothing to save.
+Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents, int64_t kernel_max_bytes);
 
 class BlockCopier {
  public:
-  // Throws InvalidArgument as CopyGeometry does, for two different devices, and for a device in a build without CUDA.
-  BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement);
+  // Throws InvalidArgument as CopyGeometry does, for limits out of range, for two different devices, and for a device in
+  // a build without CUDA. Where the device cannot see the host side's memory, its kernel is never used.
+  BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement,
+              const KernelLimits& limits);
   ~BlockCopier();
 
   const CopyGeometry& geometry() const { return geometry_; }
+
+  // The executor that `run` would take. Throws as CopyPlan does.
+  Executor executor(const int64_t* pairs, int64_t num_pairs) const;
 
   // Copies the pairs, [num_pairs, 2], and on the host waits for it; on a device enqueues it on `stream`. Any number of
   // threads may call it. Throws as CopyPlan does, before anything is written, and as the executors do.
   void run(const int64_t* pairs, int64_t num_pairs, uintptr_t stream, int max_threads);
 
  private:
+  Executor choose(const CopyPlan& plan) const;
+
   CopyGeometry geometry_;
   Placement placement_;
-  Executor executor_;
+  KernelLimits limits_;
   std::mutex engine_mutex_;
   std::unique_ptr<CopyEngine> engine_;
 };

@@ -1,7 +1,7 @@
 #include "copy_blocks.h"
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "cuda_check.h"
 
@@ -9,104 +9,61 @@ namespace kvpage {
 namespace {
 
 #if CUDART_VERSION >= 12010
-constexpr size_t kMostParameters = 32764;  // bytes of a kernel's parameters, from sm_70 on
+constexpr int64_t kMostParameters = 32764;  // bytes of a kernel's parameters, from sm_70 on
 #else
-constexpr size_t kMostParameters = 4096;
+constexpr int64_t kMostParameters = 4096;
 #endif
-constexpr size_t kInlineBytes = kMostParameters / 64 * 64 - 64;
+constexpr int64_t kMostMetadata = kMostParameters / 64 * 64 - 64;
+constexpr int64_t kFewMetadata = std::min<int64_t>(8192 - 64, kMostMetadata);  // parameters cost a launch time
 
-// Pieces, then pairs, as kernel parameters.
+// A tile's pieces, then its pairs, as kernel parameters.
+template <int64_t kBytes>
 struct InlineCopy {
   CopyParams params;  // its two pointers are set by the thread
-  alignas(8) unsigned char metadata[kInlineBytes];
+  alignas(8) unsigned char metadata[kBytes];
 };
-static_assert(sizeof(InlineCopy) <= kMostParameters);
+static_assert(sizeof(InlineCopy<kMostMetadata>) <= kMostParameters);
 
-__device__ int64_t thread_id() { return blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; }
-
-__device__ int64_t grid_threads() { return gridDim.x * static_cast<int64_t>(blockDim.x); }
-
-template <typename Vector>
-__global__ void __launch_bounds__(kThreadsPerGroup) copy_inline(const __grid_constant__ InlineCopy inlined) {
+template <typename Vector, int64_t kBytes>
+__global__ void __launch_bounds__(kThreadsPerGroup) copy_inline(const __grid_constant__ InlineCopy<kBytes> inlined) {
   CopyParams params = inlined.params;
   params.pieces = reinterpret_cast<const Piece*>(inlined.metadata);
   params.pairs = reinterpret_cast<const BlockPair*>(inlined.metadata + params.num_pieces * sizeof(Piece));
-  copy_thread<Vector>(params, thread_id(), grid_threads());
+  const int64_t thread = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  copy_thread<Vector>(params, thread, gridDim.x * static_cast<int64_t>(blockDim.x));
 }
 
-template <typename Vector>
-__global__ void __launch_bounds__(kThreadsPerGroup) copy_uploaded(const CopyParams params) {
-  copy_thread<Vector>(params, thread_id(), grid_threads());
+void write_metadata(const CopyPlan& plan, const CopyTile& tile, unsigned char* out) {
+  const size_t piece_bytes = tile.num_pieces * sizeof(Piece);
+  std::memcpy(out, plan.geometry().pieces().data() + tile.first_piece, piece_bytes);
+  std::memcpy(out + piece_bytes, plan.pairs().data() + tile.first_pair, tile.num_pairs * sizeof(BlockPair));
 }
 
-unsigned int num_groups(const CopyParams& params) {
-  return static_cast<unsigned int>(launch_threads(params.num_units) / kThreadsPerGroup);
-}
-
-size_t piece_bytes(const CopyPlan& plan) { return plan.geometry().pieces().size() * sizeof(Piece); }
-
-size_t metadata_bytes(const CopyPlan& plan) { return piece_bytes(plan) + plan.pairs().size() * sizeof(BlockPair); }
-
-void write_metadata(const CopyPlan& plan, unsigned char* out) {
-  std::memcpy(out, plan.geometry().pieces().data(), piece_bytes(plan));
-  std::memcpy(out + piece_bytes(plan), plan.pairs().data(), plan.pairs().size() * sizeof(BlockPair));
-}
-
-// Device memory in a stream's order: what follows on the stream may use it, and it is freed after what came before.
-class StreamMemory {
- public:
-  StreamMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    KVPAGE_CUDA(cudaMallocAsync, &data_, bytes, stream);
-  }
-  ~StreamMemory() { cudaFreeAsync(data_, stream_); }
-  StreamMemory(const StreamMemory&) = delete;
-  StreamMemory& operator=(const StreamMemory&) = delete;
-  unsigned char* data() const { return static_cast<unsigned char*>(data_); }
-
- private:
-  void* data_ = nullptr;
-  cudaStream_t stream_;
-};
-
-void launch_inline(const CopyPlan& plan, int64_t vector_bytes, cudaStream_t stream) {
-  InlineCopy inlined{};
-  inlined.params = copy_params(plan, nullptr, nullptr, vector_bytes);
-  write_metadata(plan, inlined.metadata);
+template <int64_t kBytes>
+void launch(const CopyPlan& plan, const CopyTile& tile, int64_t vector_bytes, int64_t max_groups, cudaStream_t stream) {
+  InlineCopy<kBytes> inlined;  // what the tile does not fill is never read
+  inlined.params = copy_params(plan, tile, nullptr, nullptr, vector_bytes);
+  write_metadata(plan, tile, inlined.metadata);
+  const auto num_groups = static_cast<unsigned int>(launch_threads(inlined.params.num_units, max_groups) / kThreadsPerGroup);
   dispatch_vector(vector_bytes, [&](auto vector) {
-    copy_inline<decltype(vector)><<<num_groups(inlined.params), kThreadsPerGroup, 0, stream>>>(inlined);
+    copy_inline<decltype(vector), kBytes><<<num_groups, kThreadsPerGroup, 0, stream>>>(inlined);
   });
   cuda_check(cudaGetLastError(), "copy_inline launch");
 }
 
-// For what is too much for parameters. The vector is pageable memory, and when a copy has read that is not promised on
-// every device: the stream is waited for before it goes.
-void launch_uploaded(const CopyPlan& plan, int64_t vector_bytes, cudaStream_t stream) {
-  std::vector<unsigned char> metadata(metadata_bytes(plan));
-  write_metadata(plan, metadata.data());
-  const StreamMemory memory(metadata.size(), stream);
-  KVPAGE_CUDA(cudaMemcpyAsync, memory.data(), metadata.data(), metadata.size(), cudaMemcpyHostToDevice, stream);
-  KVPAGE_CUDA(cudaStreamSynchronize, stream);
-  const CopyParams params =
-      copy_params(plan, reinterpret_cast<const Piece*>(memory.data()),
-                  reinterpret_cast<const BlockPair*>(memory.data() + piece_bytes(plan)), vector_bytes);
-  dispatch_vector(vector_bytes, [&](auto vector) {
-    copy_uploaded<decltype(vector)><<<num_groups(params), kThreadsPerGroup, 0, stream>>>(params);
-  });
-  cuda_check(cudaGetLastError(), "copy_uploaded launch");
-}
-
 }  // namespace
 
-void copy_on_device(const CopyPlan& plan, int device, uintptr_t stream_handle) {
+void run_copy_kernel(const CopyPlan& plan, int device, uintptr_t stream_handle, int64_t max_groups) {
   if (plan.num_extents() == 0) return;
   const DeviceGuard guard(device);
   const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
   check_not_capturing(stream);
   const int64_t vector_bytes = plan_vector_bytes(plan);
-  if (metadata_bytes(plan) <= kInlineBytes) {
-    launch_inline(plan, vector_bytes, stream);
-  } else {
-    launch_uploaded(plan, vector_bytes, stream);
+  const auto num_pieces = static_cast<int64_t>(plan.geometry().pieces().size());
+  const auto num_pairs = static_cast<int64_t>(plan.pairs().size());
+  for (const CopyTile& tile : split_for_launches(num_pieces, num_pairs, kMostMetadata)) {
+    const auto launch_tile = tile.metadata_bytes() <= kFewMetadata ? &launch<kFewMetadata> : &launch<kMostMetadata>;
+    launch_tile(plan, tile, vector_bytes, max_groups, stream);
   }
 }
 

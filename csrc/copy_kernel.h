@@ -1,4 +1,4 @@
-// The device-to-device copy, thread by thread: plain index arithmetic that nvcc and the host compiler both compile, so
+// The SM kernel's copy, thread by thread: plain index arithmetic that nvcc and the host compiler both compile, so
 // that a machine without a GPU tests what a GPU runs.
 //
 //   extent = pair x piece          unit = a warp's share of an extent: 32 lanes x kUnroll vectors

@@ -14,23 +14,40 @@ int64_t plan_vector_bytes(const CopyPlan& plan) {
   return static_cast<int64_t>(bits & -bits);
 }
 
-CopyParams copy_params(const CopyPlan& plan, const Piece* pieces, const BlockPair* pairs, int64_t vector_bytes) {
+std::vector<CopyTile> split_for_launches(int64_t num_pieces, int64_t num_pairs, int64_t capacity) {
+  constexpr int64_t kPiece = sizeof(Piece), kPair = sizeof(BlockPair);
+  // The pieces may take half of the room, and what the pairs leave of the other half.
+  const int64_t piece_room = std::max(capacity / 2, capacity - num_pairs * kPair);
+  const int64_t most_pieces = std::min(num_pieces, piece_room / kPiece);
+  const int64_t most_pairs = std::min(num_pairs, (capacity - most_pieces * kPiece) / kPair);
+  std::vector<CopyTile> tiles;
+  for (int64_t piece = 0; piece < num_pieces; piece += most_pieces) {
+    for (int64_t pair = 0; pair < num_pairs; pair += most_pairs) {
+      tiles.push_back({piece, std::min(most_pieces, num_pieces - piece), pair, std::min(most_pairs, num_pairs - pair)});
+    }
+  }
+  return tiles;
+}
+
+CopyParams copy_params(const CopyPlan& plan, const CopyTile& tile, const Piece* pieces, const BlockPair* pairs,
+                       int64_t vector_bytes) {
   int64_t longest = 0;
-  for (const Piece& piece : plan.geometry().pieces()) longest = std::max(longest, piece.bytes);
+  for (int64_t i = 0; i < tile.num_pieces; ++i) {
+    longest = std::max(longest, plan.geometry().pieces()[tile.first_piece + i].bytes);
+  }
   const int64_t unit_bytes = vector_bytes * kLanes * kUnroll;
   CopyParams params{};
   params.pieces = pieces;
   params.pairs = pairs;
-  params.num_pieces = static_cast<int64_t>(plan.geometry().pieces().size());
+  params.num_pieces = tile.num_pieces;
   params.units_per_extent = std::max<int64_t>((longest + unit_bytes - 1) / unit_bytes, 1);
-  params.num_units = params.units_per_extent * params.num_pieces * static_cast<int64_t>(plan.pairs().size());
+  params.num_units = params.units_per_extent * tile.num_pieces * tile.num_pairs;
   return params;
 }
 
-int64_t launch_threads(int64_t num_units) {
-  constexpr int64_t kMostGroups = int64_t{1} << 20;
+int64_t launch_threads(int64_t num_units, int64_t max_groups) {
   constexpr int64_t kUnitsPerGroup = kThreadsPerGroup / kLanes;
-  return std::min((num_units + kUnitsPerGroup - 1) / kUnitsPerGroup, kMostGroups) * kThreadsPerGroup;
+  return std::min((num_units + kUnitsPerGroup - 1) / kUnitsPerGroup, max_groups) * kThreadsPerGroup;
 }
 
 }  // namespace kvpage

@@ -26,4 +26,11 @@ CudaMachine find_cuda_machine() {
   return machine;
 }
 
+bool sees_host_memory(int device, const void* address) {
+  const DeviceGuard guard(device);
+  cudaPointerAttributes found{};
+  KVPAGE_CUDA(cudaPointerGetAttributes, &found, address);
+  return found.type == cudaMemoryTypeHost && found.devicePointer == address;
+}
+
 }  // namespace kvpage

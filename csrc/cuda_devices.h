@@ -24,4 +24,8 @@ std::optional<std::string> find_cuda_error();
 // Reads properties and makes no context on any device.
 CudaMachine find_cuda_machine();
 
+// Whether the device reads and writes the page-locked host memory at `address` under that very address. False for
+// pageable memory, and where the memory was locked without being mapped.
+bool sees_host_memory(int device, const void* address);
+
 }  // namespace kvpage

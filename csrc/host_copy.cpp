@@ -74,7 +74,7 @@ void copy_share(const CopyPlan& plan, int64_t begin, int64_t end, bool streaming
 
 template <typename Vector>
 void run_kernel(const CopyParams& params, int64_t max_threads) {
-  const int64_t num_threads = std::min(launch_threads(params.num_units), max_threads);
+  const int64_t num_threads = std::min(launch_threads(params.num_units, kMostGroups), max_threads);
   for (int64_t thread = 0; thread < num_threads; ++thread) copy_thread<Vector>(params, thread, num_threads);
 }
 
@@ -95,14 +95,19 @@ void copy_on_host(const CopyPlan& plan, int max_threads) {
   });
 }
 
-void run_copy_kernel_on_host(const CopyPlan& plan, int64_t vector_bytes, int64_t max_threads) {
+void run_copy_kernel_on_host(const CopyPlan& plan, int64_t vector_bytes, int64_t max_threads, int64_t capacity) {
   check(max_threads > 0 && max_threads % kLanes == 0, "max_threads must be a positive multiple of ", kLanes, ", got ",
         max_threads);
   check(vector_bytes > 0 && plan_vector_bytes(plan) % vector_bytes == 0, "vector_bytes must divide ",
         plan_vector_bytes(plan), ", got ", vector_bytes);
-  const CopyParams params =
-      copy_params(plan, plan.geometry().pieces().data(), plan.pairs().data(), vector_bytes);
-  dispatch_vector(vector_bytes, [&](auto vector) { run_kernel<decltype(vector)>(params, max_threads); });
+  constexpr int64_t kLeast = 2 * (sizeof(Piece) + sizeof(BlockPair));
+  check(capacity >= kLeast, "capacity must be at least ", kLeast, " bytes, got ", capacity);
+  const std::vector<Piece>& pieces = plan.geometry().pieces();
+  for (const CopyTile& tile : split_for_launches(pieces.size(), plan.pairs().size(), capacity)) {
+    const CopyParams params = copy_params(plan, tile, pieces.data() + tile.first_piece,
+                                          plan.pairs().data() + tile.first_pair, vector_bytes);
+    dispatch_vector(vector_bytes, [&](auto vector) { run_kernel<decltype(vector)>(params, max_threads); });
+  }
 }
 
 }  // namespace kvpage

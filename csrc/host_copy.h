@@ -13,8 +13,8 @@ namespace kvpage {
 void copy_on_host(const CopyPlan& plan, int max_threads);
 
 // The plan run through the body of the device kernel, on the calling thread, with vectors of `vector_bytes` (1, 2, 4, 8
-// or 16) in a grid of at most `max_threads`: what a GPU does, where there is none. Throws InvalidArgument if an address,
-// a step or a length is no multiple of the vector.
-void run_copy_kernel_on_host(const CopyPlan& plan, int64_t vector_bytes, int64_t max_threads);
+// or 16) in a grid of at most `max_threads`, in launches of at most `capacity` bytes of pieces and pairs: what a GPU
+// does, where there is none. Throws InvalidArgument if an address, a step or a length is no multiple of the vector.
+void run_copy_kernel_on_host(const CopyPlan& plan, int64_t vector_bytes, int64_t max_threads, int64_t capacity);
 
 }  // namespace kvpage

@@ -89,11 +89,12 @@ struct CopyEngine::State {
 
   const int device;
   const BatchedCopy batched_copy;  // null: extent by extent
+  Extents extents;  // kept for the next call: fresh memory would cost more than filling it
   std::optional<Stream> side;
   std::optional<Event> before, after;
 
   void copy(const CopyPlan& plan, cudaStream_t stream) {
-    Extents extents;
+    extents.clear();
     extents.reserve(std::min<size_t>(plan.num_extents(), kExtentsPerBatch));
     auto flush = [&] {
       if (extents.sizes.empty()) return;

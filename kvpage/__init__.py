@@ -10,9 +10,11 @@ from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager, BlockStats
 from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
+from kvpage.calibration import Calibration, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.transfer import Transfer
 
 __version__: str = _C.build_info()["version"]
 
@@ -25,6 +27,7 @@ __all__ = [
     "CacheConfig",
     "CacheEngine",
     "CacheLayout",
+    "Calibration",
     "DeviceConfig",
     "KVScales",
     "Match",
@@ -32,7 +35,9 @@ __all__ = [
     "OutOfBlocks",
     "ParallelConfig",
     "PrefixTree",
+    "Transfer",
     "build_info",
+    "calibrate",
     "register_backend",
     "__version__",
 ]

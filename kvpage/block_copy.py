@@ -2,7 +2,8 @@
 
     pairs of block ids ─► CopyPlan ─► host threads    CPU    ─► CPU
                           (csrc)      copy engines    CPU    ─► CUDA, CUDA ─► CPU
-                                      kernel          CUDA   ─► CUDA (one device)
+                                      kernel          CUDA   ─► CUDA (one device), and the way between CUDA and pinned
+                                                                memory for many small extents
 
 What the tensors look like is read and checked once; each call then only checks its pairs. In a build without CUDA, or
 with a driver that it cannot use, CUDA tensors go through torch operations, with one warning.
@@ -17,6 +18,7 @@ from kvpage import _C, reference
 from kvpage.layout import CacheLayout
 
 HOST = -1
+MAX_GROUPS = 16
 
 
 class BlockCopier:
@@ -25,13 +27,27 @@ class BlockCopier:
     The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The
     copier holds the tensors, not copies of them; they must not be given other memory while it lives.
 
+    kernel_max_bytes: between CUDA and pinned memory, extents of up to so many bytes on average are copied by a kernel,
+        all in one launch; larger ones, and all by default, by the copy engines. Where the line is best drawn differs
+        between machines and directions: see `kvpage.calibrate`.
+    max_groups: the thread groups of 256 that this kernel may take, a multiprocessor holding eight at most.
+
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
-    different numbers of layers, for a destination that overlaps itself, and for sides that overlap without being the
-    same caches.
+    different numbers of layers, for a destination that overlaps itself, for sides that overlap without being the same
+    caches, and for a negative kernel_max_bytes or a max_groups below 1.
     """
 
-    def __init__(self, srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        srcs: Sequence[torch.Tensor],
+        dsts: Sequence[torch.Tensor],
+        layout: CacheLayout,
+        kernel_max_bytes: int = 0,
+        max_groups: int = MAX_GROUPS,
+    ) -> None:
         self._srcs, self._dsts, self._layout = list(srcs), list(dsts), layout
+        self._limits = kernel_max_bytes, max_groups
+        self._layers: list[BlockCopier] | None = None
         if len(self._srcs) != len(self._dsts):
             raise ValueError(f"src and dst must have as many layers, got {len(self._srcs)} and {len(self._dsts)}")
         self._num_blocks = _num_blocks("src", self._srcs, layout), _num_blocks("dst", self._dsts, layout)
@@ -57,13 +73,30 @@ class BlockCopier:
         one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Also
         for a stream that captures a graph. RuntimeError if CUDA fails, which leaves the destination undefined.
         """
-        check_block_mapping(block_mapping)
-        pairs = block_mapping.contiguous()
+        pairs = _pairs(block_mapping)
         if self._torch_only:
             self._run_reference(pairs)
             return
         stream = 0 if self._cuda is None else torch.cuda.current_stream(self._cuda).cuda_stream
         self._native.run(pairs.data_ptr(), len(pairs), stream, torch.get_num_threads())
+
+    def check(self, block_mapping: torch.Tensor) -> None:
+        """Raises what `run` raises for a bad mapping, and copies nothing."""
+        pairs = _pairs(block_mapping)
+        self._native.check(pairs.data_ptr(), len(pairs))
+
+    def executor(self, block_mapping: torch.Tensor) -> str:
+        """What `run` would copy this mapping with: "host", "engine", "kernel" or, without native CUDA, "torch"."""
+        pairs = _pairs(block_mapping)
+        found = self._native.executor(pairs.data_ptr(), len(pairs))
+        return "torch" if self._torch_only else found
+
+    def split_layers(self) -> list["BlockCopier"]:
+        """A copier of each layer alone, with this one's limits: made once."""
+        if self._layers is None:
+            sides = zip(self._srcs, self._dsts, strict=True)
+            self._layers = [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
+        return self._layers
 
     def _make_native(self, places: tuple[int, int]) -> _C.BlockCopier:
         host = [cache for cache in (*self._srcs, *self._dsts) if cache.device.type == "cpu"]
@@ -79,12 +112,19 @@ class BlockCopier:
             src_device=places[0],
             dst_device=places[1],
             pinned=self._cuda is not None and all(cache.is_pinned() for cache in host),
+            kernel_max_bytes=self._limits[0],
+            max_groups=self._limits[1],
         )
 
     def _run_reference(self, pairs: torch.Tensor) -> None:
         self._native.check(pairs.data_ptr(), len(pairs))
         for src, dst in zip(self._srcs, self._dsts, strict=True):
             reference.swap_blocks(src, dst, pairs, self._layout)
+
+
+def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
+    check_block_mapping(block_mapping)
+    return block_mapping.contiguous()
 
 
 def check_block_mapping(block_mapping: torch.Tensor) -> None:

@@ -3,17 +3,22 @@
 It knows block ids and nothing of tokens, sequences or who uses which block: that is the block manager's.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, overload
 
 import torch
 
-from kvpage.block_copy import BlockCopier, check_block_mapping
+from kvpage import _C
+from kvpage.block_mover import BlockMover, copy_mover, no_mover, swap_mover
+from kvpage.calibration import Calibration, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
 from kvpage.token_args import check_scales
-
-BlockMover = Callable[[torch.Tensor], None]  # takes a block_mapping
+from kvpage.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
+from kvpage.transfer_stream import TransferStream, open_stream
 
 
 class CacheEngine:
@@ -23,13 +28,21 @@ class CacheEngine:
         as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
         in host memory. Host memory is pinned when the device is a GPU.
     layer_ids: the layer in the whole model of each entry of these lists.
+
     kv_scales: of 8-bit floats, one a layer; None means 1. They stay what they are as long as the engine lives, as every
         block that was written with them is read with them. ValueError for a cache that takes none, and for others than
         the layout takes.
+    calibration: when swaps on a GPU are copied by its kernel; by default `kvpage.calibrate` measures it, once per
+        device and process, before the caches are allocated.
+    make_stream: what asynchronous swaps run on.
 
     The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
     waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
     `swap_blocks` or `copy_blocks`, which then check the ids themselves.
+
+    With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread),
+    in the order of the calls, after what the current stream had to do when it was called; it returns a `Transfer`.
+    Every other swap or copy comes after the transfers that are in flight.
     """
 
     def __init__(
@@ -38,6 +51,9 @@ class CacheEngine:
         model_config: ModelConfig,
         parallel_config: ParallelConfig | None = None,
         device_config: DeviceConfig | None = None,
+        *,
+        calibration: Calibration | None = None,
+        make_stream: Callable[[torch.device], TransferStream] = open_stream,
         kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         parallel_config = parallel_config or ParallelConfig()
@@ -48,13 +64,13 @@ class CacheEngine:
         self._layout: CacheLayout | None = None
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
-        self._swap_in: BlockMover = check_block_mapping
-        self._swap_out: BlockMover = check_block_mapping
-        self._copy: BlockMover = check_block_mapping
+        self._swap_in = self._swap_out = self._copy = no_mover()
         if self.layer_ids:
-            self._allocate(cache_config.layout(model_config, parallel_config))
+            self._allocate(cache_config.layout(model_config, parallel_config), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
         self._check_kv_scales()
+        self._transfers = TransferQueue(partial(make_stream, self.device))
+        weakref.finalize(self, self._transfers.close)  # also before the interpreter ends
 
     @property
     def layout(self) -> CacheLayout:
@@ -63,17 +79,102 @@ class CacheEngine:
             raise ValueError("layout needs a stage with attention layers, this one has none")
         return self._layout
 
-    def swap_in(self, src_to_dst: torch.Tensor) -> None:
-        """Copies host blocks to device blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (host, device)."""
-        self._swap_in(src_to_dst)
+    @overload
+    def swap_in(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...
+    @overload
+    def swap_in(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: Literal[True],
+        *,
+        pools: Pools = ...,
+        on_done: OnDone | None = ...,
+        by_layer: bool = ...,
+    ) -> Transfer: ...
+    def swap_in(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool = False,
+        *,
+        pools: Pools = (None, None),
+        on_done: OnDone | None = None,
+        by_layer: bool = False,
+    ) -> Transfer | None:
+        """Copies host blocks to device blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (host, device).
 
-    def swap_out(self, src_to_dst: torch.Tensor) -> None:
-        """Copies device blocks to host blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (device, host)."""
-        self._swap_out(src_to_dst)
+        non_blocking: returns a Transfer at once instead of None; the other parameters are for it alone (ValueError).
+        pools: (host's, device's); the blocks get one reference more in them until the transfer is done, and None leaves
+            a side to the caller. Blocks cached by a tree cannot be shared: hold their Match, and release it in
+            `on_done`.
+        on_done: called with the transfer, once, by whichever thread finds that it is done or failed, after the pins are
+            given back; it must not wait for another thread that uses the transfer. What it raises, `wait` raises.
+        by_layer: each layer can be waited for alone. It costs a copy a layer, instead of one for all.
+        """
+        return self._swap(self._swap_in, src_to_dst, non_blocking, pools, on_done, by_layer)
+
+    @overload
+    def swap_out(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...
+    @overload
+    def swap_out(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: Literal[True],
+        *,
+        pools: Pools = ...,
+        on_done: OnDone | None = ...,
+        by_layer: bool = ...,
+    ) -> Transfer: ...
+    def swap_out(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool = False,
+        *,
+        pools: Pools = (None, None),
+        on_done: OnDone | None = None,
+        by_layer: bool = False,
+    ) -> Transfer | None:
+        """Copies device blocks to host blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (device, host).
+
+        Everything else as for `swap_in`; `pools` are (device's, host's).
+        """
+        return self._swap(self._swap_out, src_to_dst, non_blocking, pools, on_done, by_layer)
 
     def copy(self, src_to_dsts: torch.Tensor) -> None:
         """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
-        self._copy(src_to_dsts)
+        self._transfers.order_current()
+        self._copy.run(src_to_dsts)
+
+    def poll(self) -> int:
+        """Finishes the transfers that are done, as every swap and copy does; returns how many are still in flight."""
+        return self._transfers.poll()
+
+    def _swap(
+        self,
+        mover: BlockMover,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool,
+        pools: Pools,
+        on_done: OnDone | None,
+        by_layer: bool,
+    ) -> Transfer | None:
+        if non_blocking:
+            return self._start(mover, src_to_dst, pools, on_done, by_layer)
+        if by_layer or on_done is not None or any(pool is not None for pool in pools):
+            raise ValueError("pools, on_done and by_layer need non_blocking=True")
+        self._transfers.order_current()
+        mover.run(src_to_dst)
+        return None
+
+    def _start(
+        self, mover: BlockMover, src_to_dst: torch.Tensor, pools: Pools, on_done: OnDone | None, by_layer: bool
+    ) -> Transfer:
+        self._transfers.poll()
+        mover.check(src_to_dst)
+        pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change his
+        movers = mover.split_layers() if by_layer else [mover]
+        num_bytes = len(pairs) * sum(self.layout.block_bytes for _ in self.layer_ids)
+        transfer = Transfer(num_bytes, BlockPins(pools, pairs), on_done)
+        return self._transfers.start(transfer, [partial(each.run, pairs) for each in movers], by_layer)
 
     def _check_kv_scales(self) -> None:
         if self.kv_scales is None:
@@ -83,14 +184,17 @@ class CacheEngine:
         for scales, cache in zip(self.kv_scales, self.gpu_cache, strict=True):
             check_scales(scales, cache, self.layout)
 
-    def _allocate(self, layout: CacheLayout) -> None:
-        num_layers, host = len(self.layer_ids), torch.device("cpu")
+    def _allocate(self, layout: CacheLayout, calibration: Calibration | None) -> None:
+        num_layers, host, on_gpu = len(self.layer_ids), torch.device("cpu"), self.device.type == "cuda"
+        if on_gpu and calibration is None and self.num_cpu_blocks and _C.cuda_error() is None:
+            calibration = calibrate(self.device)
+        max_bytes = (calibration.max_bytes_in, calibration.max_bytes_out) if calibration else (0, 0)
         self._layout = layout
         self.gpu_cache = layout.allocate(self.num_gpu_blocks, num_layers, self.device)
-        self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, self.device.type == "cuda")
-        self._swap_in = _swapper(self.cpu_cache, self.gpu_cache, layout)
-        self._swap_out = _swapper(self.gpu_cache, self.cpu_cache, layout)
-        self._copy = _copier(self.gpu_cache, layout)
+        self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, on_gpu)
+        self._swap_in = swap_mover(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
+        self._swap_out = swap_mover(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
+        self._copy = copy_mover(self.gpu_cache, layout)
 
     @staticmethod
     def get_cache_block_size(
@@ -98,28 +202,3 @@ class CacheEngine:
     ) -> int:
         """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
         return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())
-
-
-def _swapper(srcs: list[torch.Tensor], dsts: list[torch.Tensor], layout: CacheLayout) -> BlockMover:
-    custom = getattr(layout.backend_class, "swap_blocks", None)
-    if custom is None:
-        return BlockCopier(srcs, dsts, layout).run
-
-    def swap_each_layer(block_mapping: torch.Tensor) -> None:
-        check_block_mapping(block_mapping)
-        for src, dst in zip(srcs, dsts, strict=True):
-            custom(src, dst, block_mapping)
-
-    return swap_each_layer
-
-
-def _copier(caches: list[torch.Tensor], layout: CacheLayout) -> BlockMover:
-    custom = getattr(layout.backend_class, "copy_blocks", None)
-    if custom is None:
-        return BlockCopier(caches, caches, layout).run
-
-    def copy_all_layers(block_mapping: torch.Tensor) -> None:
-        check_block_mapping(block_mapping)
-        custom(caches, block_mapping)
-
-    return copy_all_layers

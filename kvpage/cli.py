@@ -19,7 +19,9 @@ def kvpage() -> None:
 
 
 @app.command()
-def info() -> None:
+def info(
+    calibrate: Annotated[bool, typer.Option(help="also measure how swaps are best copied on the CUDA device")] = False,
+) -> None:
     """What was built and what was found."""
     from kvpage.build import build_info
 
@@ -27,6 +29,25 @@ def info() -> None:
     for name, value in build_info().items():
         table.add_row(name, "none" if value is None else str(value))
     Console().print(table)
+    if calibrate:
+        _print_calibration(Console())
+
+
+def _print_calibration(console: Console) -> None:
+    from kvpage.calibration import calibrate
+
+    try:
+        found = calibrate()
+    except RuntimeError as error:
+        console.print(f"no calibration: {error}")
+        return
+    title = f"swaps on {found.device}, GB/s; the kernel on {found.max_groups} thread groups; {found.seconds:.2f} s"
+    table = Table("pieces of", "in: engine", "in: kernel", "out: engine", "out: kernel", title=title)
+    for row_in, row_out in zip(found.swap_in, found.swap_out, strict=True):
+        rates = (row_in.engine, row_in.kernel, row_out.engine, row_out.kernel)
+        table.add_row(f"{row_in.piece_bytes // 1024} KiB", *(f"{rate:.1f}" for rate in rates))
+    console.print(table)
+    console.print(f"the kernel copies extents of up to {found.max_bytes_in} bytes in, {found.max_bytes_out} bytes out")
 
 
 @app.command()

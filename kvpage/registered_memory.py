@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage import _C
-from kvpage.block_copy import HOST, _native_cuda
+from kvpage.block_copy import HOST, MAX_GROUPS, _native_cuda
 
 _Integers = npt.NDArray[np.int64]
 
@@ -218,6 +218,8 @@ def _copier(extents: _Extents, src: torch.device, dst: torch.device, pinned: boo
         src_device=HOST if src.type == "cpu" else src.index,
         dst_device=HOST if dst.type == "cpu" else dst.index,
         pinned=pinned,
+        kernel_max_bytes=0,
+        max_groups=MAX_GROUPS,
     )
 
 

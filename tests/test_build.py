@@ -203,7 +203,7 @@ def test_the_device_kernel_copies_16_bytes_and_spills_nothing(arch, tmp_path):
     subprocess.run(compile_it, check=True, capture_output=True)
     sass = subprocess.run([nvdisasm, cubin], check=True, text=True, capture_output=True).stdout
     kernels = re.split(r"^\.text\.", sass, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 10  # five vector widths, parameters inline and uploaded
+    assert len(kernels) == 10  # five vector widths, few parameters and many
     wide = [kernel for kernel in kernels if "Vector16" in kernel.splitlines()[0]]
     assert len(wide) == 2
     for kernel in wide:

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 import kvpage  # noqa: E402
+from kvpage.calibration import Throughput  # noqa: E402
 from kvpage.cli import app  # noqa: E402
 
 SMALL = ["--requests", "6", "--turns", "2", "--max-tokens", "5", "--sample", "6", "--blocks", "256"]
@@ -24,6 +25,24 @@ def test_info_prints_all_of_build_info():
     assert result.exit_code == 0
     for name in kvpage.build_info():
         assert re.search(rf"\b{name}\b", result.output), name
+
+
+def test_info_calibrate_prints_what_was_measured(monkeypatch):
+    rows = (Throughput(2048, 5.5, 30.25), Throughput(1 << 21, 55.0, 41.0))
+    found = kvpage.Calibration("a device", 16, rows, rows[:1] + (Throughput(1 << 21, 53.0, 54.0),), 2048, 1 << 21, 0.25)
+    monkeypatch.setattr("kvpage.calibration.calibrate", lambda: found)
+    result = run("info", "--calibrate")
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "swaps on a device, GB/s; the kernel on 16 thread groups; 0.25 s" in text
+    assert "│ 2 KiB │ 5.5 │ 30.2 │ 5.5 │ 30.2 │" in text and "│ 2048 KiB │ 55.0 │ 41.0 │ 53.0 │ 54.0 │" in text
+    assert "extents of up to 2048 bytes in, 2097152 bytes out" in text
+
+
+def test_info_calibrate_without_cuda_says_why(monkeypatch):
+    monkeypatch.setattr("kvpage._C.cuda_error", lambda: "no reason")
+    result = run("info", "--calibrate")
+    assert result.exit_code == 0 and "no calibration: calibrate needs CUDA: no reason" in result.output
 
 
 @pytest.mark.parametrize("layer_layout", ["separate", "packed"])

@@ -155,7 +155,7 @@ def random_mapping(rng, num_src, num_dst):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_kernel_body_copies_the_plan(seed):
-    """Every vector width that fits, grids smaller than the work, all destination bytes compared."""
+    """Every vector width that fits, grids and launches smaller than the work, all destination bytes compared."""
     rng = random.Random(seed)
     sizes = rng.choice([(1, 1, 1), (3, 1, 5), (4, 2, 8), (16, 3, 24), (5, 2, 7)])
     dtype = rng.choice([torch.uint8, torch.float16, torch.float32])
@@ -171,15 +171,15 @@ def test_kernel_body_copies_the_plan(seed):
     for cache in src:
         cache.copy_(torch.randint(0, 200, cache.shape))
     for width in widths:
-        for max_threads in (32, 96, 1 << 30):
+        for max_threads, capacity in ((32, 1 << 15), (96, 1 << 30), (1 << 30, 96), (1 << 30, 250)):
             for cache in dst:
                 cache.fill_(201)
-            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), len(mapping), width, max_threads)
+            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), len(mapping), width, max_threads, capacity)
             for a, b in zip(src, dst, strict=True):
                 expected = torch.full_like(b, 201)
                 dim = sides[0].block_dim
                 expected.index_copy_(dim, mapping[:, 1], a.index_select(dim, mapping[:, 0]))
-                assert torch.equal(b, expected), (seed, width, max_threads)
+                assert torch.equal(b, expected), (seed, width, max_threads, capacity)
 
 
 def test_kernel_body_refuses_a_vector_that_does_not_divide():
@@ -191,6 +191,8 @@ def test_kernel_body_refuses_a_vector_that_does_not_divide():
             _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, width)
     with pytest.raises(ValueError, match="multiple of 32"):
         _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, 2, 33)
+    with pytest.raises(ValueError, match="capacity must be at least 96 bytes, got 95"):
+        _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, 2, 32, 95)
     assert not any(cache.any() for cache in dst)
 
 
@@ -216,11 +218,71 @@ def test_vectors_are_as_wide_as_addresses_are_aligned(offset, width, side, what)
     assert torch.equal(dst[1], src[2]) and not dst[[0, 2]].any()
 
 
+PIECE, PAIR = 40, 8  # bytes of each among a launch's parameters
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 2, 3, 64, 500, 8192])
+@pytest.mark.parametrize("num_pairs", [0, 1, 2, 256, 3760, 3761, 65536])
+@pytest.mark.parametrize("capacity", [96, 4032, 32640])
+def test_launches_cover_the_plan_once_and_fit(num_pieces, num_pairs, capacity):
+    if num_pieces * num_pairs / capacity > 1e5:
+        pytest.skip("a hundred thousand launches")
+    tiles = _C._split_for_launches(num_pieces, num_pairs, capacity)
+    assert all(pieces * PIECE + pairs_ * PAIR <= capacity for _, pieces, _, pairs_ in tiles)
+    spans = [sorted({tile[i : i + 2] for tile in map(tuple, tiles)}) for i in (0, 2)]
+    assert len(tiles) == len(spans[0]) * len(spans[1]) == len({(tile[0], tile[2]) for tile in tiles})
+    for span, total in zip(spans, (num_pieces, num_pairs), strict=True):
+        if tiles:
+            assert [begin for begin, _ in span] == [sum(n for _, n in span[:i]) for i in range(len(span))]
+            assert sum(n for _, n in span) == total
+    assert bool(tiles) == (num_pieces > 0 and num_pairs > 0)
+
+
+def test_what_fits_is_one_launch_and_the_rest_few():
+    assert len(_C._split_for_launches(64, 3760, 32640)) == 1
+    assert len(_C._split_for_launches(64, 65536, 32640)) == 18
+    assert len(_C._split_for_launches(8192, 1, 32640)) == 11
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    {
+        "small": ({}, "kernel"),
+        "as large as allowed": ({"extent_bytes": 8192}, "kernel"),
+        "larger": ({"extent_bytes": 8193}, "engine"),
+        "one extent": ({"num_extents": 1}, "engine"),
+        "two extents": ({"num_extents": 2}, "kernel"),
+        "nothing to copy": ({"num_extents": 0, "extent_bytes": 0}, "engine"),
+        "pageable": ({"pinned": False}, "engine"),
+        "not measured": ({"kernel_max_bytes": 0}, "engine"),
+        "out": ({"src_device": 1, "dst_device": -1}, "kernel"),
+        "within the device": ({"src_device": 1, "extent_bytes": 1 << 40, "num_extents": 1}, "kernel"),
+        "within the host": ({"dst_device": -1}, "host"),
+    }.values(),
+)
+def test_which_executor_copies(changes, expected):
+    arguments = {
+        "src_device": -1, "dst_device": 1, "pinned": True, "extent_bytes": 2048, "num_extents": 64,
+        "kernel_max_bytes": 8192,
+    }  # fmt: skip
+    assert _C.choose_executor(**(arguments | changes)) == expected
+
+
+def test_the_host_is_never_left_to_a_kernel():
+    each = layout()
+    (src,), (dst,) = each.allocate(4, 1, CPU), each.allocate(4, 1, CPU)
+    copier = BlockCopier([src], [dst], each, kernel_max_bytes=1 << 40)
+    assert copier.executor(pairs((0, 1), (1, 3))) == "host"
+    with pytest.raises(ValueError, match="each destination once"):
+        copier.executor(pairs((0, 1), (1, 1)))
+
+
 def native(srcs=((1 << 20, (64, 8)),), dsts=((2 << 20, (64, 8)),), **changes):
     """A copier over addresses that are never read: 4 blocks of 8 elements of 8 bytes."""
     arguments = {
         "sizes": (1, 8), "block_dim": 0, "element_bytes": 8, "srcs": list(srcs), "dsts": list(dsts),
         "num_src_blocks": 4, "num_dst_blocks": 4, "src_device": -1, "dst_device": -1, "pinned": False,
+        "kernel_max_bytes": 0, "max_groups": 16,
     }  # fmt: skip
     return _C.BlockCopier(**(arguments | changes))
 
@@ -239,6 +301,11 @@ def test_native_validation():
         native(block_dim=2)
     with pytest.raises(ValueError, match="one device|without CUDA"):
         native(src_device=0, dst_device=1)
+    with pytest.raises(ValueError, match="kernel_max_bytes must not be negative, got -1"):
+        native(kernel_max_bytes=-1)
+    for max_groups in (0, (1 << 20) + 1):
+        with pytest.raises(ValueError, match=f"max_groups must be between 1 and 1048576, got {max_groups}"):
+            native(max_groups=max_groups)
 
 
 def test_addresses_beyond_32_bits():

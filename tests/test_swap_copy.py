@@ -263,9 +263,10 @@ DIRECTIONS = {"H2D": (CPU, CUDA), "D2H": (CUDA, CPU), "D2D": (CUDA, CUDA)}
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel_max_bytes", [0, 1 << 40], ids=["engine", "kernel"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("a, b", SAME_BACKEND, ids=name)
-def test_gpu_swap(a, b, direction):
+def test_gpu_swap(a, b, direction, kernel_max_bytes):
     """On the null stream and another, from and to pinned and pageable memory."""
     src_device, dst_device = DIRECTIONS[direction]
     src_layout, dst_layout = (make_layout(names) for names in (a, b))
@@ -276,17 +277,37 @@ def test_gpu_swap(a, b, direction):
             dsts = random_caches(dst_layout, 9, 3, dst_device, pin and dst_device == CPU)
             expected = expected_bits(srcs, dsts, mapping, dst_layout)
             torch.cuda.synchronize()
+            copier = BlockCopier(srcs, dsts, dst_layout, kernel_max_bytes)
+            if direction != "D2D" and len(copier._native.extents(mapping.data_ptr(), len(mapping))) > 1:
+                assert copier.executor(mapping) == ("kernel" if pin and kernel_max_bytes else "engine")
             with torch.cuda.stream(stream):
-                ops.swap_blocks_layers(srcs, dsts, mapping, dst_layout)
+                copier.run(mapping)
             torch.cuda.synchronize()
             assert_same_bits(dsts, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("max_groups", [1, 16])
+@pytest.mark.parametrize("num_layers, num_blocks", [(40, 9000), (500, 40)], ids=["many pairs", "many pieces"])
+def test_gpu_more_than_one_launch(direction, max_groups, num_layers, num_blocks):
+    """What kernel parameters cannot hold goes into several launches, on few thread groups too."""
+    src_device, dst_device = DIRECTIONS[direction]
+    layout = CacheLayout(1, 1, 8, torch.float16)
+    srcs = random_caches(layout, num_blocks, num_layers, src_device, src_device == CPU)
+    dsts = random_caches(layout, num_blocks + 1, num_layers, dst_device, dst_device == CPU)
+    mapping = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks) + 1], 1)
+    expected = expected_bits(srcs, dsts, mapping, layout)
+    BlockCopier(srcs, dsts, layout, 1 << 40, max_groups).run(mapping)
+    torch.cuda.synchronize()
+    assert_same_bits(dsts, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("names", NAMES, ids=name)
 @pytest.mark.parametrize("num_blocks, num_layers", [(1, 1), (7, 3), (700, 40)])
 def test_gpu_copy_within_a_tier(names, num_blocks, num_layers):
-    """700 blocks of 40 layers exceed what kernel parameters hold."""
+    """All sizes are one launch or a few; none waits for the device."""
     layout = make_layout(names)
     half = num_blocks // 2
     mapping = torch.stack([torch.randint(0, max(half, 1), (half,)), torch.randperm(half) + num_blocks - half], 1)
@@ -330,11 +351,11 @@ def test_gpu_copies_are_ordered_with_the_work_around_them(direction, on_default_
 def test_gpu_a_capturing_stream_raises():
     srcs = random_caches(LAYOUT, 5, 1, CPU, True)
     dsts = random_caches(LAYOUT, 5, 1, CUDA)
-    copiers = BlockCopier(srcs, dsts, LAYOUT), BlockCopier(dsts, dsts, LAYOUT)
+    copiers = BlockCopier(srcs, dsts, LAYOUT), BlockCopier(srcs, dsts, LAYOUT, 1 << 40), BlockCopier(dsts, dsts, LAYOUT)
     before = bits(dsts)
     for copier in copiers:
         with pytest.raises(ValueError, match="must not be capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            copier.run(pairs((0, 1)))
+            copier.run(pairs((0, 1), (4, 3)))
     torch.cuda.synchronize()
     assert_same_bits(dsts, before)
 
