@@ -6,12 +6,14 @@ What the operations write is compared over vLLM's own parameters in test_vllm_gr
 import inspect
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvpage import vllm_ops
 from kvpage.kv_view import KVView
+from kvpage.reshape_memo import Call, ReshapeMemo
 from kvpage.view_layout import layout_of
 
 ONE = torch.tensor(1.0)
@@ -108,6 +110,26 @@ def test_no_call_keeps_a_cache_alive_and_calls_alike_have_equal_layouts():
     del first
     assert [reference() for reference in references] == [None, None]
     assert remembered == same[0]
+
+
+def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
+    """What a GPU's memo of calls makes of these: layers that are cut alike share a launch, on their own addresses."""
+    calls, launches, error = [], [], torch.zeros(1, dtype=torch.int32)
+
+    def capture(key, value, cache, slots, layout, scales):
+        views = layout.views(cache)
+        calls.append((Call(key, value, cache, slots, layout, scales), views, [view.rows.data_ptr() for view in views]))
+
+    monkeypatch.setattr(vllm_ops.token_ops, "reshape_and_cache", capture)
+    layers = torch.zeros(4, 4, 2, 3, 2, 8).unbind(0)  # [num_blocks, 2, ...] each
+    apart = flash_caches()
+    key, value = filled(2, 1, 2, 8)
+    for key_cache, value_cache in [*((layer[:, 0], layer[:, 1]) for layer in layers), apart]:
+        vllm_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, torch.tensor([0]), "auto", ONE, ONE)
+    memo = ReshapeMemo()
+    memo.remember(calls[0][0], SimpleNamespace(again=launches.append), calls[0][1], error)
+    assert [memo.repeat(call) for call, *_ in calls[1:]] == [True, True, True, False]
+    assert [list(addresses[2:4]) for addresses in launches] == [where for *_, where in calls[1:4]]
 
 
 def test_a_value_smaller_than_its_key():
