@@ -303,5 +303,7 @@ def _write(
     for name, rows, cached, size in (("key", key, keys, sizes[0]), ("value", value, values, sizes[1])):
         check_rows(name, rows, cached, size, kv_cache_dtype)
     num_tokens = num_slots(slot_mapping, key, value)
+    if not num_tokens == len(key) == len(value):
+        key, value = key[:num_tokens], value[:num_tokens]
     layout, scales = layout_of(key_view, value_view, max(sizes)), scales_of(keys, kv_cache_dtype, k_scale, v_scale)
-    token_ops.reshape_and_cache(key[:num_tokens], value[:num_tokens], keys, slot_mapping, layout, scales)
+    token_ops.reshape_and_cache(key, value, keys, slot_mapping, layout, scales)
