@@ -2,7 +2,7 @@
 
 one key      position ─► block_id = table[position // BLOCK_SIZE], offset = position % BLOCK_SIZE ─► a row
 a row        SIZE elements in runs of RUN
-stored as    "float", "int8", "e5m2" and, from sm_89 on, "e4m3": converted by the device; "e4m3 bits": by integers
+stored as    "float", "int8" and, from sm_89 on, "e4m3": converted by the device; "e5m2", "e4m3 bits": by integers
 
 8-bit floats are exact in fp16, which is what they are computed in unless the queries are fp32.
 """
@@ -51,7 +51,7 @@ def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
     elif STORED == "e4m3":
         return rows.to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     elif STORED == "e5m2":
-        return rows.to(tl.float8e5, bitcast=True).to(tl.float16).to(COMPUTE)
+        return (rows.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(COMPUTE)  # the upper half of an fp16
     else:
         return rows.to(COMPUTE)
 
