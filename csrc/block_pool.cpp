@@ -103,6 +103,14 @@ void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> s
   }
 }
 
+bool BlockPool::adopt_free(int32_t& id) noexcept {
+  std::lock_guard lock(mutex_);
+  if (num_free_ == 0) return false;
+  id = free_[--num_free_];
+  counts_[id] = 1 | kCached;
+  return true;
+}
+
 void BlockPool::drop(std::span<const int32_t> ids) noexcept {
   std::lock_guard lock(mutex_);
   for (size_t i = ids.size(); i-- > 0;) {
