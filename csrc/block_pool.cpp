@@ -103,12 +103,14 @@ void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> s
   }
 }
 
-bool BlockPool::adopt_free(int32_t& id) noexcept {
+int64_t BlockPool::adopt_free(std::span<int32_t> ids) noexcept {
   std::lock_guard lock(mutex_);
-  if (num_free_ == 0) return false;
-  id = free_[--num_free_];
-  counts_[id] = 1 | kCached;
-  return true;
+  const int64_t count = std::min(static_cast<int64_t>(ids.size()), num_free_);
+  for (int64_t i = 0; i < count; ++i) {
+    ids[i] = free_[--num_free_];
+    counts_[ids[i]] = 1 | kCached;
+  }
+  return count;
 }
 
 void BlockPool::drop(std::span<const int32_t> ids) noexcept {

@@ -32,9 +32,15 @@ class EvictionOrder {
     return nullptr;
   }
 
+  // Whether listed node `a` loses its blocks before listed node `b`.
+  static bool before(const TreeNode* a, const TreeNode* b) {
+    return a->priority != b->priority ? a->priority < b->priority : a->used_at < b->used_at;
+  }
+
   // The node that was used last of all. Its priority stays what it is while it is listed.
   void push_newest(TreeNode* node) noexcept {
     Class& list = of(node);
+    node->used_at = ++clock_;
     list.use.push_newest(node);
     if (node->num_host_blocks > 0) list.host_use.push_newest(node);
     if (!list.on_device && node->num_device_blocks() > 0) list.on_device = node;
@@ -50,6 +56,7 @@ class EvictionOrder {
   // After `upper` was cut off the front of the listed `lower`, which had `num_host_blocks` before.
   void split(TreeNode* lower, TreeNode* upper, bool had_host_blocks) noexcept {
     Class& list = of(lower);
+    upper->used_at = lower->used_at;
     list.use.insert_after(lower, upper);
     if (list.on_device == lower && lower->num_device_blocks() == 0) list.on_device = upper;
     if (!had_host_blocks) return;
@@ -103,6 +110,7 @@ class EvictionOrder {
   }
 
   std::array<Class, kNumPriorities> classes_;
+  uint64_t clock_ = 0;
 };
 
 }  // namespace kvpage

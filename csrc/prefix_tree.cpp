@@ -16,7 +16,7 @@ uint64_t random_seed() {
 }
 
 // Drops what is not kNoBlock.
-void drop_host(BlockPool& pool, std::span<const int32_t> ids) noexcept {
+void drop_blocks(BlockPool& pool, std::span<const int32_t> ids) noexcept {
   for (size_t i = ids.size(); i-- > 0;)
     if (ids[i] != kNoBlock) pool.drop(ids.subspan(i, 1));
 }
@@ -38,12 +38,13 @@ PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std:
   check(block_size <= std::numeric_limits<int32_t>::max(),
         "block_size must be at most 2**31 - 1, got ", block_size);
   check(pool_ != host_pool_, "host_pool must not be the device's pool");
+  if (host_pool_) pair_of_host_block_.assign(static_cast<size_t>(host_pool_->num_blocks()), kNoBlock);
 }
 
 PrefixTree::~PrefixTree() {
   arena_.for_each([&](const TreeNode& node) {
     pool_->drop(node.device_ids.span());
-    if (host_pool_) drop_host(*host_pool_, node.host_ids.span());
+    if (host_pool_) drop_blocks(*host_pool_, node.host_ids.span());
   });
 }
 

@@ -210,10 +210,14 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids, std::vector<TierPair>* pairs) noexcept;
 
   int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
-  void leave_device(TreeNode* node, Demotions* demotions) noexcept;
+  void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
+  int64_t move_to_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
+  void make_room_before(const TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   bool give_host_block(TreeNode* node, int64_t block, Demotions* demotions) noexcept;
-  bool find_host_block(int32_t& id, Demotions* demotions) noexcept;
+  bool set_host_block(TreeNode* node, int64_t block, int32_t id, Demotions* demotions) noexcept;
   int64_t evict_host_locked(int64_t num_blocks, Demotions* demotions) noexcept;
+  int64_t leave_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
+  void drop_host(TreeNode* node, int64_t begin) noexcept;
   void forget_below(TreeNode* node) noexcept;
   void forget_end(TreeNode* node, int64_t num_blocks) noexcept;
   void prefetch_victims() const noexcept;
@@ -242,6 +246,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_cached_ = 0;
   int64_t num_host_evictable_ = 0;
   int64_t num_matches_ = 0;  // live ones
+  std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
 };
 
 inline int64_t Match::num_tokens() const { return num_blocks_ * tree_->block_size(); }
