@@ -78,11 +78,11 @@ class ReplayReport:
     """What a replay has counted. Tokens unless the name says otherwise.
 
     device_hit_tokens, host_hit_tokens: of prompts, found in that tier first.
-    evicted_blocks: that left the device, demoted_blocks of them with a copy to the host; lost_host_blocks left the host.
+    evicted_blocks: left the device, demoted_blocks of them with a copy to the host; lost_host_blocks left the host.
     loaded_bytes, stored_bytes: host to device and back. peak_bytes_per_second: of both, in the busiest minute.
     skipped: requests whose prompt alone is larger than the device tier.
-    first_token_seconds: of each request, loading and computing, alone on the machine; queued_seconds: the same with what
-        it waits for the requests before it at the trace's pace.
+    first_token_seconds: of each request, loading and computing, alone on the machine; queued_seconds: the same with
+        what it waits for the requests before it at the trace's pace.
     used_blocks: (timestamp, device blocks that hold something, host blocks that do), some hundred points.
     """
 

@@ -114,7 +114,10 @@ class TwoTierLife:
         assert part.num_tokens == most < self.block_size
         memory = self.device_memory if part.is_on_device else self.host_memory
         namespace, path = memory[part.block_id]
-        assert namespace == naive.namespace and path[: len(naive.tokens) + most] == tuple(tokens)[: len(naive.tokens) + most]
+        assert (
+            namespace == naive.namespace
+            and path[: len(naive.tokens) + most] == tuple(tokens)[: len(naive.tokens) + most]
+        )
         self.tree.check()
         key = next(k for k in self.naive.blocks if k == (namespace, path))
         # The real one pins the whole node: as last used as its blocks are, so the model does the same from the end.

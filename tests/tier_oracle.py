@@ -242,7 +242,9 @@ class TierTree:
         keys = self.cached(tokens, namespace)
         num_dropped = 0
         for key in reversed(keys):
-            goes_on = any(k[0] == namespace and len(k[1]) > len(key[1]) and k[1][: len(key[1])] == key[1] for k in self.blocks)
+            goes_on = any(
+                k[0] == namespace and len(k[1]) > len(key[1]) and k[1][: len(key[1])] == key[1] for k in self.blocks
+            )
             if goes_on or self.blocks[key].pins:
                 break
             self.forget(key)
