@@ -267,8 +267,7 @@ class Engine:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The logits of the last tokens of the chunks that are their request's last: [their number, vocab_size]."""
-        if len(batch.copies):
-            self.cache.copy(torch.from_numpy(batch.copies))
+        self.cache.move(self.manager.take_moves())
         ids = [chunk.request.request_id for chunk in batch.chunks]
         starts, ends = [chunk.start for chunk in batch.chunks], [chunk.end for chunk in batch.chunks]
         last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
