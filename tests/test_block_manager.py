@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from slot_memory import SlotMemory
 
 from kvpage import OutOfBlocks
 from kvpage.block_manager import BlockManager
@@ -17,8 +18,7 @@ class Model:
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
-        self.slots: dict[int, tuple] = {}
-        self.host_slots: dict[int, tuple] = {}
+        self.memory = SlotMemory(B)
         self.tokens: dict[int, list[int]] = {}
         self.namespaces: dict[int, bytes] = {}
         self.written: dict[int, int] = {}
@@ -31,31 +31,19 @@ class Model:
         start = self.written[seq_id]
         self.do_moves()
         for position, slot in zip(range(start, end), self.manager.slot_mapping(seq_id, start, end), strict=True):
-            self.slots[int(slot)] = self.expected(seq_id, position)
+            self.memory.device[int(slot)] = self.expected(seq_id, position)
         self.manager.commit(seq_id, self.tokens[seq_id][start:end])
         self.written[seq_id] = end
 
-    def do_moves(self) -> int:
-        """Does what the manager asks for; how many blocks were moved between the tiers."""
-        memory = {"swap_out": (self.slots, self.host_slots), "swap_in": (self.host_slots, self.slots)}
-        num_swapped = 0
-        for kind, pairs in self.manager.take_moves():
-            src_slots, dst_slots = memory.get(kind, (self.slots, self.slots))
-            assert len(set(pairs[:, 1].tolist())) == len(pairs), "a destination is named twice"
-            if kind == "copy":
-                assert set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist())
-            num_swapped += len(pairs) * (kind != "copy")
-            for src, dst in pairs.tolist():
-                for offset in range(B):
-                    dst_slots[dst * B + offset] = src_slots.get(src * B + offset, ())
-        return num_swapped
+    def do_moves(self) -> None:
+        self.num_swapped += self.memory.do(self.manager.take_moves())
 
     def verify(self) -> None:
-        self.num_swapped += self.do_moves()
+        self.do_moves()
         self.manager.check()
         for seq_id, end in self.written.items():
             for position, slot in enumerate(self.manager.slot_mapping(seq_id, 0, end).tolist()):
-                assert self.slots[slot] == self.expected(seq_id, position), (seq_id, position)
+                assert self.memory.device[slot] == self.expected(seq_id, position), (seq_id, position)
 
 
 class RandomLife:
