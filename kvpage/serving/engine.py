@@ -143,6 +143,7 @@ class Engine:
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
             num_finished=self._num_finished,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
