@@ -39,7 +39,7 @@ class SpaceStats:
     """Counters since the space was made, and the state of the host tier now. Tokens or blocks, as the names say.
 
     device_hit_tokens, host_hit_tokens: of prompts, found in that tier. part_hit_tokens: parts of blocks, copied.
-    refused_tokens: found on the host and computed all the same, because that was expected to be faster.
+    refused_tokens: found on the host and left there, because computing was expected to be faster; once for each try.
     evicted_blocks: have left the device; demoted_blocks of them were copied to the host for it, written_blocks early.
     """
 
@@ -132,17 +132,11 @@ class BlockSpace:
 
     def give(self, match: Match, num_blocks: int) -> Ids:
         """Brings what of the match is on the host to the device, and takes free blocks up to `num_blocks` in all:
-        returns these. The match ends where it stays on the host because computing is faster. OutOfBlocks, and the
-        match is as it was.
+        returns these. OutOfBlocks, and the match is as it was.
         """
         num_on_device = match.num_device_blocks
         num_host = match.num_blocks - num_on_device
-        is_refused = num_host > 0 and self.rule is not None and not self.rule.should_load(num_host)
         taken = self.take(num_blocks - num_on_device)
-        if is_refused:
-            self.tree.trim(match)
-            self._counts["refused"] += num_host * self.block_size
-            num_host = 0
         self._count_hits(num_on_device, num_host)
         if num_host:
             self._moves.add("swap_in", self.tree.promote(match, taken[:num_host]))
@@ -159,7 +153,13 @@ class BlockSpace:
         return part.num_tokens
 
     def match(self, tokens: Ids, namespace: bytes, priority: int = 0) -> Match:
-        return self.tree.match(tokens, namespace, priority)
+        """The cached prefix of `tokens`, without what is on the host and expected to be computed faster than loaded."""
+        match = self.tree.match(tokens, namespace, priority)
+        num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
+        if num_host and self.rule is not None and not self.rule.should_load(num_host):
+            self.tree.trim(match)
+            self._counts["refused"] += num_host * self.block_size
+        return match
 
     def inserted(self, match: Match) -> None:
         """The end of a path has been cached."""

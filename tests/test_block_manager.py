@@ -9,6 +9,7 @@ from slot_memory import SlotMemory
 from kvpage import OutOfBlocks
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
+from kvpage.load_or_compute import LoadOrCompute
 
 B = 4
 
@@ -44,6 +45,20 @@ class Model:
         for seq_id, end in self.written.items():
             for position, slot in enumerate(self.manager.slot_mapping(seq_id, 0, end).tolist()):
                 assert self.memory.device[slot] == self.expected(seq_id, position), (seq_id, position)
+
+
+class Whim(LoadOrCompute):
+    """A rule that decides anyhow."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1, B)
+        self.rng = random.Random(seed)
+
+    def should_load(self, num_blocks: int) -> bool:
+        return self.rng.random() < 0.7
+
+    def should_store(self) -> bool:
+        return self.rng.random() < 0.9
 
 
 class RandomLife:
@@ -158,6 +173,7 @@ class RandomLife:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host_blocks, after_hits):
     options = {"num_host_blocks": num_host_blocks, "host_policy": HostPolicy(after_hits), "pin_quota": 8}
+    options["rule"] = Whim(seed) if seed else None
     life = RandomLife(seed, num_blocks=24, enable_prefix_caching=enable_prefix_caching, **options)
     for _ in range(3000):
         life.step()
