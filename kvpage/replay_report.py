@@ -52,10 +52,10 @@ class Sweep:
         return sizes + [self.last] * (sizes[-1] < self.last)
 
     def configs(self, config: ReplayConfig) -> list[ReplayConfig]:
-        return [
-            dataclasses.replace(config, **{SWEPT[self.name]: blocks_of(self.name, size, config.block_bytes)})
-            for size in self.sizes()
-        ]
+        counts = [blocks_of(self.name, size, config.block_bytes) for size in self.sizes()]
+        if SWEPT[self.name] == "device_blocks":
+            return [dataclasses.replace(config, device_blocks=count) for count in counts]
+        return [dataclasses.replace(config, host_blocks=count) for count in counts]
 
 
 def blocks_of(name: str, size: float, block_bytes: int) -> int:
