@@ -1,34 +1,77 @@
-"""How near do writing and gathering tokens come to copying as many bytes?
+"""How near do writing tokens, gathering them, and moving them in chunks come to copying as many bytes?
 
-The bound is memory: a torch copy_ of as many contiguous bytes as the operation moves, K and V together, with as many
-threads, measured in the same run, alternating with the operation. Results are checked before anything is timed. On a
-CUDA device (--device cuda) the same, timed by events; the first call, which compiles, is not timed.
+The bound is memory: a torch copy_ that reads and writes together as many bytes as the operation does, measured in the
+same run, alternating with the operation. Beside it what torch offers: index_copy_ and index_select for each of K and V
+(and layer). Results are checked before anything is timed.
+
+On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls that
+wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's time
+until a call returns. Chunks are of all layers of a model, on the device, and in pinned host memory (against one large
+copy_ over the bus).
 
     python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--plot PATH]
 """
 
 import argparse
+import functools
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from kvpage import CacheLayout, ops
+from kvpage import CacheLayout, ops, reference
 
-BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, DTYPE = 16, 8, 128, torch.bfloat16  # Llama 3 8B: 4 KiB a token and layer
+BLOCK_SIZE = 16
+CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+CALLS, DELAY = 10, 4_000_000  # cycles of the device: some 2 ms, for the host to launch them all
+
+LLAMA = ("flash", 8, 128, 32)  # Llama 3 8B: 4 KiB a token and layer in bf16
+DEEPSEEK = ("mla", 1, 576, 61)  # DeepSeek V3: 1,152 bytes
+
+
+class Case(NamedTuple):
+    model: str
+    layout: CacheLayout
+    num_layers: int
+
+    @property
+    def name(self) -> str:
+        kind = self.layout.kv_layout if self.layout.backend == "flash" else self.layout.backend
+        return f"{self.model} {kind} {str(self.layout.dtype).removeprefix('torch.').removesuffix('fn')}"
+
+
+def cases(device: str) -> list[Case]:
+    def case(model: str, shape: tuple, dtype: torch.dtype, kv_layout: str = "NHD", backend: str | None = None) -> Case:
+        own, heads, size, num_layers = shape
+        return Case(model, CacheLayout(BLOCK_SIZE, heads, size, dtype, backend or own, kv_layout), num_layers)
+
+    plain = [case("llama", LLAMA, BF16), case("llama", LLAMA, BF16, "HND")]
+    if device == "cpu":
+        return plain
+    return [
+        *plain,
+        case("llama", LLAMA, BF16, backend="paged"),
+        case("llama", LLAMA, FP8),
+        case("deepseek", DEEPSEEK, BF16),
+        case("deepseek", DEEPSEEK, FP8),
+    ]
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(DELAY)
         start.record()
-        call()
+        for _ in range(CALLS):
+            call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / CALLS
     before = time.perf_counter()
     call()
     return time.perf_counter() - before
@@ -43,17 +86,60 @@ def fastest(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> 
     return [min(taken[2:]) for taken in times]
 
 
-def measure(kv_layout: str, num_tokens: int, device: str, rounds: int) -> list[dict]:
-    layout = CacheLayout(BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, DTYPE, kv_layout=kv_layout)
-    num_blocks = 4 * -(-num_tokens // BLOCK_SIZE)
-    cache = layout.allocate(num_blocks, 1, torch.device(device))[0].normal_()
-    used = torch.randperm(num_blocks)[: -(-num_tokens // BLOCK_SIZE)]
+def call_seconds(call: Callable[[], object], device: str) -> float | None:
+    """The host's time of one call: how long the device works is not in it."""
+    if device == "cpu":
+        return None
+    taken = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.perf_counter() - before) / CALLS)
+    return min(taken)
+
+
+def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
+    """A copy_ that reads and writes together num_bytes."""
+    source = torch.ones(num_bytes // 2, dtype=torch.uint8, device=device)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def row(
+    operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[float], call: float | None
+) -> dict:
+    """times: of the operation, the copy, and torch's indexing."""
+    taken, copied, indexed = times
+    return {
+        "operation": operation,
+        "case": case.name,
+        "tokens": num_tokens,
+        "MiB": num_bytes / 2**20,
+        "us": taken * 1e6,
+        "GB/s": num_bytes / taken / 1e9,  # read and written
+        "of copy": copied / taken,
+        "of index": indexed / taken,
+        "call us": None if call is None else call * 1e6,
+    }
+
+
+def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:
+    """K and V as bits [num_slots, ...] for torch's indexing: views of NHD, of other layouts copies, for timing alone."""
+    views = [view for view in layout.views(cache) if view is not None]
+    return [view._bits().flatten(2).flatten(0, 1) for view in views]
+
+
+def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[dict]:
+    layout = case.layout
+    num_used = -(-num_tokens // BLOCK_SIZE)
+    cache = layout.allocate(4 * num_used, 1, torch.device(device))[0]
+    used = torch.randperm(4 * num_used)[:num_used]
     slots = (used[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:num_tokens].to(device)
     tables = used.to(torch.int32)[None].to(device)
-    key, value = torch.randn(2, num_tokens, NUM_HEADS, HEAD_SIZE, device=device).to(DTYPE)
-    out = torch.empty_like(key), torch.empty_like(value)
-    source = torch.randn(2 * key.numel(), device=device).to(DTYPE)
-    target = torch.empty_like(source)
+    key = torch.randn(num_tokens, layout.num_kv_heads, layout.head_size, device=device).to(BF16)
+    value = None if layout.backend == "mla" else torch.randn_like(key)
+    out = torch.empty_like(key), None if value is None else torch.empty_like(key)
 
     def reshape() -> None:
         ops.reshape_and_cache(key, value, cache, slots, layout)
@@ -62,62 +148,130 @@ def measure(kv_layout: str, num_tokens: int, device: str, rounds: int) -> list[d
         ops.gather_cache(cache, tables, [num_tokens], layout, out=out)
 
     reshape(), gather()
-    assert torch.equal(out[0], key) and torch.equal(out[1], value), "gathered is not what was written"
-    copy, *taken = fastest([lambda: target.copy_(source), reshape, gather], device, rounds)
-    num_bytes = source.numel() * source.element_size()
-    return [
-        {
-            "operation": name,
-            "layout": kv_layout,
-            "tokens": num_tokens,
-            "MiB": num_bytes / 2**20,
-            "us": time_taken * 1e6,
-            "GB/s": 2 * num_bytes / time_taken / 1e9,  # read and written
-            "of copy": copy / time_taken,
-        }
-        for name, time_taken in zip(("reshape_and_cache", "gather_cache"), taken, strict=True)
-    ]
+    want = reference.gather_cache(cache, tables, torch.tensor([num_tokens]), layout, dtype=BF16)
+    for rows, written, gathered in zip((key, value), want, out, strict=True):
+        assert rows is None or torch.equal(gathered, written), "gathered is not what the reference gathers"
+        assert rows is None or layout.is_quantized or torch.equal(gathered, rows), "gathered is not what was written"
+
+    targets, width = in_rows(cache, layout), layout.num_kv_heads * layout.head_size
+    given = [rows.view(num_tokens, width) for rows in (key, value) if rows is not None]
+    taken = [rows.view(num_tokens, width) for rows in out if rows is not None]
+
+    def index_copy() -> None:
+        for target, rows in zip(targets, given, strict=True):
+            target.index_copy_(0, slots, rows.to(layout.dtype).view(target.dtype))
+
+    def index_select() -> None:
+        for target, rows in zip(targets, taken, strict=True):
+            rows.copy_(target.index_select(0, slots).view(layout.dtype))
+
+    num_bytes = sum(rows.nbytes for rows in given) * (2 + layout.dtype.itemsize) // 2
+    for name, call, indexed in (("reshape_and_cache", reshape, index_copy), ("gather_cache", gather, index_select)):
+        times = fastest([call, copy_of(num_bytes, device), indexed], device, rounds)
+        yield row(name, case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
-def plot(results: list[dict], path: str) -> None:
+def measure_chunks(case: Case, num_tokens: int, on_host: bool, rounds: int) -> Iterator[dict]:
+    """On a CUDA device, from the middle of a block on."""
+    from kvpage.chunk_ops_cuda import load_chunk, store_chunk
+
+    layout, start, parts = case.layout, 5, 1 if case.layout.backend == "mla" else 2
+    num_used = -(-(num_tokens + start) // BLOCK_SIZE)
+    caches = layout.allocate(2 * num_used, case.num_layers, torch.device("cuda"))
+    for cache in caches:
+        cache.view(torch.uint8).random_(0, 96)  # finite in all dtypes
+    ids = torch.randperm(2 * num_used)[:num_used].to(torch.int32).cuda()
+    shape = (case.num_layers, parts, num_tokens, layout.num_kv_heads, layout.head_size)
+    chunk = torch.empty(shape, dtype=layout.dtype, device="cpu" if on_host else "cuda", pin_memory=on_host)
+    positions = torch.arange(start, start + num_tokens, device="cuda")
+    slots = ids.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    targets = [in_rows(cache, layout) for cache in caches]
+    bits = chunk.view(torch.uint8).cuda()
+    one = chunk.view(torch.uint8).flatten()
+    there = torch.empty_like(one, device="cuda")
+
+    def store() -> None:
+        store_chunk(caches, ids, start, chunk, layout)
+
+    def load() -> None:
+        load_chunk(caches, ids, start, chunk, layout)
+
+    def index_select() -> None:
+        for layer, rows in zip(bits, targets, strict=True):
+            for part, target in zip(layer, rows, strict=True):
+                part.flatten(1).copy_(target.index_select(0, slots).view(torch.uint8))
+
+    def index_copy() -> None:
+        for layer, rows in zip(bits, targets, strict=True):
+            for part, target in zip(layer, rows, strict=True):
+                target.index_copy_(0, slots, part.flatten(1).view(target.dtype))
+
+    store()
+    torch.cuda.synchronize()
+    want = torch.empty(shape, dtype=layout.dtype, device="cuda")
+    reference.store_chunk(caches, ids, start, want, layout)
+    assert torch.equal(want.view(torch.uint8).cpu(), chunk.view(torch.uint8).cpu()), "the chunk is not the reference's"
+    num_bytes, place = 2 * chunk.nbytes, "host" if on_host else "device"
+    for name, call, indexed in (("store_chunk", store, index_select), ("load_chunk", load, index_copy)):
+        out = name == "store_chunk"
+        copy = (one.copy_, there) if out else (there.copy_, one)
+        bound = functools.partial(copy[0], copy[1], non_blocking=True) if on_host else copy_of(num_bytes, "cuda")
+        times = fastest([call, bound, indexed], "cuda", max(rounds // 5, 2) if on_host else rounds)
+        yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, "cuda"))
+
+
+def every_result(device: str, tokens: Sequence[int], rounds: int) -> Iterator[dict]:
+    for case in cases(device):
+        for num_tokens in tokens:
+            yield from measure(case, num_tokens, device, rounds)
+        for num_tokens in CHUNK_TOKENS if device == "cuda" else ():
+            for on_host in (False, True):
+                yield from measure_chunks(case, num_tokens, on_host, rounds)
+
+
+def plot(results: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name in ("reshape_and_cache", "gather_cache"):
-        for kv_layout, style in (("NHD", "-"), ("HND", "--")):
-            rows = [r for r in results if r["operation"] == name and r["layout"] == kv_layout]
-            axes.plot([r["tokens"] for r in rows], [r["of copy"] for r in rows], style, label=f"{name}, {kv_layout}")
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
+        for color, case in enumerate(dict.fromkeys(result["case"] for result in results)):
+            rows = [result for result in results if (result["operation"], result["case"]) == (name, case)]
+            speeds = [result["of copy"] for result in rows]
+            axes.plot([r["tokens"] for r in rows], speeds, style, color=f"C{color}", label=f"{name}, {case}")
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
-    axes.legend()
+    axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
+
+
+def table_line(result: dict) -> str:
+    call = "" if result["call us"] is None else f"{result['call us']:8.1f}"
+    numbers = "{tokens:7} {MiB:9.2f} {us:10.1f} {GB/s:8.1f} {of copy:8.2f} {of index:9.2f}".format(**result)
+    return f"{result['operation']:18} {result['case']:26} {numbers} {call:>8}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512, 2048, 8192, 32768])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device; --device cpu tries the script without one")
+        print("skipped: needs a CUDA device; --device cpu tries the script without one")
+        return
     torch.manual_seed(0)
+    print(f"{'operation':18} {'case':26} {'tokens':>7} {'MiB':>9} {'us':>10} {'GB/s':>8} {'of copy':>8}", end=" ")
+    print(f"{'of index':>9} {'call us':>8}")
     results = []
-    print(f"{'operation':18} {'layout':6} {'tokens':>7} {'MiB':>8} {'us':>10} {'GB/s':>7} {'of copy':>8}")
-    for num_tokens in options.tokens:
-        for kv_layout in ("NHD", "HND"):
-            for row in measure(kv_layout, num_tokens, options.device, options.rounds):
-                results.append(row)
-                print(
-                    "{operation:18} {layout:6} {tokens:7} {MiB:8.2f} {us:10.1f} {GB/s:7.1f} {of copy:8.2f}".format(
-                        **row
-                    )
-                )
+    tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
+    for result in every_result(options.device, tokens, options.rounds):
+        results.append(result)
+        print(table_line(result), flush=True)
     if options.plot:
         plot(results, options.plot)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()

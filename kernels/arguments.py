@@ -93,7 +93,7 @@ def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tenso
 
 
 def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:
-    """Elements of K, then V, from block to block, offset to offset, head to head, run to run; of scales without runs."""
+    """Elements of K, then V, from block to block, offset to offset, head to head, run to run; scales without runs."""
     given = (None, None) if scales is None else (scales.key, scales.value)
     elements = [(0,) * 4 if view is None else view.rows.stride()[:4] for view in views]
     by_place = [_scale_strides(view, scale) for view, scale in zip(views, given, strict=True)]

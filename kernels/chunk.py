@@ -225,7 +225,8 @@ def chunk_kernel(
 
 
 def move_chunk(
-    layers: Sequence[KVViews],  # of equal strides
+    caches: Sequence[torch.Tensor],  # of equal strides, and as aligned as each other
+    views: KVViews,  # of the first
     block_ids: torch.Tensor,  # int32 or int64, contiguous: on the host, or where the caches are
     start: int,
     chunk: torch.Tensor,  # [num_layers, parts, num_tokens, num_heads, size], there or in pinned host memory
@@ -238,20 +239,33 @@ def move_chunk(
     """A chunk of the dtype of int8 caches holds each row's scale behind the row, as it is."""
     if chunk.shape[0] == 0 or chunk.shape[2] == 0:
         return
-    given = [None] * len(layers) if scales is None else list(scales)
-    pointers = [cache_pointers(views, own) for views, own in zip(layers, given, strict=True)]
-    addresses = [[0 if part is None else part.data_ptr() for part in parts] for parts in pointers]
+    addresses, given = _addresses(caches, views, scales), None if scales is None else scales[0]
     if one_by_one:
         for layer, places in enumerate(addresses):
             one = chunk[layer : layer + 1]
-            _launch(layers[0], None, places, block_ids, start, one, given[0], error, to_chunk, max_programs)
+            _launch(views, None, places, block_ids, start, one, given, error, to_chunk, max_programs)
         return
     table, block_ids = _uploaded(addresses, block_ids, error.device)
-    _launch(layers[0], table, addresses[0], block_ids, start, chunk, given[0], error, to_chunk, max_programs)
+    _launch(views, table, addresses[0], block_ids, start, chunk, given, error, to_chunk, max_programs)
+
+
+def _addresses(
+    caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVScales] | None
+) -> list[tuple[int, int, int, int]]:
+    """Of each layer's K's and V's elements and scales; 0 for what there is not."""
+    base = caches[0].data_ptr()
+    offsets = [None if part is None else part.data_ptr() - base for part in cache_pointers(views, None)]
+    layers = []
+    for layer, cache in enumerate(caches):
+        key, value, key_scale, value_scale = (0 if offset is None else cache.data_ptr() + offset for offset in offsets)
+        if scales is not None:
+            key_scale, value_scale = scales[layer].key.data_ptr(), scales[layer].value.data_ptr()
+        layers.append((key, value, key_scale, value_scale))
+    return layers
 
 
 def _uploaded(
-    addresses: list[list[int]], block_ids: torch.Tensor, device: torch.device
+    addresses: list[tuple[int, int, int, int]], block_ids: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The addresses, int64 [4 * num_layers], and the ids on the device: in one copy, for which nobody waits."""
     table = torch.tensor([*zip(*addresses, strict=True)], dtype=torch.int64).flatten()
@@ -266,7 +280,7 @@ def _uploaded(
 def _launch(
     views: KVViews,
     table: torch.Tensor | None,
-    addresses: list[int],
+    addresses: tuple[int, int, int, int],
     block_ids: torch.Tensor,
     start: int,
     chunk: torch.Tensor,

@@ -125,8 +125,9 @@ def gather_cache_kernel(
     program = tl.program_id(0)
     capacity = max_blocks.to(tl.int64) * BLOCK_SIZE
     if CHECK:  # noqa: SIM102, the compiler's condition and the program's
-        if program == 0:
+        if program == tl.num_programs(0) - 1:  # one more than there are tiles
             check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, LENGTH_BIT)
+            return
     row, head, inside = rows_of_tile(program % tiles_per_seq, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
     if end_ptr is None:
         seq = tl.zeros_like(row) + program // tiles_per_seq
@@ -239,8 +240,8 @@ def _launch(
     rows = key if value is None else value
     num_seqs, max_blocks = block_tables.shape
     constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
-    tiles_per_seq = max(constants.num_tiles(num_tokens), 1)
-    gather_cache_kernel[(tiles_per_seq * (num_seqs if key.dim() == 4 else 1),)](
+    tiles_per_seq = constants.num_tiles(num_tokens)
+    gather_cache_kernel[(tiles_per_seq * (num_seqs if key.dim() == 4 else 1) + check,)](
         as_bits(key),
         None if value is None else as_bits(rows),
         *cache_pointers(views, scales),

@@ -58,6 +58,7 @@ def _move(
         return
     device = caches[0].device
     if not _has_triton():
+        _check_ids(block_ids, layout.num_blocks(caches[0]))
         move = reference.store_chunk if to_chunk else reference.load_chunk
         move(caches, block_ids.to(device), start, chunk, layout, scales)
         return
@@ -69,7 +70,8 @@ def _move(
     with torch.cuda.device(device):
         for first, last in _alike(caches, scales):
             move_chunk(
-                [layout.views(cache) for cache in caches[first:last]],
+                caches[first:last],
+                layout.views(caches[first]),
                 block_ids.contiguous(),
                 start,
                 chunk[first:last],
@@ -90,3 +92,10 @@ def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) ->
     ]
     firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     return list(zip(firsts, [*firsts[1:], len(kinds)], strict=True))
+
+
+def _check_ids(block_ids: torch.Tensor, num_blocks: int) -> None:
+    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    for block_id in block_ids.tolist():
+        if not 0 <= block_id < num_blocks:
+            raise ValueError(f"block_ids must be in [0, {num_blocks}), got {block_id}")

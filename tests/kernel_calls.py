@@ -64,6 +64,5 @@ def move_chunk(where, caches, block_ids, start, chunk, layout, scales, to_chunk,
     from kvpage.kernels.chunk import move_chunk as move
 
     error = torch.zeros(1, dtype=torch.int32)
-    views = [layout.views(cache) for cache in caches]
-    move(views, block_ids, start, chunk, scales, error, to_chunk, **options)
+    move(caches, layout.views(caches[0]), block_ids, start, chunk, scales, error, to_chunk, **options)
     return error.item()

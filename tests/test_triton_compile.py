@@ -56,7 +56,10 @@ KERNELS = {
     "load chunk from host": (chunk_kernel, {"TO_CHUNK": False, "ONCE": False}),
     "store chunk in a graph": (chunk_kernel, {"TO_CHUNK": True, "ONCE": True, "address_ptr": None}),
 }
+MAIN = ("reshape", "gather packed", "store chunk", "load chunk")
+OTHERS = tuple(name for name in KERNELS if name not in MAIN)
 EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
+MAIN_KERNELS = pytest.mark.parametrize("name", MAIN)
 POINTERS = {
     "slot_ptr": "*i64",
     "table_ptr": "*i32",
@@ -73,7 +76,7 @@ BF16, FP32, E4M3, E5M2, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3f
 
 
 def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, scaled=True):
-    """As a launch would compile it: 16-byte aligned pointers, and strides that are multiples of 16 elements, or neither."""
+    """As a launch would compile it: pointers and strides that are multiples of 16 bytes and elements, or neither."""
     kernel, kind = KERNELS[name]
     views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
     constants = row_constants(sizes, rows, views)
@@ -120,13 +123,21 @@ def check_no_spills(compiled, tmp_path):
     assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
 
 
-@EVERY_KERNEL
-@ARCHS
+PLAIN = [
+    (E4M3, (128, 128)),
+    (FP32, (128, 128)),
+    (BF16, (64, 64)),
+    (BF16, (80, 80)),
+    (BF16, (192, 128)),
+    (BF16, (576, 0)),
+]
+
+
 @pytest.mark.parametrize(
-    "dtype, sizes",
-    [(E4M3, (128, 128)), (FP32, (128, 128)), (BF16, (64, 64)), (BF16, (80, 80)), (BF16, (192, 128)), (BF16, (576, 0))],
+    "name, dtype, sizes", [*((name, *case) for name in MAIN for case in PLAIN), *((name, *PLAIN[4]) for name in OTHERS)]
 )
-def test_rows_move_16_bytes_at_a_time(name, arch, dtype, sizes, tmp_path):
+@ARCHS
+def test_rows_move_16_bytes_at_a_time(name, dtype, sizes, arch, tmp_path):
     layout = make_layout("flash" if sizes[1] else "mla", dtype, sizes[0])
     if "chunk" in name:
         sizes = (sizes[0], sizes[0] if sizes[1] else 0)
@@ -142,7 +153,7 @@ def test_rows_move_16_bytes_at_a_time(name, arch, dtype, sizes, tmp_path):
     check_no_spills(compiled, tmp_path)
 
 
-@EVERY_KERNEL
+@MAIN_KERNELS
 @pytest.mark.parametrize("dtype, rows", [(BF16, BF16), (E4M3, BF16), (INT8, BF16)])
 def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows, tmp_path):
     """K in pieces of 16 bytes; V, of which an element lies beside the next token's, with a lane of a warp a token."""
@@ -171,7 +182,7 @@ QUANTISED = [
 ]
 
 
-@EVERY_KERNEL
+@MAIN_KERNELS
 @pytest.mark.parametrize("backend, dtype, rows, sizes, scaled", QUANTISED)
 def test_quantised_rows_compile_for_every_gpu(name, backend, dtype, rows, sizes, scaled, tmp_path):
     """For sm_80 too, which has no 8-bit floats. Nothing is flushed to zero, nor divided inexactly."""
@@ -183,19 +194,23 @@ def test_quantised_rows_compile_for_every_gpu(name, backend, dtype, rows, sizes,
     check_no_spills(compiled, tmp_path)
 
 
-@EVERY_KERNEL
+UNEVEN = [((1, 1), True), ((20, 20), False), ((128, 128), False), ((4096, 4096), True), ((4096, 4096), False)]
+
+
+@pytest.mark.parametrize(
+    "name, sizes, aligned",
+    [*((name, *case) for name in MAIN for case in UNEVEN), *((name, (128, 128), False) for name in OTHERS)],
+)
 @ARCHS
-@pytest.mark.parametrize("sizes", [(1, 1), (20, 20), (128, 128), (4096, 4096)])
-@pytest.mark.parametrize("aligned", [True, False])
-def test_nothing_spills(name, arch, sizes, aligned, tmp_path):
+def test_nothing_spills(name, sizes, aligned, arch, tmp_path):
     check_no_spills(compile_kernel(name, arch, make_layout("flash", BF16, sizes[0]), BF16, sizes, aligned), tmp_path)
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("backend", ["flash", "paged"])
 def test_addresses_are_64_bits(name, backend):
-    """Products of ids and strides are taken in int64: no 32-bit product is widened afterwards. The other products are of
-    constants: the run of an element, the launch's own numbers."""
+    """Products of ids and strides are taken in int64: no 32-bit product is widened afterwards. The other products are
+    those of an element's run, and of the launch's own numbers."""
     ttir = compile_kernel(name, 80, make_layout(backend, BF16), BF16).asm["ttir"]
     products = re.findall(r"arith\.muli .* : (?:tensor<([\dx]+)x)?(i\d+)", ttir)
     assert ("", "i64") in {(shape and "", kind) for shape, kind in products}

@@ -605,6 +605,9 @@ def test_chunks_by_torch(monkeypatch):
     chunk_ops_cuda.load_chunk(got, ids, 1, chunk, layout)
     reference.load_chunk(want, ids, 1, chunk, layout)
     assert all(same_bytes(cache, other) for cache, other in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="got 6"):
+        chunk_ops_cuda.load_chunk(got, torch.tensor([2, NUM_BLOCKS]), 1, chunk, layout)
+    assert all(same_bytes(cache, other) for cache, other in zip(got, want, strict=True))
     back = torch.zeros(chunk.shape)
     chunk_ops_cuda.store_chunk(got, ids, 1, back, layout)
     assert torch.equal(back, chunk)
