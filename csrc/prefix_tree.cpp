@@ -1,6 +1,7 @@
 #include "prefix_tree.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <utility>
 
@@ -8,6 +9,9 @@
 
 namespace kvpage {
 namespace {
+
+// There are fewer than 2**31 blocks: no product of a number of blocks with this one overflows 64 bits.
+constexpr int64_t kMaxBlockSize = std::numeric_limits<int32_t>::max();
 
 uint64_t random_seed() {
   std::random_device device;
@@ -19,6 +23,7 @@ uint64_t random_seed() {
 PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, uint64_t hash_mask)
     : pool_(std::move(pool)), block_size_(block_size), children_(block_size, random_seed(), hash_mask) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
+  check(block_size <= kMaxBlockSize, "block_size must be at most ", kMaxBlockSize, ", got ", block_size);
 }
 
 PrefixTree::~PrefixTree() {

@@ -61,7 +61,7 @@ class Match {
 
 class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
  public:
-  // Throws InvalidArgument unless block_size is positive. `hash_mask` is for tests, see ChildTable.
+  // Throws InvalidArgument unless block_size is in [1, 2**31 - 1]. `hash_mask` is for tests, see ChildTable.
   PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, uint64_t hash_mask = ~uint64_t{0});
   ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
