@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
+from kvpage.sequence_args import as_counts, as_positions, check_namespace
 from kvpage.tokens import Tokens, as_tokens
 
 SeqId = Hashable
@@ -77,8 +78,8 @@ class _Sequence:
 class BlockManager:
     """Sequences' block tables over one pool and one prefix tree.
 
-    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, KeyError for an unknown sequence) has
-    changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one serving loop.
+    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, TypeError, KeyError for an unknown
+    sequence) has changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one loop.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -95,8 +96,10 @@ class BlockManager:
     def allocate(self, seq_id: SeqId, tokens: Tokens, namespace: bytes = b"") -> Allocation:
         """Blocks for all of `tokens`, of which the longest cached prefix (whole blocks) is shared.
 
-        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens.
+        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens, TypeError for a
+        namespace that is not bytes.
         """
+        check_namespace(namespace)
         if seq_id in self._sequences:
             raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
         tokens = as_tokens(tokens)
@@ -121,7 +124,7 @@ class BlockManager:
 
         A last block that a fork shares is replaced by a copy (copy-on-write) for all but its last holder.
         """
-        counts = [num_new_tokens] * len(seq_ids) if isinstance(num_new_tokens, int) else list(num_new_tokens)
+        counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
         self._check_append(seq_ids, counts)
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         copied = self._to_copy([seq for seq, count in zip(sequences, counts, strict=True) if count])
@@ -196,11 +199,11 @@ class BlockManager:
     def slot_mappings(self, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]) -> Slots:
         """The slots of the positions [starts[i], ends[i]) of each sequence, one sequence after the other."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for seq_id, seq, start, end in zip(seq_ids, sequences, starts, ends, strict=True):
+        first, last = as_positions("starts", starts, len(seq_ids)), as_positions("ends", ends, len(seq_ids))
+        for seq_id, seq, start, end in zip(seq_ids, sequences, first.tolist(), last.tolist(), strict=True):
             if not 0 <= start <= end <= seq.num_tokens:
                 raise ValueError(f"positions of {seq_id!r} must lie in [0, {seq.num_tokens}], got [{start}, {end}]")
-        rows = [seq.row for seq in sequences]
-        return self._tables.slots(rows, np.asarray(starts, np.int64), np.asarray(ends, np.int64))
+        return self._tables.slots([seq.row for seq in sequences], first, last)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 

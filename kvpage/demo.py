@@ -44,7 +44,7 @@ class DemoOptions:
     plot: Path = Path("kvpage-demo.png")
 
     def __post_init__(self) -> None:
-        if DeviceConfig(self.device).device.type == "cuda" and not torch.cuda.is_available():
+        if torch.device(DeviceConfig(self.device).device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device must be usable, torch finds no CUDA device for {self.device!r}")
         if not self.plot.parent.is_dir():
             raise ValueError(f"--plot must be in an existing folder, {self.plot.parent} is none")
