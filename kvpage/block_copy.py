@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from kvpage import _C, reference
-from kvpage.layout import CacheLayout
+from kvpage.layout import CacheLayout, check_layout
+from kvpage.tensors import readable
 
 HOST = -1
 
@@ -27,10 +28,11 @@ class BlockCopier:
 
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
     different numbers of layers, for a destination that overlaps itself, and for sides that overlap without being the
-    same caches.
+    same caches. TypeError for what are no tensors, or no layout.
     """
 
     def __init__(self, srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], layout: CacheLayout) -> None:
+        check_layout(layout)
         self._srcs, self._dsts, self._layout = list(srcs), list(dsts), layout
         if len(self._srcs) != len(self._dsts):
             raise ValueError(f"src and dst must have as many layers, got {len(self._srcs)} and {len(self._dsts)}")
@@ -58,7 +60,7 @@ class BlockCopier:
         for a stream that captures a graph. RuntimeError if CUDA fails, which leaves the destination undefined.
         """
         check_block_mapping(block_mapping)
-        pairs = block_mapping.contiguous()
+        pairs = readable("block_mapping", block_mapping).contiguous()
         if self._torch_only:
             self._run_reference(pairs)
             return

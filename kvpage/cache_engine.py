@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvpage.block_copy import BlockCopier, check_block_mapping
-from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
+from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes, check_configs
 from kvpage.layout import CacheLayout
 
 BlockMover = Callable[[torch.Tensor], None]  # takes a block_mapping
@@ -19,12 +19,14 @@ class CacheEngine:
 
     gpu_cache, cpu_cache: one tensor per attention layer of this pipeline stage, in the backend's generic shape, strided
         as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
-        in host memory. Host memory is pinned when the device is a GPU.
+        in host memory. When the device is a GPU, host memory is pinned. It comes from torch's caching host allocator,
+        which rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for all.
+        So the host tier may take up to twice its blocks' bytes; choose num_cpu_blocks with that in mind.
     layer_ids: the layer in the whole model of each entry of these lists.
 
     The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
     waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
-    `swap_blocks` or `copy_blocks`, which then check the ids themselves.
+    `swap_blocks` or `copy_blocks`, which then check the ids themselves. TypeError for a config of another type.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class CacheEngine:
         parallel_config: ParallelConfig | None = None,
         device_config: DeviceConfig | None = None,
     ) -> None:
+        check_configs(cache_config, model_config, parallel_config, device_config)
         parallel_config = parallel_config or ParallelConfig()
         self.device = torch.device((device_config or DeviceConfig()).device)
         self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
@@ -81,6 +84,7 @@ class CacheEngine:
         cache_config: CacheConfig, model_config: ModelConfig, parallel_config: ParallelConfig | None = None
     ) -> int:
         """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
+        check_configs(cache_config, model_config, parallel_config)
         return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())
 
 

@@ -4,12 +4,14 @@ Everything is checked but what lies in memory: slots and block ids are the nativ
 """
 
 import itertools
+import numbers
 import operator
 from collections.abc import Sequence
 
 import torch
 
-from kvpage.layout import CacheLayout
+from kvpage.layout import CacheLayout, check_layout
+from kvpage.tensors import check_writable
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
@@ -32,6 +34,7 @@ def row_bytes(rows: torch.Tensor) -> int:
 
 def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
     """`cache` must be of the layout, in memory that the operations reach."""
+    check_layout(layout)
     layout.validate(cache)
     if cache.device.type not in ("cpu", "cuda"):
         raise ValueError(f"cache must be on the CPU or a CUDA device, got {cache.device}")
@@ -79,7 +82,7 @@ def native_tables(
 
 
 def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
-    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]."""
+    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for what are no integers."""
     if isinstance(lengths, torch.Tensor):
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:
             raise ValueError(
@@ -88,13 +91,47 @@ def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> li
             )
         counts = lengths.tolist()
     else:
-        counts = [operator.index(length) for length in lengths]
+        counts = _integers(name, lengths)
     if len(counts) != num_seqs:
         raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {len(counts)}")
     for bound in (min(counts), max(counts)) if counts else ():
         if not 0 <= bound <= maximum:
             raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
     return counts
+
+
+def _integers(name: str, lengths: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise TypeError(f"{name} must be integers, got {lengths!r}") from error
+
+
+def integer(name: str, value: int) -> int:
+    """`value` as an int. TypeError for a float, or what else is no integer."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+
+
+def fp32_number(name: str, value: float) -> float:
+    """`value` as a float. TypeError unless it is a real number, ValueError unless fp32 holds it and it is finite."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be a finite number of fp32, got {value}")
+    return float(value)
+
+
+def check_out_pair(out: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Two tensors that can be written, and that are not one and the same."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
+    for name, rows in zip(("key", "value"), out, strict=True):
+        check_writable(name, rows)
+    if out[0].data_ptr() == out[1].data_ptr() and out[0].numel() and out[1].numel():
+        raise ValueError("key and value must not be in the same memory")
 
 
 def out_offsets(
@@ -115,6 +152,4 @@ def out_offsets(
         if max(lengths, default=0) > rows.shape[1]:
             raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
         offsets = [seq * stride for seq in range(num_seqs)]
-    if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
-        raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
     return offsets

@@ -5,20 +5,25 @@ for tensors on a CUDA device. Block ids and slots on the host are checked before
 are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
 """
 
+import numbers
 import operator
 
 import torch
 
 from kvpage import _C, token_ops_cuda
 from kvpage.layout import CacheLayout
+from kvpage.tensors import check_writable, readable
 from kvpage.token_args import (
     Lengths,
     block_view,
     check_cache,
+    check_out_pair,
     check_rows,
     check_size,
     check_tensor,
+    fp32_number,
     host_lengths,
+    integer,
     native_tables,
     out_offsets,
     row_bytes,
@@ -35,11 +40,13 @@ def reshape_and_cache(
         device. `size` may be under the layout's head_size, and differ between the two: the rest of a cache row stays.
     slot_mapping: int64 [num_tokens], block_id * block_size + offset; -1 is padding and written nowhere.
 
-    Raises ValueError for anything else, for a slot out of range, and for one named twice; on the host nothing has then
-    been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
-    share a slot any may win. `key` and `value` must not share memory with `cache`.
+    Raises ValueError for anything else (TypeError for what is no tensor), for a slot out of range, and for one named
+    twice; on the host nothing has then been written. On a CUDA device a slot out of range is skipped and reported by
+    `check_device`, and of tokens that share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
     check_cache(cache, layout)
+    check_writable("cache", cache)
+    key, value, slot_mapping = readable("key", key), readable("value", value), readable("slot_mapping", slot_mapping)
     key_cache, value_cache = layout.split_kv(cache)
     check_rows("key", key, None, cache, layout)
     check_rows("value", value, key.shape[0], cache, layout)
@@ -80,11 +87,13 @@ def gather_cache(
         sequence after the other, or [num_seqs, max_len, num_kv_heads, size], where the rows past a sequence stay as
         they are. Without `out`, new contiguous tensors [total_tokens, num_kv_heads, head_size].
 
-    Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
-    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
-    and `check_device` reports it. `out` must not share memory with `cache`.
+    Returns (key, value): `out` where given. Raises ValueError for anything else (TypeError for what is no tensor, or no
+    integer), and for a needed table entry that names no block; on the host nothing has then been written. On a CUDA
+    device the tokens of such a block are skipped, and `check_device` reports it. The two of `out` must not share memory
+    with each other or with `cache`.
     """
     check_cache(cache, layout)
+    block_tables = readable("block_tables", block_tables)
     tables = native_tables(cache, block_tables, layout)
     num_seqs = block_tables.shape[0]
     capacity = block_tables.shape[1] * layout.block_size
@@ -96,6 +105,7 @@ def gather_cache(
     if out is None:
         shape = (sum(lengths), layout.num_kv_heads, layout.head_size)
         out = cache.new_empty(shape), cache.new_empty(shape)
+    check_out_pair(out)
     key_offsets = out_offsets("key", out[0], lengths, cache, layout)
     value_offsets = out_offsets("value", out[1], lengths, cache, layout)
     if out[0].dim() != out[1].dim():
@@ -144,31 +154,38 @@ def paged_attention(
     seq_lens: [num_seqs], the tokens of each sequence in the cache, those of its queries included.
     query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
-    scale: of the products, default key_size ** -0.5. softcap: scores become softcap * tanh(score / softcap).
+    scale: of the products, default key_size ** -0.5, finite. softcap: scores become softcap * tanh(score / softcap); a
+        positive number that is normal in fp32.
     sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
     value_size: of V's heads and of the output, default head_size.
     out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must not
         share memory with the others.
 
-    Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
-    table entry that names no block, before anything is written. Made for few queries a sequence; for whole prompts it
+    Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else (TypeError for
+    what is no tensor, integer or number), and for a needed table entry that names no block, before anything is written.
+    Made for few queries a sequence; for whole prompts it
     is about as fast as gathering and torch's scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
     """
     check_cache(cache, layout)
+    query, block_tables = readable("query", query), readable("block_tables", block_tables)
+    key_size, group_size = _check_query(query, cache, layout)
     tables = native_tables(cache, block_tables, layout)
     num_seqs, max_blocks = block_tables.shape
     lengths = host_lengths("seq_lens", seq_lens, num_seqs, max_blocks * layout.block_size)
     queries = host_lengths("query_lens", [1] * num_seqs if query_lens is None else query_lens, num_seqs, query.shape[0])
-    value_size = layout.head_size if value_size is None else value_size
-    key_size, group_size = _check_query(query, cache, layout)
-    if out is None:
-        out = query.new_empty(*query.shape[:2], value_size)
-    check_size("out", out, layout)
-    check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
-    _check_options(sliding_window, softcap)
+    value_size = layout.head_size if value_size is None else _checked_value_size(value_size, layout)
+    window = _EVERY_KEY if sliding_window is None else _checked_window(sliding_window)
+    scale = key_size**-0.5 if scale is None else fp32_number("scale", scale)
+    softcap = 0.0 if softcap is None else _checked_softcap(softcap)
     if sinks is not None:
+        sinks = readable("sinks", sinks)
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
+    if out is None:
+        out = query.new_empty(*query.shape[:2], value_size)
+    check_writable("out", out)
+    check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
+    check_size("out", out, layout)
     key_cache, value_cache = layout.split_kv(cache)
     _C.paged_attention(
         row_view(query),
@@ -180,9 +197,9 @@ def paged_attention(
         lengths,
         queries,
         (query.shape[0], layout.num_kv_heads, group_size, key_size, value_size),
-        _EVERY_KEY if sliding_window is None else sliding_window,
-        key_size**-0.5 if scale is None else scale,
-        softcap or 0.0,
+        window,
+        scale,
+        softcap,
         0 if sinks is None else sinks.data_ptr(),
         torch.get_num_threads(),
     )
@@ -210,8 +227,21 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) 
     return query.shape[2], query.shape[1] // layout.num_kv_heads
 
 
-def _check_options(sliding_window: int | None, softcap: float | None) -> None:
-    if sliding_window is not None and not 1 <= sliding_window <= _EVERY_KEY:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap must be positive, got {softcap}")
+def _checked_value_size(value_size: int, layout: CacheLayout) -> int:
+    if not 1 <= (size := integer("value_size", value_size)) <= layout.head_size:
+        raise ValueError(f"value_size must be in [1, {layout.head_size}], got {size}")
+    return size
+
+
+def _checked_window(sliding_window: int) -> int:
+    if not 1 <= (window := integer("sliding_window", sliding_window)) <= _EVERY_KEY:
+        raise ValueError(f"sliding_window must be at least 1, got {window}")
+    return window
+
+
+def _checked_softcap(softcap: float) -> float:
+    """The scores are divided by it: a subnormal one may be taken for zero, and has no precision."""
+    fp32 = torch.finfo(torch.float32)
+    if isinstance(softcap, numbers.Real) and not fp32.tiny <= softcap <= fp32.max:
+        raise ValueError(f"softcap must be positive and a normal number of fp32, got {softcap}")
+    return fp32_number("softcap", softcap)

@@ -77,6 +77,8 @@ class Engine:
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
         """
+        if not isinstance(cache_config, CacheConfig):
+            raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
         if cache_config.num_gpu_blocks == 0:
             raise ValueError(
                 "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
