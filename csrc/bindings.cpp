@@ -65,19 +65,6 @@ void register_errors(py::module_& m) {
   });
 }
 
-// --- classes --------------------------------------------------------------------------------------------------------
-
-PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) { return py::detail::make_new_instance(type); }
-
-// Python refuses `base.__new__(cls)` for every base if the class has a tp_new of its own, and then only a call of the
-// class makes an object, which has run its constructor. Otherwise `cls.__new__(cls)` gives one without, and pybind11
-// hands raw memory to its methods. With this goes py::is_final(): an overridden __init__ could call them too early.
-template <typename... Options>
-py::class_<Options...> require_constructor(py::class_<Options...> cls) {
-  reinterpret_cast<PyTypeObject*>(cls.ptr())->tp_new = &new_instance;
-  return cls;
-}
-
 // --- tokens: writing, gathering and attending -----------------------------------------------------------------------
 
 using View = std::array<int64_t, 4>;  // address, then strides in bytes, outermost first; a RowView has two of them
@@ -193,8 +180,7 @@ std::optional<std::string> cuda_error() {
 
 void bind_block_copies(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  require_constructor(py::class_<BlockCopier>(m, "BlockCopier", py::is_final(),
-                                              "Moves blocks between two caches of one shape; see kvpage.block_copy."))
+  py::class_<BlockCopier>(m, "BlockCopier", "Moves blocks between two caches of one shape; see kvpage.block_copy.")
       .def(py::init([](std::vector<int64_t> sizes, int block_dim, int64_t element_bytes,
                        const std::vector<LayerTuple>& srcs, const std::vector<LayerTuple>& dsts, int64_t num_src_blocks,
                        int64_t num_dst_blocks, int src_device, int dst_device, bool pinned) {
@@ -333,8 +319,7 @@ int32_t allocate_one(BlockPool& pool) {
 void release_one(BlockPool& pool, int32_t block_id) { pool.release({&block_id, 1}); }
 
 void bind_pool(py::module_& m) {
-  require_constructor(py::class_<BlockPool, std::shared_ptr<BlockPool>>(m, "BlockPool", py::is_final(),
-                                                                        "The block ids of one tier; see kvpage/_C.pyi."))
+  py::class_<BlockPool, std::shared_ptr<BlockPool>>(m, "BlockPool", "The block ids of one tier; see kvpage/_C.pyi.")
       .def(py::init<int64_t>(), py::arg("num_blocks"))
       .def("allocate", &allocate, py::arg("n"))
       .def("allocate_one", &allocate_one)
@@ -366,8 +351,7 @@ void check_tree(PrefixTree& tree, const py::object& owned_ids) {
 }
 
 void bind_match(py::module_& m) {
-  require_constructor(
-      py::class_<Match>(m, "Match", py::is_final(), "A pinned path of a PrefixTree; see kvpage/_C.pyi."))
+  py::class_<Match>(m, "Match", "A pinned path of a PrefixTree; see kvpage/_C.pyi.")
       .def_property_readonly("num_blocks", &Match::num_blocks)
       .def_property_readonly("num_tokens", &Match::num_tokens)
       .def_property_readonly("is_released", [](const Match& match) { return match.tree().is_released(match); })
@@ -376,8 +360,7 @@ void bind_match(py::module_& m) {
 }
 
 void bind_tree(py::module_& m) {
-  require_constructor(py::class_<PrefixTree, std::shared_ptr<PrefixTree>>(
-                          m, "PrefixTree", py::is_final(), "Cached blocks by tokens; see kvpage/_C.pyi."))
+  py::class_<PrefixTree, std::shared_ptr<PrefixTree>>(m, "PrefixTree", "Cached blocks by tokens; see kvpage/_C.pyi.")
       .def(py::init<std::shared_ptr<BlockPool>, int64_t, uint64_t>(), py::arg("pool").none(false),
            py::arg("block_size"), py::kw_only(), py::arg("_hash_mask") = ~uint64_t{0})
       .def(
@@ -418,6 +401,24 @@ void bind_tree(py::module_& m) {
       .def_property_readonly("num_matches", &PrefixTree::num_matches);
 }
 
+// --- all classes ----------------------------------------------------------------------------------------------------
+
+PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) { return py::detail::make_new_instance(type); }
+
+// Every object of our classes has a C++ object behind it; pybind11 hands raw memory to the methods of one that has not.
+// Python refuses `base.__new__(cls)`, of any base, for a class with a tp_new of its own: only calling the class makes
+// objects, by its constructor. No subclass can override that, nor can an object be given another class.
+void seal_classes(const py::module_& m) {
+  for (const auto& entry : m.attr("__dict__").cast<py::dict>()) {
+    auto* type = reinterpret_cast<PyTypeObject*>(entry.second.ptr());
+    if (!PyType_Check(entry.second.ptr()) || !py::detail::get_type_info(type)) continue;
+    type->tp_new = &new_instance;
+    type->tp_flags &= ~Py_TPFLAGS_BASETYPE;
+    type->tp_flags |= Py_TPFLAGS_IMMUTABLETYPE;
+    PyType_Modified(type);
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -429,4 +430,5 @@ PYBIND11_MODULE(_C, m) {
   bind_pool(m);
   bind_match(m);
   bind_tree(m);
+  seal_classes(m);
 }

@@ -79,6 +79,21 @@ def test_native_classes_have_no_subclasses(native):
         type("Derived", (native,), {"__init__": lambda self: None})
 
 
+@NATIVE
+def test_native_classes_are_not_changed(native):
+    with pytest.raises(TypeError, match="immutable type"):
+        native.__init__ = lambda self: None
+    pool = _C.BlockPool(4)
+    with pytest.raises(TypeError, match="__class__ assignment"):
+        pool.__class__ = native
+    assert pool.num_free == 4
+
+
+def test_all_native_classes_are_tested():
+    classes = {value for value in vars(_C).values() if type(value).__name__ == "pybind11_type"}
+    assert classes == set(NATIVE.args[1])
+
+
 def test_native_objects_are_not_copied():
     pool = _C.BlockPool(4)
     for native in (pool, _C.PrefixTree(pool, 2), _C.PrefixTree(pool, 2).match([1])):
