@@ -14,6 +14,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kv_part.h"
+#include "row_codec.h"
+
 namespace kvpage {
 
 enum class ElementType { kFloat32, kBfloat16, kFloat16 };
@@ -22,6 +25,17 @@ enum class ElementType { kFloat32, kBfloat16, kFloat16 };
 constexpr int64_t kTileKeys = 32;
 // Rows in scratch are padded to a multiple of this, whatever the width of a vector.
 constexpr int64_t kRowPadding = 16;
+
+// K or V of a layer, whose tiles become fp32.
+struct TileSource {
+  KVPart part;
+  Codec codec;
+  RowType type;  // of the elements, where the codec is kBits
+  const float* head_scales;
+  int64_t head_scale_stride;
+
+  float scale(int64_t head) const { return head_scales ? head_scales[head * head_scale_stride] : 1.0f; }
+};
 
 struct AttentionState {
   float* sums;     // [num_rows, value_size padded]
@@ -32,6 +46,9 @@ struct AttentionState {
 struct AttentionScratch {
   float* queries;  // [num_rows, key_size padded]
   float* scores;   // [rows of a KV head, kTileKeys]
+  float* keys;     // of a task that expands tiles: [kTileKeys, key_size padded], one KV head's
+  float* values;   // [kTileKeys, value_size padded]
+  std::byte* codes;  // [kTileKeys, the larger size] elements of the cache
 };
 
 // Strides are in bytes; addresses are those of the task's first token and first head.
@@ -51,6 +68,10 @@ struct AttentionTask {
   float scale, softcap;    // softcap 0: none
   const float* sinks;      // [num_kv_heads * group_size] or null
   AttentionState state;
+
+  // Where heads are not one run of fp32, bf16 or fp16, one KV head's keys and values of a tile are expanded to fp32.
+  const TileSource *expanded_key, *expanded_value;  // null: read in place; the same for latents
+  int64_t first_head;                               // KV head of the cache that is the task's first
 };
 
 struct AttentionKernel {

@@ -239,6 +239,70 @@ void attend_typed(const AttentionTask& task, Rows queries, Rows scores) {
   }
 }
 
+template <typename T>
+void widen(const T* from, int64_t size, float* to) {
+  for (int64_t d = 0; d < size; d += kLanes) {
+    const int64_t count = least(kLanes, size - d);
+    const Vec values = count == kLanes ? load(from + d) : load_partial(from + d, count);
+    std::memcpy(to + d, &values, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
+void widen(RowType type, const std::byte* from, int64_t size, float* to) {
+  switch (type) {
+    case RowType::kBfloat16: return widen(reinterpret_cast<const Bf16*>(from), size, to);
+    case RowType::kFloat16: return widen(reinterpret_cast<const Fp16*>(from), size, to);
+    default: return widen(reinterpret_cast<const float*>(from), size, to);
+  }
+}
+
+// One head of the tokens [begin, end) in fp32, in rows of `out`, block by block.
+void expand_tile(const AttentionTask& task, const TileSource& source, int64_t head, int64_t begin, int64_t end,
+                 int64_t size, Rows out, std::byte* codes) {
+  const KVPart& part = source.part;
+  const int64_t row_bytes = size * part.element_bytes;
+  for (int64_t token = begin; token < end;) {
+    const int64_t block_id = task.table[token / task.block_size], offset = token % task.block_size;
+    const int64_t count = least(end - token, task.block_size - offset);
+    const std::byte* rows = part.at(block_id, offset, head);
+    int64_t stride = part.token_stride;
+    if (part.run_size < size) {
+      collect_tokens(part, rows, count, size, codes, row_bytes);
+      rows = codes, stride = row_bytes;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      float* to = out[token - begin + i];
+      if (source.codec == Codec::kBits) {
+        widen(source.type, rows + i * stride, size, to);
+        continue;
+      }
+      const bool own_scale = source.codec == Codec::kInt8;
+      const float scale = own_scale ? *part.scale_at(block_id, offset + i, head) : source.scale(head);
+      row_codec().decode(source.codec, RowType::kFloat32, rows + i * stride, size, scale,
+                         reinterpret_cast<std::byte*>(to));
+    }
+    token += count;
+  }
+}
+
+void attend_expanded(const AttentionTask& task, const AttentionScratch& scratch, Rows queries, Rows scores) {
+  const Rows keys{scratch.keys, padded(task.key_size)}, own_values{scratch.values, padded(task.value_size)};
+  const bool is_latent = task.expanded_value == task.expanded_key;
+  const Rows values = is_latent ? keys : own_values;
+  const float *key_rows[kTileKeys] = {}, *value_rows[kTileKeys] = {};
+  for (int64_t j = 0; j < kTileKeys; ++j) key_rows[j] = keys[j], value_rows[j] = values[j];
+  for (int64_t begin = task.key_begin; begin < task.key_end; begin += kTileKeys) {
+    const int64_t end = least(begin + kTileKeys, task.key_end);
+    for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+      expand_tile(task, *task.expanded_key, task.first_head + head, begin, end, task.key_size, keys, scratch.codes);
+      if (!is_latent)
+        expand_tile(task, *task.expanded_value, task.first_head + head, begin, end, task.value_size, own_values,
+                    scratch.codes);
+      attend_head<float>(task, head, begin, end, {key_rows, nullptr}, {value_rows, nullptr}, queries, scores);
+    }
+  }
+}
+
 void attend(const AttentionTask& task, const AttentionScratch& scratch) {
   const int64_t num_rows = task.num_kv_heads * rows_per_head(task);
   const Rows queries{scratch.queries, padded(task.key_size)}, scores{scratch.scores, kTileKeys};
@@ -249,6 +313,7 @@ void attend(const AttentionTask& task, const AttentionScratch& scratch) {
     case ElementType::kBfloat16: load_queries<Bf16>(task, queries); break;
     case ElementType::kFloat16: load_queries<Fp16>(task, queries); break;
   }
+  if (task.expanded_key) return attend_expanded(task, scratch, queries, scores);
   switch (task.cache_type) {
     case ElementType::kFloat32: return attend_typed<float>(task, queries, scores);
     case ElementType::kBfloat16: return attend_typed<Bf16>(task, queries, scores);

@@ -16,6 +16,7 @@
 
 #include "block_copier.h"
 #include "block_pool.h"
+#include "chunk_copy.h"
 #include "check.h"
 #include "copy_blocks.h"
 #include "gather_cache.h"
@@ -67,14 +68,36 @@ void register_errors(py::module_& m) {
 
 // --- tokens: writing, gathering and attending -----------------------------------------------------------------------
 
-using View = std::array<int64_t, 4>;  // address, then strides in bytes, outermost first; a RowView has two of them
-
 template <typename T>
 T* pointer(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-BlockView block_view(const View& view) { return {pointer<std::byte>(view[0]), view[1], view[2], view[3]}; }
+// Address, four strides in bytes, run size, element bytes; then of the scales address and three strides.
+using Blocks = std::array<int64_t, 11>;
+
+KVPart kv_part(const int64_t* v) {
+  return {pointer<std::byte>(v[0]), v[1], v[2], v[3], v[4], v[5], v[6], pointer<std::byte>(v[7]), v[8], v[9], v[10]};
+}
+
+// Blocks; then of the rows address and two strides in bytes, RowType, Codec, size; then the heads' scales and a stride.
+using Part = std::array<int64_t, 19>;
+
+TokenMove token_move(const Part& v) {
+  return {kv_part(v.data()),
+          {pointer<std::byte>(v[11]), v[12], v[13]},
+          static_cast<RowType>(v[14]),
+          static_cast<Codec>(v[15]),
+          v[16],
+          pointer<const float>(v[17]),
+          v[18]};
+}
+
+std::vector<TokenMove> token_moves(const std::vector<Part>& parts) {
+  std::vector<TokenMove> moves;
+  for (const Part& part : parts) moves.push_back(token_move(part));
+  return moves;
+}
 
 RowView row_view(const std::array<int64_t, 3>& view) { return {pointer<std::byte>(view[0]), view[1], view[2]}; }
 
@@ -93,42 +116,68 @@ const int64_t* numbers(const Numbers& list, const std::array<int64_t, 6>& table)
 
 void bind_token_ops(py::module_& m) {
   using Rows = std::array<int64_t, 3>;
-  using Pair = std::array<int64_t, 2>;
   m.def(
       "reshape_and_cache",
-      [](const Rows& key, const Rows& value, const View& key_cache, const View& value_cache, const Pair& num_bytes,
-         int64_t slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t num_blocks, int64_t block_size,
-         int max_threads) {
-        reshape_and_cache({row_view(key), row_view(value), block_view(key_cache), block_view(value_cache), num_bytes[0],
-                           num_bytes[1], pointer<const int64_t>(slot_mapping), num_tokens, num_heads, num_blocks,
-                           block_size, max_threads});
+      [](const std::vector<Part>& parts, int64_t slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t num_blocks,
+         int64_t block_size, int max_threads) {
+        const std::vector<TokenMove> moves = token_moves(parts);
+        reshape_and_cache({moves.data(), static_cast<int>(moves.size()), pointer<const int64_t>(slot_mapping), num_tokens,
+                           num_heads, num_blocks, block_size, max_threads});
       },
       py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.reshape_and_cache, which checks what needs a tensor.");
   m.def(
       "gather_cache",
-      [](const View& key_cache, const View& value_cache, const Rows& key, const Rows& value, const Pair& num_bytes,
-         const std::array<int64_t, 6>& tables, const Numbers& seq_starts, const Numbers& seq_lens,
-         const Numbers& key_offsets, const Numbers& value_offsets, int64_t num_heads, int max_threads) {
-        gather_cache({block_view(key_cache), block_view(value_cache), row_view(key), row_view(value), num_bytes[0],
-                      num_bytes[1], block_tables(tables), numbers(seq_starts, tables), numbers(seq_lens, tables),
-                      numbers(key_offsets, tables), numbers(value_offsets, tables), num_heads, max_threads});
+      [](const std::vector<Part>& parts, const std::array<int64_t, 6>& tables, const Numbers& seq_starts,
+         const Numbers& seq_lens, const std::vector<Numbers>& row_offsets, int64_t num_heads, int max_threads) {
+        const std::vector<TokenMove> moves = token_moves(parts);
+        check(moves.size() <= 2 && row_offsets.size() >= moves.size(), "there must be row offsets for K and V");
+        GatherCache args{moves.data(), static_cast<int>(moves.size()), block_tables(tables), numbers(seq_starts, tables),
+                         numbers(seq_lens, tables), {}, num_heads, max_threads};
+        for (size_t i = 0; i < moves.size(); ++i) args.row_offsets[i] = numbers(row_offsets[i], tables);
+        gather_cache(args);
       },
       py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.gather_cache, which checks what needs a tensor.");
+  const auto bind_chunk = [&](const char* name, void (*copy)(const ChunkCopy&)) {
+    m.def(
+        name,
+        [copy](const std::vector<Part>& parts, int64_t block_ids, int64_t num_block_ids, int64_t num_blocks,
+               int64_t block_size, int64_t start, int64_t num_tokens, int64_t num_heads, int max_threads) {
+          copy({token_moves(parts), pointer<const int32_t>(block_ids), num_block_ids, num_blocks, block_size, start,
+                num_tokens, num_heads, max_threads});
+        },
+        py::call_guard<py::gil_scoped_release>(), "See kvpage.chunk_ops, which checks what needs a tensor.");
+  };
+  bind_chunk("store_chunk", &store_chunk);
+  bind_chunk("load_chunk", &load_chunk);
   m.def(
       "paged_attention",
-      [](const Rows& query, const Rows& out, const View& key_cache, const View& value_cache, const Pair& types,
-         const std::array<int64_t, 6>& tables, const Numbers& seq_lens, const Numbers& query_lens,
-         const std::array<int64_t, 5>& sizes, int64_t window, float scale, float softcap, int64_t sinks,
-         int max_threads, const std::string& kernel) {
-        auto type = [](int64_t code) { return static_cast<ElementType>(code); };
-        paged_attention({row_view(query), row_view(out), block_view(key_cache), block_view(value_cache), type(types[0]),
-                         type(types[1]), block_tables(tables), numbers(seq_lens, tables), numbers(query_lens, tables),
-                         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale, softcap,
-                         pointer<const float>(sinks), max_threads, kernel});
+      [](const Rows& query, const Rows& out, const Blocks& key_cache, const Blocks& value_cache,
+         const std::array<int64_t, 3>& types, const std::array<int64_t, 4>& scales, const std::array<int64_t, 6>& tables,
+         const Numbers& seq_lens, const Numbers& query_lens, const std::array<int64_t, 5>& sizes, int64_t window,
+         float scale, float softcap, int64_t sinks, int max_threads, const std::string& kernel) {
+        paged_attention({row_view(query), row_view(out), kv_part(key_cache.data()), kv_part(value_cache.data()),
+                         static_cast<ElementType>(types[0]), static_cast<ElementType>(types[1]),
+                         static_cast<Codec>(types[2]), pointer<const float>(scales[0]), scales[1],
+                         pointer<const float>(scales[2]), scales[3], block_tables(tables), numbers(seq_lens, tables),
+                         numbers(query_lens, tables), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale,
+                         softcap, pointer<const float>(sinks), max_threads, kernel});
       },
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
-      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
-      "See kvpage.ops.paged_attention, which checks what needs a tensor.");
+      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+      py::arg("kernel") = "", "See kvpage.ops.paged_attention, which checks what needs a tensor.");
+  m.def(
+      "_codec_row",
+      [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size, float scale, int64_t codes) {
+        const RowCodec& chosen = name.empty() ? row_codec() : row_codec(name.c_str());
+        if (encodes) {
+          return chosen.encode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(row), size,
+                               scale, pointer<std::byte>(codes));
+        }
+        chosen.decode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(codes), size, scale,
+                      pointer<std::byte>(row));
+        return scale;
+      },
+      "One row through the codec of an instruction set, for tests.");
   m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
 
@@ -499,6 +548,24 @@ void bind_tree(py::module_& m) {
       .def_property_readonly("num_matches", &PrefixTree::num_matches);
 }
 
+// --- all classes ----------------------------------------------------------------------------------------------------
+
+PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) { return py::detail::make_new_instance(type); }
+
+// Every object of our classes has a C++ object behind it; pybind11 hands raw memory to the methods of one that has not.
+// Python refuses `base.__new__(cls)`, of any base, for a class with a tp_new of its own: only calling the class makes
+// objects, by its constructor. No subclass can override that, nor can an object be given another class.
+void seal_classes(const py::module_& m) {
+  for (const auto& entry : m.attr("__dict__").cast<py::dict>()) {
+    auto* type = reinterpret_cast<PyTypeObject*>(entry.second.ptr());
+    if (!PyType_Check(entry.second.ptr()) || !py::detail::get_type_info(type)) continue;
+    type->tp_new = &new_instance;
+    type->tp_flags &= ~Py_TPFLAGS_BASETYPE;
+    type->tp_flags |= Py_TPFLAGS_IMMUTABLETYPE;
+    PyType_Modified(type);
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -510,4 +577,5 @@ PYBIND11_MODULE(_C, m) {
   bind_pool(m);
   bind_match(m);
   bind_tree(m);
+  seal_classes(m);
 }

@@ -67,7 +67,7 @@ KVPAGE_HOST_DEVICE void copy_lane(const CopyParams& params, int64_t unit, int la
   Vector* dst = static_cast<Vector*>(memory(piece.dst + pair.dst_id * piece.dst_step));
   const int64_t num_vectors = piece.bytes / static_cast<int64_t>(sizeof(Vector));
   const int64_t first = (unit % params.units_per_extent) * (kLanes * kUnroll) + lane;
-  Vector held[kUnroll];
+  Vector held[kUnroll] = {};  // GCC does not see that only what was read is written, and warns
   KVPAGE_UNROLL
   for (int i = 0; i < kUnroll; ++i) {
     if (first + i * kLanes < num_vectors) held[i] = src[first + i * kLanes];

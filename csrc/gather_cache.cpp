@@ -1,11 +1,11 @@
 #include "gather_cache.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "check.h"
+#include "host_copy.h"
 #include "parallel.h"
 
 namespace kvpage {
@@ -13,44 +13,16 @@ namespace {
 
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
-// Copies `num_tokens` neighbours within a block: one memcpy where they lie dense on both ends, else one a token or head.
-void copy_run(const RowView& dst, const RowView& src, int64_t bytes, int64_t num_heads, int64_t num_tokens) {
-  const bool dense_heads = dst.head_stride == bytes && src.head_stride == bytes;
-  const int64_t token_bytes = bytes * num_heads;
-  if (dense_heads && dst.token_stride == token_bytes && src.token_stride == token_bytes) {
-    std::memcpy(dst.data, src.data, static_cast<size_t>(token_bytes * num_tokens));
-    return;
-  }
-  if (dst.token_stride == bytes && src.token_stride == bytes) {  // heads outermost on both ends: HND
-    for (int64_t head = 0; head < num_heads; ++head)
-      std::memcpy(dst.data + head * dst.head_stride, src.data + head * src.head_stride,
-                  static_cast<size_t>(bytes * num_tokens));
-    return;
-  }
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    if (dense_heads) {
-      std::memcpy(dst.row(token), src.row(token), static_cast<size_t>(token_bytes));
-      continue;
-    }
-    for (int64_t head = 0; head < num_heads; ++head)
-      std::memcpy(dst.row(token) + head * dst.head_stride, src.row(token) + head * src.head_stride,
-                  static_cast<size_t>(bytes));
-  }
-}
-
 // Copies tokens [begin, end) of one sequence, counted from its start, block by block.
-void gather_tokens(const GatherCache& args, int64_t seq, int64_t begin, int64_t end) {
+void gather_tokens(const GatherCache& args, int64_t seq, int64_t begin, int64_t end, bool streaming) {
   const int64_t block_size = args.tables.block_size;
   while (begin < end) {
     const int64_t position = args.seq_starts[seq] + begin;
     const int64_t block_id = args.tables.row(seq)[position / block_size], offset = position % block_size;
     const int64_t count = std::min(end - begin, block_size - offset);
-    auto copy = [&](const RowView& dst, int64_t dst_offset, const BlockView& src, int64_t bytes) {
-      copy_run({dst.row(begin) + dst_offset, dst.token_stride, dst.head_stride},
-               {src.row(block_id, offset), src.token_stride, src.head_stride}, bytes, args.num_heads, count);
-    };
-    copy(args.key, args.key_offsets[seq], args.key_cache, args.key_bytes);
-    copy(args.value, args.value_offsets[seq], args.value_cache, args.value_bytes);
+    for (int i = 0; i < args.num_parts; ++i)
+      read_tokens(args.parts[i], args.num_heads, block_id, offset, count,
+                  args.parts[i].rows.row(begin) + args.row_offsets[i][seq], streaming);
     begin += count;
   }
 }
@@ -75,14 +47,17 @@ void gather_cache(const GatherCache& args) {
   std::vector<int64_t> ends(static_cast<size_t>(args.tables.num_seqs));
   std::partial_sum(args.seq_lens, args.seq_lens + args.tables.num_seqs, ends.begin());
   const int64_t total = ends.empty() ? 0 : ends.back();
-  const int64_t work = total * args.num_heads * (args.key_bytes + args.value_bytes);
+  int64_t work = 0;
+  for (int i = 0; i < args.num_parts; ++i) work += total * args.num_heads * args.parts[i].row_bytes();
+  const bool streaming = work >= streaming_threshold();
   parallel_for(total, useful_threads(work, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
     auto seq = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     for (; begin < end; ++seq) {
       const int64_t first = ends[seq] - args.seq_lens[seq], last = std::min(end, ends[seq]);
-      gather_tokens(args, seq, begin - first, last - first);
+      gather_tokens(args, seq, begin - first, last - first, streaming);
       begin = last;
     }
+    if (streaming) end_streaming();
   });
 }
 

@@ -4,19 +4,17 @@
 #include <cstdint>
 
 #include "block_tables.h"
-#include "cache_view.h"
+#include "token_move.h"
 
 namespace kvpage {
 
 struct GatherCache {
-  BlockView key_cache, value_cache;  // [num_blocks, block_size, num_heads, head_size]
-  RowView key, value;                // of each sequence: [length, num_heads, size], from the offsets below
-  int64_t key_bytes, value_bytes;    // of one head of one token, read and written
+  const TokenMove* parts;  // [num_parts]: K, and V where there is one; rows of each sequence from the offsets below on
+  int num_parts;
   BlockTables tables;
   const int64_t* seq_starts;  // [num_seqs]: the first token of each sequence that is read
   const int64_t* seq_lens;    // [num_seqs]: how many from there
-  const int64_t* key_offsets;    // [num_seqs]: bytes from key.data to the row that gets the first token
-  const int64_t* value_offsets;  // [num_seqs]: the same for value; no two rows may overlap
+  const int64_t* row_offsets[2];  // of each part, [num_seqs]: bytes from rows.data to the row of the first token
   int64_t num_heads;
   int max_threads;
 };

@@ -20,22 +20,6 @@ namespace {
 constexpr int kSharesPerThread = 8;
 constexpr int64_t kBytesPerThread = int64_t{1} << 20;  // starting a thread costs as much as copying 0.2 MiB
 
-// Bytes from which on a copy writes past the cache: what the last-level cache holds, yet at most 32 MiB, because
-// virtual machines report the cache of a whole socket. INT64_MAX where this build has no streaming stores.
-int64_t streaming_threshold() {
-#ifdef __SSE2__
-  constexpr int64_t kMost = int64_t{32} << 20;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return cache > 0 ? std::min(cache, kMost) : kMost;
-#else
-  return kMost;
-#endif
-#else
-  return INT64_MAX;
-#endif
-}
-
 // Like memcpy, past the cache. 16-byte stores are part of every x86-64 and measured as fast as those of 32 and 64 bytes:
 // a write-combining buffer is a cache line either way. The caller fences.
 void stream_copy(std::byte* dst, const std::byte* src, int64_t bytes) {
@@ -61,15 +45,9 @@ std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(static
 
 void copy_share(const CopyPlan& plan, int64_t begin, int64_t end, bool streaming) {
   plan.for_each(begin, end, [streaming](Address src, Address dst, int64_t bytes) {
-    if (streaming) {
-      stream_copy(pointer(dst), pointer(src), bytes);
-    } else {
-      std::memcpy(pointer(dst), pointer(src), bytes);
-    }
+    copy_bytes(pointer(dst), pointer(src), bytes, streaming);
   });
-#ifdef __SSE2__
-  if (streaming) _mm_sfence();
-#endif
+  if (streaming) end_streaming();
 }
 
 template <typename Vector>
@@ -79,6 +57,36 @@ void run_kernel(const CopyParams& params, int64_t max_threads) {
 }
 
 }  // namespace
+
+// What the last-level cache holds, yet at most 32 MiB, because
+// virtual machines report the cache of a whole socket. INT64_MAX where this build has no streaming stores.
+int64_t streaming_threshold() {
+#ifdef __SSE2__
+  constexpr int64_t kMost = int64_t{32} << 20;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return cache > 0 ? std::min(cache, kMost) : kMost;
+#else
+  return kMost;
+#endif
+#else
+  return INT64_MAX;
+#endif
+}
+
+void copy_bytes(std::byte* dst, const std::byte* src, int64_t bytes, bool streaming) {
+  if (streaming) {
+    stream_copy(dst, src, bytes);
+  } else {
+    std::memcpy(dst, src, static_cast<size_t>(bytes));
+  }
+}
+
+void end_streaming() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 void copy_on_host(const CopyPlan& plan, int max_threads) {
   const int64_t num_bytes = plan.num_bytes();

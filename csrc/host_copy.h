@@ -1,6 +1,7 @@
 // Executor 1: host memory to host memory, by a few threads.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "copy_plan.h"
@@ -11,6 +12,13 @@ namespace kvpage {
 // thread; plans that exceed the last-level cache write past it (streaming stores), so that memory is not read in order
 // to be overwritten.
 void copy_on_host(const CopyPlan& plan, int max_threads);
+
+// As memcpy; `streaming` past the cache, after which the thread has to call end_streaming() before others may read.
+void copy_bytes(std::byte* dst, const std::byte* src, int64_t bytes, bool streaming);
+void end_streaming();
+
+// Bytes from which on a copy is better written past the cache; INT64_MAX where this build cannot.
+int64_t streaming_threshold();
 
 // The plan run through the body of the device kernel, on the calling thread, with vectors of `vector_bytes` (1, 2, 4, 8
 // or 16) in a grid of at most `max_threads`, in launches of at most `capacity` bytes of pieces and pairs: what a GPU

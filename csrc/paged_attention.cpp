@@ -6,6 +6,7 @@
 #include <new>
 
 #include "check.h"
+#include "instruction_sets.h"
 #include "parallel.h"
 
 namespace kvpage {
@@ -20,12 +21,8 @@ constexpr int64_t kGrainBytes = 512 << 10;  // of keys and values for a thread, 
 std::vector<const AttentionKernel*> supported_kernels() {
   std::vector<const AttentionKernel*> kernels;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {  // and F16C, which is older than both
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-      kernels.push_back(&attention_kernel_avx512);
-    kernels.push_back(&attention_kernel_avx2);
-  }
+  if (has_avx512()) kernels.push_back(&attention_kernel_avx512);
+  if (has_avx2()) kernels.push_back(&attention_kernel_avx2);
 #endif
   kernels.push_back(&attention_kernel_base);
   return kernels;
@@ -57,6 +54,24 @@ void check_sequences(const PagedAttention& args) {
         num_tokens);
 }
 
+// K and V as tasks expand them, where they cannot be read in place.
+struct Sources {
+  TileSource key, value;
+  bool expands, is_latent;
+
+  explicit Sources(const PagedAttention& args)
+      : key(source(args, args.key_cache, args.key_scales, args.key_scale_stride)),
+        value(source(args, args.value_cache, args.value_scales, args.value_scale_stride)),
+        expands(args.codec != Codec::kBits || args.key_cache.run_size < args.key_size ||
+                args.value_cache.run_size < args.value_size),
+        is_latent(args.value_cache.data == args.key_cache.data && args.value_size <= args.key_size) {}
+
+ private:
+  static TileSource source(const PagedAttention& args, const KVPart& part, const float* scales, int64_t stride) {
+    return {part, args.codec, static_cast<RowType>(args.cache_type), scales, stride};
+  }
+};
+
 // Tasks over the same rows and different keys stand side by side; the first of them takes the others' results.
 struct Plan {
   std::vector<AttentionTask> tasks;
@@ -65,7 +80,7 @@ struct Plan {
   int64_t num_keys = 0;         // read by all tasks, times KV heads
 };
 
-AttentionTask whole_task(const PagedAttention& args, int64_t seq, int64_t row, int64_t query, int64_t num_queries,
+AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int64_t seq, int64_t row, int64_t query, int64_t num_queries,
                          int64_t head, int64_t num_heads) {
   const int64_t position = args.seq_lens[seq] - args.query_lens[seq] + query;
   const int64_t query_head = head * args.group_size;
@@ -87,10 +102,15 @@ AttentionTask whole_task(const PagedAttention& args, int64_t seq, int64_t row, i
   task.first_position = position, task.window = args.window;
   task.scale = args.scale, task.softcap = args.softcap;
   task.sinks = args.sinks ? args.sinks + query_head : nullptr;
+  task.first_head = head;
+  if (sources.expands) {
+    task.expanded_key = &sources.key;
+    task.expanded_value = sources.is_latent ? &sources.key : &sources.value;
+  }
   return task;
 }
 
-std::vector<AttentionTask> whole_tasks(const PagedAttention& args) {
+std::vector<AttentionTask> whole_tasks(const PagedAttention& args, const Sources& sources) {
   std::vector<AttentionTask> tasks;
   const int64_t max_queries = std::max<int64_t>(kRowsPerHead / args.group_size, 1);
   int64_t row = 0;
@@ -99,7 +119,7 @@ std::vector<AttentionTask> whole_tasks(const PagedAttention& args) {
       const int64_t num_queries = std::min(max_queries, args.query_lens[seq] - query);
       const int64_t max_heads = std::max<int64_t>(kRowsPerTask / (num_queries * args.group_size), 1);
       for (int64_t head = 0; head < args.num_kv_heads; head += max_heads)
-        tasks.push_back(whole_task(args, seq, row, query, num_queries, head,
+        tasks.push_back(whole_task(args, sources, seq, row, query, num_queries, head,
                                    std::min(max_heads, args.num_kv_heads - head)));
     }
   return tasks;
@@ -150,6 +170,7 @@ class Arena {
 // Floats that the state and the scratch of a task take.
 struct Sizes {
   int64_t sums, rows, queries, scores;
+  int64_t keys = 0, values = 0, codes = 0;  // of tasks that expand tiles
 
   explicit Sizes(const AttentionTask& task) {
     const int64_t head_rows = task.num_queries * task.group_size;
@@ -157,9 +178,16 @@ struct Sizes {
     sums = rows * Arena::round_up(task.value_size);
     queries = rows * Arena::round_up(task.key_size);
     scores = head_rows * kTileKeys;
+    if (!task.expanded_key) return;
+    keys = kTileKeys * Arena::round_up(task.key_size);
+    values = kTileKeys * Arena::round_up(task.value_size);
+    codes = kTileKeys * std::max(task.key_size, task.value_size);  // an element is no larger than a float
   }
   int64_t state() const { return Arena::round_up(sums) + 2 * Arena::round_up(rows); }
-  int64_t scratch() const { return Arena::round_up(queries) + Arena::round_up(scores); }
+  int64_t scratch() const {
+    return Arena::round_up(queries) + Arena::round_up(scores) + Arena::round_up(keys) + Arena::round_up(values) +
+           Arena::round_up(codes);
+  }
 };
 
 AttentionState take_state(Arena& arena, const Sizes& sizes) {
@@ -189,10 +217,11 @@ std::vector<std::string> attention_kernels() {
 void paged_attention(const PagedAttention& args) {
   const AttentionKernel& kernel = find_kernel(args.kernel);
   check_sequences(args);
-  std::vector<AttentionTask> whole = whole_tasks(args);
+  const Sources sources(args);
+  std::vector<AttentionTask> whole = whole_tasks(args, sources);
   if (whole.empty()) return;
   int64_t keys = 0, bytes = 0;
-  const int64_t element_bytes = args.cache_type == ElementType::kFloat32 ? 4 : 2;
+  const int64_t element_bytes = args.key_cache.element_bytes;
   for (const AttentionTask& task : whole) {
     keys += num_keys(task);
     bytes += num_keys(task) * task.num_kv_heads * task.num_queries * (args.key_size + args.value_size) * element_bytes;
@@ -218,7 +247,8 @@ void paged_attention(const PagedAttention& args) {
   std::vector<AttentionState> states;
   for (int i = 0; i < num_threads; ++i) {
     states.push_back(take_state(arena, most));
-    scratch.push_back({arena.take(most.queries), arena.take(most.scores)});
+    scratch.push_back({arena.take(most.queries), arena.take(most.scores), arena.take(most.keys), arena.take(most.values),
+                       reinterpret_cast<std::byte*>(arena.take(most.codes))});
   }
 
   const int64_t num_tasks = static_cast<int64_t>(plan.tasks.size());

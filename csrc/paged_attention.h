@@ -12,13 +12,20 @@
 #include "attention_kernel.h"
 #include "block_tables.h"
 #include "cache_view.h"
+#include "kv_part.h"
+#include "row_codec.h"
 
 namespace kvpage {
 
 struct PagedAttention {
   RowView query, out;                // [num_tokens, num_kv_heads * group_size, key_size or value_size]
-  BlockView key_cache, value_cache;  // [num_blocks, block_size, num_kv_heads, head_size]
-  ElementType query_type, cache_type;
+  KVPart key_cache, value_cache;     // the same for latents, whose first elements are the values
+  ElementType query_type, cache_type;  // cache_type: unless the codec says otherwise
+  Codec codec;
+  const float* key_scales;  // fp32, of fp8's heads, or null: 1
+  int64_t key_scale_stride;  // elements; 0 for one scale
+  const float* value_scales;
+  int64_t value_scale_stride;
   BlockTables tables;
   const int64_t* seq_lens;    // [num_seqs]: keys of a sequence, its queries' own included
   const int64_t* query_lens;  // [num_seqs]: queries of a sequence, at most its length

@@ -10,6 +10,9 @@
 namespace kvpage {
 namespace {
 
+// There are fewer than 2**31 blocks: no product of a number of blocks with this one overflows 64 bits.
+constexpr int64_t kMaxBlockSize = std::numeric_limits<int32_t>::max();
+
 uint64_t random_seed() {
   std::random_device device;
   return static_cast<uint64_t>(device()) << 32 | device();
@@ -35,8 +38,7 @@ PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std:
       children_(block_size, random_seed(), hash_mask),
       siblings_(block_size) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
-  check(block_size <= std::numeric_limits<int32_t>::max(),
-        "block_size must be at most 2**31 - 1, got ", block_size);
+  check(block_size <= kMaxBlockSize, "block_size must be at most ", kMaxBlockSize, ", got ", block_size);
   check(pool_ != host_pool_, "host_pool must not be the device's pool");
   if (host_pool_) pair_of_host_block_.assign(static_cast<size_t>(host_pool_->num_blocks()), kNoBlock);
 }

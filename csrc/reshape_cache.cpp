@@ -1,10 +1,10 @@
 #include "reshape_cache.h"
 
 #include <bit>
-#include <cstring>
 #include <vector>
 
 #include "check.h"
+#include "host_copy.h"
 #include "parallel.h"
 
 namespace kvpage {
@@ -42,32 +42,32 @@ void check_slots(const ReshapeCache& args) {
   }
 }
 
-// Copies the heads of one token; one memcpy where they lie side by side on both ends.
-void copy_heads(std::byte* dst, int64_t dst_stride, const std::byte* src, int64_t src_stride, int64_t bytes,
-                int64_t num_heads) {
-  if (dst_stride == bytes && src_stride == bytes) {
-    std::memcpy(dst, src, static_cast<size_t>(bytes * num_heads));
-    return;
-  }
-  for (int64_t head = 0; head < num_heads; ++head)
-    std::memcpy(dst + head * dst_stride, src + head * src_stride, static_cast<size_t>(bytes));
+// How many tokens from `token` on go to slots of one block that follow each other.
+int64_t run_length(const ReshapeCache& args, int64_t token, int64_t end) {
+  const int64_t slot = args.slot_mapping[token], most = args.block_size - slot % args.block_size;
+  int64_t count = 1;
+  while (count < most && token + count < end && args.slot_mapping[token + count] == slot + count) ++count;
+  return count;
 }
 
 }  // namespace
 
 void reshape_and_cache(const ReshapeCache& args) {
   check_slots(args);
-  const int64_t work = args.num_tokens * args.num_heads * (args.key_bytes + args.value_bytes);
+  int64_t work = 0;
+  for (int i = 0; i < args.num_parts; ++i) work += args.num_tokens * args.num_heads * args.parts[i].row_bytes();
+  const bool streaming = work >= streaming_threshold();
   parallel_for(args.num_tokens, useful_threads(work, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
+    for (int64_t token = begin, count; token < end; token += count) {
       const int64_t slot = args.slot_mapping[token];
+      count = 1;
       if (slot == kPadSlot) continue;
-      const int64_t block_id = slot / args.block_size, offset = slot % args.block_size;
-      copy_heads(args.key_cache.row(block_id, offset), args.key_cache.head_stride, args.key.row(token),
-                 args.key.head_stride, args.key_bytes, args.num_heads);
-      copy_heads(args.value_cache.row(block_id, offset), args.value_cache.head_stride, args.value.row(token),
-                 args.value.head_stride, args.value_bytes, args.num_heads);
+      count = run_length(args, token, end);
+      for (int i = 0; i < args.num_parts; ++i)
+        write_tokens(args.parts[i], args.num_heads, slot / args.block_size, slot % args.block_size, count,
+                     args.parts[i].rows.row(token), streaming);
     }
+    if (streaming) end_streaming();
   });
 }
 

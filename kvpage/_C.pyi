@@ -1,7 +1,7 @@
 """The native core: addresses, sizes and stream handles in; no torch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,7 @@ def attention_kernels() -> list[str]: ...
 
 Layer = tuple[int, Sequence[int]]  # address, strides in bytes
 
+@final
 class BlockCopier:
     def __init__(
         self,
@@ -111,6 +112,7 @@ def cuda_machine() -> dict[str, Any] | None: ...
 # torch CPU tensor, all read in place; or a list. Every ValueError leaves all as it was.
 _Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | Any
 
+@final
 class BlockPool:
     """The block ids of one tier: a reference count each, and a stack of the free ones.
 
@@ -143,6 +145,7 @@ class BlockPool:
     def check(self) -> None:
         """RuntimeError that names what is broken, if anything is: for tests. O(num_blocks)."""
 
+@final
 class Match:
     """A pinned path in a PrefixTree, from the start of a prompt to a block's end.
 
@@ -174,6 +177,7 @@ class Match:
     def is_released(self) -> bool:
         """Whether it was released or consumed by insert; num_blocks and num_tokens remain."""
 
+@final
 class PartMatch:
     """The first tokens of a block of another path, which a prompt shares beyond its whole cached blocks.
 
@@ -190,6 +194,7 @@ class PartMatch:
     @property
     def is_on_device(self) -> bool: ...
 
+@final
 class PrefixTree:
     """Which tokens have their K and V in which blocks: a radix tree of whole blocks, compared token by token.
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from kvpage import _C, reference
-from kvpage.layout import CacheLayout
+from kvpage.layout import CacheLayout, check_layout
+from kvpage.tensors import readable
 
 HOST = -1
 MAX_GROUPS = 16
@@ -34,7 +35,7 @@ class BlockCopier:
 
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
     different numbers of layers, for a destination that overlaps itself, for sides that overlap without being the same
-    caches, and for a negative kernel_max_bytes or a max_groups below 1.
+    caches, and for a negative kernel_max_bytes or a max_groups below 1. TypeError for what are no tensors, or no layout.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class BlockCopier:
         kernel_max_bytes: int = 0,
         max_groups: int = MAX_GROUPS,
     ) -> None:
+        check_layout(layout)
         self._srcs, self._dsts, self._layout = list(srcs), list(dsts), layout
         self._limits = kernel_max_bytes, max_groups
         self._layers: list[BlockCopier] | None = None

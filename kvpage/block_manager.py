@@ -29,6 +29,7 @@ from kvpage.block_space import BlockSpace, HostPolicy, SpaceStats
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
 from kvpage.load_or_compute import LoadOrCompute
+from kvpage.sequence_args import as_counts, as_positions, check_namespace
 from kvpage.tokens import Tokens, as_tokens
 
 SeqId = Hashable
@@ -104,8 +105,8 @@ class BlockManager:
     host_policy: when cached blocks are copied to the host. rule: whether they are worth their way back.
     pin_quota: how many blocks `pin` may keep.
 
-    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, KeyError for an unknown sequence) has
-    changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one serving loop.
+    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, TypeError, KeyError for an unknown
+    sequence) has changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one loop.
     """
 
     def __init__(
@@ -141,8 +142,10 @@ class BlockManager:
 
         priority: 0 to 7; what is cached by a sequence of a higher one is evicted later.
 
-        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens.
+        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens, TypeError for a
+        namespace that is not bytes.
         """
+        check_namespace(namespace)
         self._check_new(seq_id)
         tokens = _some_tokens(tokens)
         match = self.space.match(tokens if self.enable_prefix_caching else tokens[:0], namespace, priority)
@@ -167,7 +170,7 @@ class BlockManager:
 
         A last block that a fork shares is replaced by a copy (copy-on-write) for all but its last holder.
         """
-        counts = [num_new_tokens] * len(seq_ids) if isinstance(num_new_tokens, int) else list(num_new_tokens)
+        counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
         self._check_append(seq_ids, counts)
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         copied = self._to_copy([seq for seq, count in zip(sequences, counts, strict=True) if count])
@@ -338,11 +341,11 @@ class BlockManager:
         """
         self._check_moved()
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        for seq_id, seq, start, end in zip(seq_ids, sequences, starts, ends, strict=True):
+        first, last = as_positions("starts", starts, len(seq_ids)), as_positions("ends", ends, len(seq_ids))
+        for seq_id, seq, start, end in zip(seq_ids, sequences, first.tolist(), last.tolist(), strict=True):
             if not 0 <= start <= end <= seq.num_tokens:
                 raise ValueError(f"positions of {seq_id!r} must lie in [0, {seq.num_tokens}], got [{start}, {end}]")
-        rows = [seq.row for seq in sequences]
-        return self._tables.slots(rows, np.asarray(starts, np.int64), np.asarray(ends, np.int64))
+        return self._tables.slots([seq.row for seq in sequences], first, last)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvpage import _C
 from kvpage.block_mover import BlockMover, copy_mover, no_mover, swap_mover
 from kvpage.block_moves import BlockMoves
 from kvpage.calibration import Calibration, calibrate
-from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
+from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes, check_configs
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
 from kvpage.token_args import check_scales
@@ -27,7 +27,9 @@ class CacheEngine:
 
     gpu_cache, cpu_cache: one tensor per attention layer of this pipeline stage, in the backend's generic shape, strided
         as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
-        in host memory. Host memory is pinned when the device is a GPU.
+        in host memory. When the device is a GPU, host memory is pinned. It comes from torch's caching host allocator,
+        which rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for all.
+        So the host tier may take up to twice its blocks' bytes; choose num_cpu_blocks with that in mind.
     layer_ids: the layer in the whole model of each entry of these lists.
 
     kv_scales: of 8-bit floats, one a layer; None means 1. They stay what they are as long as the engine lives, as every
@@ -39,7 +41,7 @@ class CacheEngine:
 
     The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
     waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
-    `swap_blocks` or `copy_blocks`, which then check the ids themselves.
+    `swap_blocks` or `copy_blocks`, which then check the ids themselves. TypeError for a config of another type.
 
     With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread),
     in the order of the calls, after what the current stream had to do when it was called; it returns a `Transfer`.
@@ -57,6 +59,7 @@ class CacheEngine:
         make_stream: Callable[[torch.device], TransferStream] = open_stream,
         kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
+        check_configs(cache_config, model_config, parallel_config, device_config)
         parallel_config = parallel_config or ParallelConfig()
         self.device = torch.device((device_config or DeviceConfig()).device)
         self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
@@ -212,4 +215,5 @@ class CacheEngine:
         cache_config: CacheConfig, model_config: ModelConfig, parallel_config: ParallelConfig | None = None
     ) -> int:
         """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
+        check_configs(cache_config, model_config, parallel_config)
         return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())

@@ -1,6 +1,7 @@
 """The configuration: frozen, validated, passed down. Nothing here holds memory."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ class ModelConfig:
     use_mla: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        object.__setattr__(self, "layer_types", _layer_words(self.layer_types))
         minimum = 0 if self.is_attention_free else 1
         _require_int("head_size", self.head_size, minimum)
         _require_int("num_kv_heads", self.num_kv_heads, minimum)
@@ -136,6 +137,14 @@ class ModelConfig:
             return cls(text.kv_lora_rank + text.qk_rope_head_dim, 1, layer_types, dtype, use_mla=True)
         layers = _layers(text)
         return cls(max(map(_head_size, layers)), max(map(_num_kv_heads, layers)), layer_types, dtype)
+
+
+def _layer_words(layer_types: Any) -> tuple[str, ...]:
+    if isinstance(layer_types, Iterable) and not isinstance(layer_types, str):  # whose letters would be layers
+        words = tuple(layer_types)
+        if all(isinstance(word, str) for word in words):
+            return words
+    raise ValueError(f"layer_types must be one str a layer, got {layer_types!r}")
 
 
 def _layers(text: Any) -> list[Any]:
@@ -237,8 +246,10 @@ class CacheConfig:
         """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (of one rank); `fields` are CacheConfig's others."""
         _require_int("gpu_bytes", gpu_bytes, 0)
         _require_int("cpu_bytes", cpu_bytes, 0)
+        cache_config = cls(**fields)
+        check_configs(cache_config, model_config, parallel_config)
         parallel_config = parallel_config or ParallelConfig()
-        block_bytes = cache_block_bytes(cls(**fields), model_config, parallel_config)
+        block_bytes = cache_block_bytes(cache_config, model_config, parallel_config)
         stages = parallel_config.pipeline_parallel_size
         if block_bytes == 0:
             raise ValueError("for_memory needs a model with attention layers, this one has none")
@@ -271,3 +282,20 @@ def cache_block_bytes(cache: CacheConfig, model: ModelConfig, parallel: Parallel
     if num_layers == 0:
         return 0
     return num_layers * cache.layout(model, parallel).block_bytes
+
+
+def check_configs(
+    cache_config: CacheConfig,
+    model_config: ModelConfig,
+    parallel_config: ParallelConfig | None = None,
+    device_config: DeviceConfig | None = None,
+) -> None:
+    """TypeError unless each is what its name says; the last two may be None."""
+    for name, config, kind in (
+        ("cache_config", cache_config, CacheConfig),
+        ("model_config", model_config, ModelConfig),
+        ("parallel_config", parallel_config, ParallelConfig),
+        ("device_config", device_config, DeviceConfig),
+    ):
+        if not isinstance(config, kind) and not (config is None and kind in (ParallelConfig, DeviceConfig)):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(config).__name__}")

@@ -13,6 +13,7 @@ import torch
 from kvpage.backends import AttentionBackend, get_backend, inverse, stride_order
 from kvpage.kv_scales import FP8_DTYPES
 from kvpage.kv_view import KVView
+from kvpage.tensors import check_plain
 
 LAYER_LAYOUTS = ("separate", "packed")
 SCALE_BYTES = 4
@@ -108,7 +109,9 @@ class CacheLayout:
         return cache.shape[self.block_dim]
 
     def validate(self, cache: torch.Tensor, name: str = "cache") -> None:
-        """ValueError unless `cache` has this layout's dtype and generic shape, with its last dimension contiguous."""
+        """ValueError unless `cache` has this layout's dtype and generic shape, with its last dimension contiguous, and
+        is no view that torch negates or conjugates. TypeError unless it is a tensor."""
+        check_plain(name, cache)
         if cache.dtype != self.dtype:
             raise ValueError(f"{name}.dtype must be {self.dtype}, got {cache.dtype}")
         expected = self.shape(cache.shape[self.block_dim] if cache.dim() > self.block_dim else 0)
@@ -149,6 +152,12 @@ class CacheLayout:
         first, *rest = (shape[dim] for dim in order)
         slab = zeros([first, num_layers, *rest])
         return [slab[:, layer].permute(inverse(order)) for layer in range(num_layers)]
+
+
+def check_layout(layout: CacheLayout) -> None:
+    """TypeError unless it is a CacheLayout, or answers what one does."""
+    if not hasattr(layout, "views"):
+        raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ Everything is checked but what lies in memory: slots and block ids are the nativ
 """
 
 import itertools
+import numbers
 import operator
 from collections.abc import Sequence
 
@@ -11,15 +12,44 @@ import torch
 
 from kvpage.kv_scales import FP8_DTYPES, KVScales
 from kvpage.kv_view import KVView
-from kvpage.layout import CacheLayout
+from kvpage.layout import CacheLayout, check_layout
+from kvpage.tensors import check_writable
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
 
-def block_view(view: KVView) -> tuple[int, int, int, int]:
-    """Address and strides in bytes of K's or V's blocks [num_blocks, block_size, num_heads, head_size]: one run."""
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/row_codec.h, as ElementType
+BITS = 3  # the RowType of rows that are copied as they are
+CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # Codec of csrc/row_codec.h; 0 for any other
+
+
+def native_blocks(view: KVView) -> tuple[int, ...]:
+    """K's or V's blocks as the extension takes them: KVPart of csrc/kv_part.h."""
     item, strides = view.rows.element_size(), view.rows.stride()
-    return view.rows.data_ptr(), strides[0] * item, strides[1] * item, strides[2] * item
+    blocks = view.rows.data_ptr(), *(stride * item for stride in strides[:4]), view.run_size, item
+    if view.scales is None:
+        return *blocks, 0, 0, 0, 0
+    return *blocks, view.scales.data_ptr(), *(stride * 4 for stride in view.scales.stride())
+
+
+def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+    """K's or V's blocks with the rows [..., num_tokens, num_heads, size] that go there or come from there: TokenMove."""
+    is_raw = rows.dtype == view.rows.dtype
+    row_type, codec = (BITS, 0) if is_raw else (ROW_TYPES[rows.dtype], CODECS[view.rows.dtype])
+    scales = (0, 0) if scale is None or is_raw else (scale.data_ptr(), int(len(scale) > 1))
+    return *native_blocks(view), *row_view(rows), row_type, codec, rows.shape[-1], *scales
+
+
+def native_parts(
+    views: tuple[KVView, KVView | None],
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    scales: KVScales | None,
+) -> list[tuple[int, ...]]:
+    """native_part of K, and of V where there is one."""
+    parts = [native_part(views[0], rows[0], scales and scales.key)]
+    if views[1] is not None and rows[1] is not None:
+        parts.append(native_part(views[1], rows[1], scales and scales.value))
+    return parts
 
 
 def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
@@ -28,12 +58,9 @@ def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
     return rows.data_ptr(), strides[-3] * item, strides[-2] * item
 
 
-def row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[-1] * rows.element_size()
-
-
 def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
     """`cache` must be of the layout, in memory that the operations reach."""
+    check_layout(layout)
     layout.validate(cache)
     if cache.device.type not in ("cpu", "cuda"):
         raise ValueError(f"cache must be on the CPU or a CUDA device, got {cache.device}")
@@ -121,7 +148,7 @@ def native_tables(
 
 
 def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
-    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]."""
+    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for what are no integers."""
     if isinstance(lengths, torch.Tensor):
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:
             raise ValueError(
@@ -130,7 +157,7 @@ def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> li
             )
         counts = lengths.tolist()
     else:
-        counts = [operator.index(length) for length in lengths]
+        counts = _integers(name, lengths)
     if len(counts) != num_seqs:
         raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {len(counts)}")
     for bound in (min(counts), max(counts)) if counts else ():
@@ -148,6 +175,41 @@ def length_bound(name: str, bound: int | None, counts: list[int] | None, most: i
     if bound < least:
         raise ValueError(f"{name} must be at least {least}, got {bound}")
     return min(bound, most)
+def _integers(name: str, lengths: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise TypeError(f"{name} must be integers, got {lengths!r}") from error
+
+
+def integer(name: str, value: int) -> int:
+    """`value` as an int. TypeError for a float, or what else is no integer."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+
+
+def fp32_number(name: str, value: float) -> float:
+    """`value` as a float. TypeError unless it is a real number, ValueError unless fp32 holds it and it is finite."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be a finite number of fp32, got {value}")
+    return float(value)
+
+
+def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bool) -> None:
+    """Tensors that can be written, and that are not one and the same; the second is None where there is no V."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
+    check_pair("out's ", *out, has_values)
+    for name, rows in zip(("key", "value"), out, strict=True):
+        if rows is not None:
+            check_writable(name, rows)
+    key, value = out
+    if value is not None and key.data_ptr() == value.data_ptr() and key.numel() and value.numel():
+        raise ValueError("key and value must not be in the same memory")
 
 
 def out_offsets(
@@ -169,8 +231,6 @@ def out_offsets(
         if max(lengths, default=0) > rows.shape[1]:
             raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
         offsets = [seq * stride for seq in range(num_seqs)]
-    if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
-        raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
     return offsets
 
 

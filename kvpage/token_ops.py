@@ -5,32 +5,39 @@ for tensors on a CUDA device. Block ids and slots on the host are checked before
 are checked there, without waiting for it: a bad one is skipped, and `check_device` raises from it later.
 """
 
+import numbers
 import operator
 
 import torch
 
-from kvpage import _C, attention_ops_cuda, reference, token_ops_cuda
+from kvpage import _C, attention_ops_cuda, token_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
+from kvpage.tensors import check_writable, readable
 from kvpage.token_args import (
+    CODECS,
     COMPUTE_DTYPES,
+    ROW_TYPES,
     Lengths,
-    block_view,
     check_cache,
     check_device_lengths,
     check_dtype,
     check_open_out,
     check_pair,
+    check_out_pair,
     check_rows,
     check_scales,
     check_size,
     check_tensor,
+    fp32_number,
     host_lengths,
     length_bound,
+    integer,
+    native_blocks,
+    native_parts,
     native_tables,
     out_offsets,
-    row_bytes,
     row_dtypes,
     row_view,
 )
@@ -53,14 +60,17 @@ def reshape_and_cache(
     slot_mapping: int64 [num_tokens], block_id * block_size + offset; -1 is padding and written nowhere.
     scales: of 8-bit floats; None means 1. What is too large saturates.
 
-    Raises ValueError for anything else, for a slot out of range, and for one named twice; on the host nothing has then
-    been written. On a CUDA device a slot out of range is skipped and reported by `check_device`, and of tokens that
-    share a slot any may win. `key` and `value` must not share memory with `cache`.
+    Raises ValueError for anything else (TypeError for what is no tensor), for a slot out of range, and for one named
+    twice; on the host nothing has then been written. On a CUDA device a slot out of range is skipped and reported by
+    `check_device`, and of tokens that share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
     if cache.is_cuda and token_ops_cuda.reshape_as_before(key, value, cache, slot_mapping, layout, scales):
         return
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
+    check_writable("cache", cache)
+    key, slot_mapping = readable("key", key), readable("slot_mapping", slot_mapping)
+    value = None if value is None else readable("value", value)
     views = layout.views(cache)
     check_pair("", key, value, views[1] is not None)
     check_rows("key", key, None, cache, layout)
@@ -71,16 +81,8 @@ def reshape_and_cache(
     if cache.is_cuda:
         token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout, scales)
         return
-    if not _is_native(views, layout):
-        check_host_slots(slots, layout.num_blocks(cache) * layout.block_size)
-        reference.reshape_and_cache(key, value, cache, slots, layout, scales)
-        return
     _C.reshape_and_cache(
-        row_view(key),
-        row_view(value),
-        block_view(views[0]),
-        block_view(views[1]),
-        (row_bytes(key), row_bytes(value)),
+        native_parts(views, (key, value), scales),
         slots.data_ptr(),
         key.shape[0],
         layout.num_kv_heads,
@@ -88,19 +90,6 @@ def reshape_and_cache(
         layout.block_size,
         torch.get_num_threads(),
     )
-
-
-def _is_native(views: tuple[KVView, KVView | None], layout: CacheLayout) -> bool:
-    return not layout.is_quantized and all(view is not None and view.rows.shape[3] == 1 for view in views)
-
-
-def check_host_slots(slots: torch.Tensor, num_slots: int) -> None:
-    real = slots[slots != -1]
-    bad = real[(real < 0) | (real >= num_slots)]
-    if len(bad):
-        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(bad[0])}")
-    if len(real.unique()) < len(real):
-        raise ValueError("slot_mapping must name a slot once, got one twice")
 
 
 def gather_cache(
@@ -127,12 +116,14 @@ def gather_cache(
     scales: of 8-bit floats; None means 1.
     dtype: the cache's; where the layout quantises, fp32 (the default), bf16 or fp16, or the 8-bit float itself.
 
-    Returns (key, value): `out` where given. Raises ValueError for anything else, and for a needed table entry that
-    names no block; on the host nothing has then been written. On a CUDA device the tokens of such a block are skipped,
-    as are sequences that do not fit, and `check_device` reports it. `out` must not share memory with `cache`.
+    Returns (key, value): `out` where given. Raises ValueError for anything else (TypeError for what is no tensor, or no
+    integer), and for a needed table entry that names no block; on the host nothing has then been written. On a CUDA
+    device the tokens of such a block are skipped, as are sequences that do not fit, and `check_device` reports it. The
+    two of `out` must not share memory with each other or with `cache`.
     """
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
+    block_tables = readable("block_tables", block_tables)
     views = layout.views(cache)
     tables = native_tables(cache, block_tables, layout)
     num_seqs = block_tables.shape[0]
@@ -149,7 +140,7 @@ def gather_cache(
         raise ValueError(f"seq_starts + seq_lens must be at most {capacity}, got {last}")
     if out is None:
         out = _new_rows(sum(lengths), views, cache, layout, dtype)
-    check_pair("out's ", *out, views[1] is not None)
+    check_out_pair(out, views[1] is not None)
     key_offsets = out_offsets("key", out[0], lengths, cache, layout)
     value_offsets = [] if out[1] is None else out_offsets("value", out[1], lengths, cache, layout)
     if out[1] is not None and (out[0].dim(), out[0].dtype) != (out[1].dim(), out[1].dtype):
@@ -158,21 +149,12 @@ def gather_cache(
     if cache.is_cuda:
         token_ops_cuda.gather_cache(cache, block_tables, lengths, starts, out, layout, scales)
         return out
-    if not _is_native(views, layout):
-        check_host_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
-        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
-        return out
     _C.gather_cache(
-        block_view(views[0]),
-        block_view(views[1]),
-        row_view(out[0]),
-        row_view(out[1]),
-        (row_bytes(out[0]), row_bytes(out[1])),
+        native_parts(views, out, scales),
         tables,
         starts,
         lengths,
-        key_offsets,
-        value_offsets,
+        [key_offsets, value_offsets],
         layout.num_kv_heads,
         torch.get_num_threads(),
     )
@@ -192,15 +174,6 @@ def _new_rows(
     shape = (num_tokens, layout.num_kv_heads, layout.head_size)
     key = cache.new_empty(shape, dtype=dtype)
     return key, None if views[1] is None else cache.new_empty(shape, dtype=dtype)
-
-
-def check_host_blocks(
-    block_tables: torch.Tensor, lengths: list[int], starts: list[int], num_blocks: int, block_size: int
-) -> None:
-    for table, start, length in zip(block_tables.tolist(), starts, lengths, strict=True):
-        for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
-            if not 0 <= block_id < num_blocks:
-                raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")
 
 
 def paged_attention(
@@ -230,7 +203,8 @@ def paged_attention(
         CUDA device also int32 or int64 there, as query_lens, and then read when the kernel runs: see below.
     query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
-    scale: of the products, default key_size ** -0.5. softcap: scores become softcap * tanh(score / softcap).
+    scale: of the products, default key_size ** -0.5, finite. softcap: scores become softcap * tanh(score / softcap); a
+        positive number that is normal in fp32.
     sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
     value_size: of V's heads and of the output, default head_size. Where the layout has no value part (MLA), V is the
         first value_size elements of each key.
@@ -240,10 +214,10 @@ def paged_attention(
     out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must not
         share memory with the others.
 
-    Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else, and for a needed
-    table entry that names no block, before anything is written. On a CPU it is made for few queries a sequence; for
-    whole prompts it is about as fast as gathering and torch's scaled_dot_product_attention
-    (benchmarks/bench_paged_attention_cpu.py).
+    Returns the output in the query's dtype; all sums are in fp32. Raises ValueError for anything else (TypeError for
+    what is no tensor, integer or number), and for a needed table entry that names no block, before anything is written.
+    On a CPU it is made for few queries a sequence; for whole prompts it is about as fast as gathering and torch's
+    scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
 
     On a CUDA device nothing is waited for, and the keys of a block that does not exist count as not there;
     `check_device` reports them. Lengths on the device are not checked: a sequence longer than its table ends there and
@@ -253,20 +227,24 @@ def paged_attention(
     """
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
+    query, block_tables = readable("query", query), readable("block_tables", block_tables)
+    key_size, group_size = _check_query(query, cache, layout)
     tables = native_tables(cache, block_tables, layout)
     num_seqs, max_blocks = block_tables.shape
-    value_size = layout.head_size if value_size is None else value_size
-    key_size, group_size = _check_query(query, cache, layout)
+    value_size = layout.head_size if value_size is None else _checked_value_size(value_size, layout)
+    window = _EVERY_KEY if sliding_window is None else _checked_window(sliding_window)
+    scale = key_size**-0.5 if scale is None else fp32_number("scale", scale)
+    softcap = 0.0 if softcap is None else _checked_softcap(softcap)
     if out is None:
         out = query.new_empty(*query.shape[:2], value_size)
-    check_size("out", out, layout)
+    check_writable("out", out)
     check_tensor("out", out, query.dtype, (*query.shape[:2], value_size), cache.device)
-    _check_options(sliding_window, softcap)
+    check_size("out", out, layout)
     if sinks is not None:
+        sinks = readable("sinks", sinks)
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
     if cache.is_cuda:
-        scale = key_size**-0.5 if scale is None else scale
         attention_ops_cuda.paged_attention(
             query,
             cache,
@@ -275,7 +253,7 @@ def paged_attention(
             query_lens,
             (max_query_len, max_seq_len),
             layout,
-            (scale, sliding_window, softcap, sinks),
+            (scale, sliding_window, softcap or None, sinks),
             out,
             scales,
         )
@@ -285,52 +263,42 @@ def paged_attention(
     length_bound("max_query_len", max_query_len, queries, query.shape[0])
     length_bound("max_seq_len", max_seq_len, lengths, max_blocks * layout.block_size)
     key_view, value_view = layout.views(cache)
-    if layout.is_quantized or any(view.rows.shape[3] > 1 for view in (key_view, value_view or key_view)):
-        check_host_blocks(block_tables, lengths, [0] * num_seqs, key_view.num_blocks, layout.block_size)
-        attended = reference.paged_attention(
-            query,
-            cache,
-            block_tables,
-            torch.tensor(lengths),
-            layout,
-            scale,
-            torch.tensor(queries),
-            sliding_window,
-            softcap,
-            sinks,
-            value_size,
-            scales,
-        )
-        return out.copy_(attended)
+    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
+    if value_view is None:
+        value_scale = key_scale
     _C.paged_attention(
         row_view(query),
         row_view(out),
-        block_view(key_view),
-        block_view(value_view or key_view),
-        (_TYPE_CODES[query.dtype], _TYPE_CODES[cache.dtype]),
+        native_blocks(key_view),
+        native_blocks(value_view or key_view),
+        (ROW_TYPES[query.dtype], ROW_TYPES.get(cache.dtype, 0), CODECS.get(cache.dtype, 0)),
+        (*_address_and_stride(key_scale), *_address_and_stride(value_scale)),
         tables,
         lengths,
         queries,
         (query.shape[0], layout.num_kv_heads, group_size, key_size, value_size),
-        _EVERY_KEY if sliding_window is None else sliding_window,
-        key_size**-0.5 if scale is None else scale,
-        softcap or 0.0,
+        window,
+        scale,
+        softcap,
         0 if sinks is None else sinks.data_ptr(),
         torch.get_num_threads(),
     )
     return out
 
 
-_TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ElementType of csrc/attention_kernel.h
 _EVERY_KEY = 2**62
+
+
+def _address_and_stride(scale: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scale is None else (scale.data_ptr(), int(len(scale) > 1))
 
 
 def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) -> tuple[int, int]:
     """Checks the queries of paged_attention; the size of their heads, and how many share a KV head."""
     if query.dim() != 3:
         raise ValueError(f"query must be [num_tokens, num_heads, size], got shape {tuple(query.shape)}")
-    if cache.dtype not in _TYPE_CODES and not layout.is_quantized:
-        raise ValueError(f"cache.dtype must be one of {', '.join(map(str, _TYPE_CODES))}, got {cache.dtype}")
+    if cache.dtype not in COMPUTE_DTYPES and not layout.is_quantized:
+        raise ValueError(f"cache.dtype must be one of {', '.join(map(str, COMPUTE_DTYPES))}, got {cache.dtype}")
     check_dtype("query", query, COMPUTE_DTYPES if layout.is_quantized else (cache.dtype, torch.float32))
     if query.shape[1] == 0 or query.shape[1] % layout.num_kv_heads:
         raise ValueError(f"query's heads must be a multiple of {layout.num_kv_heads}, got {query.shape[1]}")
@@ -339,8 +307,21 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) 
     return query.shape[2], query.shape[1] // layout.num_kv_heads
 
 
-def _check_options(sliding_window: int | None, softcap: float | None) -> None:
-    if sliding_window is not None and not 1 <= sliding_window <= _EVERY_KEY:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap must be positive, got {softcap}")
+def _checked_value_size(value_size: int, layout: CacheLayout) -> int:
+    if not 1 <= (size := integer("value_size", value_size)) <= layout.head_size:
+        raise ValueError(f"value_size must be in [1, {layout.head_size}], got {size}")
+    return size
+
+
+def _checked_window(sliding_window: int) -> int:
+    if not 1 <= (window := integer("sliding_window", sliding_window)) <= _EVERY_KEY:
+        raise ValueError(f"sliding_window must be at least 1, got {window}")
+    return window
+
+
+def _checked_softcap(softcap: float) -> float:
+    """The scores are divided by it: a subnormal one may be taken for zero, and has no precision."""
+    fp32 = torch.finfo(torch.float32)
+    if isinstance(softcap, numbers.Real) and not fp32.tiny <= softcap <= fp32.max:
+        raise ValueError(f"softcap must be positive and a normal number of fp32, got {softcap}")
+    return fp32_number("softcap", softcap)

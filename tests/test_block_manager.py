@@ -276,6 +276,17 @@ def test_fork_at_a_full_block_copies_nothing():
     assert manager.block_ids(0)[2] != manager.block_ids(1)[2]
 
 
+@pytest.mark.parametrize("count", [np.int64(2), np.int32(2), [np.int64(2)], np.array([2]), (2,)])
+def test_append_takes_any_integers(count):
+    manager = BlockManager(16, B)
+    manager.allocate(0, [1] * B)
+    assert manager.append([0], count).shape == (0, 2)
+    assert len(manager.block_ids(0)) == 2
+    assert len(manager.slot_mapping(0, np.int32(B), np.int64(B + 2))) == 2
+    with pytest.raises(ValueError, match="positions"):
+        manager.slot_mapping(0, 0, B + 3)
+
+
 def test_out_of_blocks_changes_nothing():
     manager = BlockManager(4, B)
     manager.allocate(0, list(range(3 * B)))
@@ -334,6 +345,18 @@ BAD_CALLS = {
     "float tokens": (lambda m: m.allocate(9, [1.5]), ValueError, "must be integers"),
     "two-dimensional tokens": (lambda m: m.allocate(9, [[1]]), ValueError, "one-dimensional"),
     "token of 33 bits": (lambda m: m.allocate(9, [1 << 32]), ValueError, "32 bits"),
+    "namespace of text": (lambda m: m.allocate(9, [1], "tenant"), TypeError, "namespace must be bytes, got str"),
+    "no namespace": (lambda m: m.allocate(9, [1], None), TypeError, "namespace must be bytes, got NoneType"),
+    "append of a float": (lambda m: m.append([0], 1.0), TypeError, "num_new_tokens must be .* integer.*, got 1.0"),
+    "append of floats": (lambda m: m.append([0], [1.5]), TypeError, r"num_new_tokens must be .* integer.*, got \[1.5"),
+    "append of an array of floats": (lambda m: m.append([0], np.ones(1)), TypeError, "num_new_tokens must be"),
+    "append of nothing": (lambda m: m.append([0], None), TypeError, "num_new_tokens must be .*, got None"),
+    "append of text": (lambda m: m.append([0], "1"), TypeError, "num_new_tokens must be .*, got '1'"),
+    "slot of a float": (lambda m: m.slot_mapping(0, 0.5, 2), TypeError, "starts must be integers, got float64"),
+    "slots to a float": (lambda m: m.slot_mappings([0], [0], [2.0]), TypeError, "ends must be integers, got float64"),
+    "slots of text": (lambda m: m.slot_mapping(0, "0", 2), TypeError, "starts must be integers"),
+    "slots without an end": (lambda m: m.slot_mappings([0], [0], []), ValueError, "one entry for each"),
+    "slots of two dimensions": (lambda m: m.slot_mappings([0], [[0]], [[1]]), ValueError, "one entry for each"),
     "unknown append": (lambda m: m.append([0, 9]), KeyError, "9"),
     "append twice": (lambda m: m.append([0, 0]), ValueError, "distinct"),
     "negative append": (lambda m: m.append([0], [-1]), ValueError, "negative"),

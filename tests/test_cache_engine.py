@@ -130,6 +130,30 @@ def test_errors_change_nothing():
     assert not any(cache.any() for cache in made.cpu_cache)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"cache_config": None}, "cache_config must be a CacheConfig, got NoneType"),
+        ({"cache_config": MODEL}, "cache_config must be a CacheConfig, got ModelConfig"),
+        ({"model_config": 8}, "model_config must be a ModelConfig, got int"),
+        ({"parallel_config": 0}, "parallel_config must be a ParallelConfig, got int"),
+        ({"parallel_config": DeviceConfig()}, "parallel_config must be a ParallelConfig, got DeviceConfig"),
+    ],
+)
+def test_configs_of_another_type_are_named(change, message):
+    configs = {"cache_config": CacheConfig(4, 7, 5), "model_config": MODEL, "parallel_config": None}
+    with pytest.raises(TypeError, match=message):
+        CacheEngine(**configs | change)
+    with pytest.raises(TypeError, match=message):
+        CacheEngine.get_cache_block_size(**configs | change)
+
+
+@pytest.mark.parametrize("device", ["cpu", "", torch.device("cpu")])
+def test_a_device_is_no_device_config(device):
+    with pytest.raises(TypeError, match="device_config must be a DeviceConfig, got (str|device)"):
+        CacheEngine(CacheConfig(4, 7, 5), MODEL, None, device)
+
+
 def test_a_mixed_model_gets_caches_for_its_attention_layers_only():
     jamba = ModelConfig(8, 2, ("mamba", "attention", "mamba", "attention"))
     made = engine(jamba)

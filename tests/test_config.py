@@ -199,6 +199,26 @@ def test_names_are_given_once():
     assert get_backend("flash") is FlashBackend
 
 
+@pytest.mark.parametrize("kinds", ["full_attention", b"full_attention", None, 3, ("full_attention", 3), [None]])
+def test_layer_types_are_one_word_a_layer(kinds):
+    """A str would be taken for as many layers as it has letters."""
+    with pytest.raises(ValueError, match="layer_types must be one str a layer, got"):
+        ModelConfig(8, 2, kinds)
+
+
+def test_layer_types_come_in_any_row_of_words():
+    words = ["full_attention", "mamba"]
+    for kinds in (words, tuple(words), iter(words)):
+        assert ModelConfig(8, 2, kinds).layer_types == ("full_attention", "mamba")
+
+
+def test_for_memory_names_a_config_of_another_type():
+    with pytest.raises(TypeError, match="model_config must be a ModelConfig, got str"):
+        CacheConfig.for_memory(1 << 20, "llama")
+    with pytest.raises(TypeError, match="parallel_config must be a ParallelConfig, got int"):
+        CacheConfig.for_memory(1 << 20, ModelConfig(8, 2, ["full_attention"]), 0)
+
+
 def test_a_stride_order_must_be_a_permutation():
     class Odd(FlashBackend):
         @staticmethod

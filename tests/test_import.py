@@ -1,9 +1,13 @@
 """`import kvpage` asks for little, and gives what it says."""
 
+import copy
 import subprocess
 import sys
 
+import pytest
+
 import kvpage
+from kvpage import _C
 
 HIDE = """
 import importlib.abc, sys
@@ -54,3 +58,44 @@ def test_the_command_line_names_the_extra_that_lacks(tmp_path):
 
 def test_public_names_exist():
     assert all(hasattr(kvpage, name) for name in kvpage.__all__)
+
+
+NATIVE = pytest.mark.parametrize("native", [_C.BlockPool, _C.PrefixTree, _C.Match, _C.BlockCopier])
+
+
+@NATIVE
+def test_no_native_object_comes_to_be_without_its_constructor(native):
+    """Such a one would have no C++ object behind it; pybind11 would take raw memory for that."""
+    for base in native.__mro__:
+        with pytest.raises(TypeError, match=r"__new__\(kvpage\._C\.\w+\) is not safe"):
+            base.__new__(native)
+    with pytest.raises(TypeError, match="constructor"):
+        native()
+
+
+@NATIVE
+def test_native_classes_have_no_subclasses(native):
+    with pytest.raises(TypeError, match="is not an acceptable base type"):
+        type("Derived", (native,), {"__init__": lambda self: None})
+
+
+@NATIVE
+def test_native_classes_are_not_changed(native):
+    with pytest.raises(TypeError, match="immutable type"):
+        native.__init__ = lambda self: None
+    pool = _C.BlockPool(4)
+    with pytest.raises(TypeError, match="__class__ assignment"):
+        pool.__class__ = native
+    assert pool.num_free == 4
+
+
+def test_all_native_classes_are_tested():
+    classes = {value for value in vars(_C).values() if type(value).__name__ == "pybind11_type"}
+    assert classes == set(NATIVE.args[1])
+
+
+def test_native_objects_are_not_copied():
+    pool = _C.BlockPool(4)
+    for native in (pool, _C.PrefixTree(pool, 2), _C.PrefixTree(pool, 2).match([1])):
+        with pytest.raises(TypeError):
+            copy.copy(native)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from cache_rows import split_kv
@@ -274,16 +275,75 @@ def bad_calls():
     yield "head size", {"query": torch.zeros(5, 6, 21)}
     yield "contiguous", {"query": torch.zeros(5, 6, 40)[..., ::2]}
     yield "must be on", {"query": query.to("meta")}
-    yield "head size", {"value_size": 21, "out": torch.zeros(5, 6, 21)}
+    yield "query must be .num_tokens, num_heads, size., got shape", {"query": torch.tensor(1.0)}
+    for size in (21, 0, -1):
+        yield f"value_size must be in .1, 20., got {size}", {"value_size": size}
     yield "out.shape", {"value_size": 19}
     yield "out.dtype", {"out": torch.zeros(5, 6, 20, dtype=torch.float64)}
     yield "contiguous", {"out": torch.zeros(5, 6, 40)[..., ::2]}
     yield "sliding_window", {"sliding_window": 0}
     yield "softcap", {"softcap": 0.0}
-    yield "softcap", {"softcap": NAN}
+    for softcap in (NAN, float("inf"), -1.0, 5e-324, 1e-45, 1.17e-38, 3.5e38, 1e300, 2**2000):
+        yield "softcap must be positive and a normal number of fp32, got", {"softcap": softcap}
+    for scale in (NAN, float("inf"), -float("inf"), 3.5e38, -1e300, 2**2000):
+        yield "scale must be a finite number of fp32, got", {"scale": scale}
+    memory = torch.zeros(600)
+    for strides in ((0, 20, 1), (120, 0, 1), (100, 20, 1), (120, 19, 1)):
+        yield "out must have memory for each of its elements", {"out": memory.as_strided((5, 6, 20), strides)}
+    yield "out must not be a view that torch negates", {"out": torch._neg_view(torch.zeros(5, 6, 20))}
     yield "sinks.shape", {"sinks": torch.zeros(2)}
     yield "sinks must be on", {"sinks": torch.zeros(6, device="meta")}
     yield "cache.shape", {"layout": make_layout(size=24)}
+
+
+def odd_calls():
+    for name in ("query", "cache", "block_tables", "sinks", "out"):
+        yield f"{name} must be a torch.Tensor, got list", {name: [[1.0]]}
+    for name in ("query", "cache", "block_tables"):
+        yield f"{name} must be a torch.Tensor, got NoneType", {name: None}
+    yield "layout must be a CacheLayout, got dict", {"layout": {}}
+    yield "seq_lens must be integers, got 40", {"seq_lens": 40}
+    yield "query_lens must be integers", {"query_lens": [1.0, 4.0]}
+    for name in ("sliding_window", "value_size"):
+        yield f"{name} must be an integer, got 2.0", {name: 2.0}
+        yield f"{name} must be an integer, got '2'", {name: "2"}
+    for name in ("scale", "softcap"):
+        yield f"{name} must be a number, got '2'", {name: "2"}
+        yield f"{name} must be a number, got 2j", {name: 2j}
+
+
+@pytest.mark.parametrize("match, change", list(odd_calls()))
+def test_what_is_of_another_type_is_named(match, change):
+    case = make_case([40, 9], [1, 4], make_layout())
+    out = torch.zeros(5, 6, 20)
+    with pytest.raises(TypeError, match=match):
+        ops.paged_attention(**{**case, "out": out, **change})
+    assert not out.any()
+
+
+def test_options_at_the_ends_of_their_ranges():
+    case = make_case([40, 9], [1, 4], make_layout())
+    fp32 = torch.finfo(torch.float32)
+    for softcap in (fp32.tiny, 1e-30, 1e30):
+        check({**case, "softcap": softcap})
+    check({**case, "softcap": fp32.max, "scale": 1.0})
+    plain = check(case)
+    numbers = {"sliding_window": torch.tensor(1000), "value_size": torch.tensor(20), "softcap": None}
+    assert torch.equal(ops.paged_attention(**case | numbers), plain)
+    assert torch.equal(ops.paged_attention(**case, scale=np.float32(20**-0.5)), plain)
+
+
+def test_views_that_torch_negates():
+    torch.manual_seed(18)
+    case = make_case([40, 9], [1, 4], make_layout())
+    case["sinks"] = torch.randn(6)
+    want = check(case)
+    for name in ("query", "sinks", "block_tables", "seq_lens", "query_lens"):
+        view = torch._neg_view(case[name].neg())
+        assert view.is_neg()
+        assert torch.equal(ops.paged_attention(**{**case, name: view}), want)
+    with pytest.raises(ValueError, match="cache must not be a view that torch negates or conjugates"):
+        ops.paged_attention(**case | {"cache": torch._neg_view(case["cache"])})
 
 
 @pytest.mark.parametrize("match, change", list(bad_calls()))

@@ -354,10 +354,20 @@ def test_after_is_checked():
     assert match.is_released and matched(tree, [1] * B + [2] * B + [3], b"ns") == [0, 1]
 
 
+def test_blocks_of_the_largest_size():
+    pool, tree = made(block_size=2**31 - 1)
+    with pytest.raises(ValueError, match="1 blocks of 2147483647 need 2147483647 tokens, got 2"):
+        tree.insert([1, 2], pool.allocate(1))
+    assert matched(tree, list(range(100))) == [] and tree.num_cached == 0
+
+
 def test_arguments_are_checked():
     pool, tree = made()
     for bad in (0, -1):
         with pytest.raises(ValueError, match=f"block_size must be positive, got {bad}"):
+            PrefixTree(pool, bad)
+    for bad in (2**31, 2**62, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"block_size must be at most 2147483647, got {bad}"):
             PrefixTree(pool, bad)
     with pytest.raises(ValueError, match="num_blocks must not be negative, got -1"):
         tree.evict(-1)

@@ -39,14 +39,14 @@ def poisoned(layout, num_blocks, device="cpu"):
     """The second of three layers' caches and all of their memory, every element a NaN of its own bit pattern."""
     caches = layout.allocate(num_blocks, 3, torch.device(device))
     memory = [bits(cache) for cache in caches]
-    base = {2: 0x7F81, 4: 0x7FC00000}[layout.dtype.itemsize]
+    base = {2: 0x7F81, 4: 0x7FC00000, 8: 0x7FC00000}[layout.dtype.itemsize]
     for i, view in enumerate(memory):
         view.copy_((torch.arange(view.numel(), device=device).reshape(view.shape) + i) % 64 + base)
     return caches[1], memory
 
 
 def bits(tensor):
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def random_rows(num_tokens, layout, size):
@@ -126,6 +126,26 @@ def test_reshape_over_threads(kv_layout):
     check_reshape(key, value, slots, layout, 300)
 
 
+def negated(tensor):
+    """The same numbers in a view that torch negates when it reads: in memory they have the other sign."""
+    view = torch._neg_view(tensor.neg())
+    assert view.is_neg() and torch.equal(view, tensor)
+    return view
+
+
+def test_reshape_of_views_that_torch_negates():
+    torch.manual_seed(15)
+    layout = make_layout()
+    slots = random_slots(9, 5, layout)
+    key, value = (random_rows(len(slots), layout, layout.head_size) for _ in range(2))
+    check_reshape(negated(key), negated(value), negated(slots), layout, 5)
+    imaginary = torch.imag(torch.complex(key, value).conj())
+    assert imaginary.is_neg() and imaginary.stride(-1) == 2
+    check_reshape(key, imaginary, slots, layout, 5)
+    complex_rows = torch.complex(key, value).conj()
+    check_reshape(complex_rows, complex_rows, slots, make_layout(dtype=torch.complex64), 5)
+
+
 @ON
 def test_reshape_of_padding_alone_writes_nothing(where):
     layout = make_layout()
@@ -164,6 +184,51 @@ def test_a_refused_reshape_writes_nothing(match, args):
     with pytest.raises(ValueError, match=match):
         ops.reshape_and_cache(key, value, cache, slots, layout)
     assert all(torch.equal(got, want) for got, want in zip(memory, before, strict=True))
+
+
+def overlapping(layout, num_blocks):
+    """Caches of the layout's shape in which two elements share memory, one dimension after the other."""
+    shape, memory = layout.shape(num_blocks), torch.zeros(1000)
+    contiguous = [stride for stride in torch.empty(shape).stride()]
+    for dim in range(len(shape)):
+        strides = [*contiguous[:dim], 0, *contiguous[dim + 1 :]]
+        yield memory.as_strided(shape, strides)
+    yield memory.as_strided(shape, [*contiguous[:-2], shape[-1] - 1, 1])  # heads that overlap by one element
+    yield torch.zeros(layout.shape(1)).expand(shape)
+
+
+def test_caches_without_memory_for_each_element_are_not_written():
+    layout = make_layout()
+    key, slots = torch.ones(3, 3, 10), torch.tensor([1, 5, 7])
+    for cache in overlapping(layout, 2):
+        with pytest.raises(ValueError, match="cache must (have memory for each of its elements|be contiguous)"):
+            ops.reshape_and_cache(key, key, cache, slots, layout)
+        assert not cache.any()
+
+
+def test_caches_that_torch_negates_are_refused():
+    layout = make_layout()
+    cache = torch._neg_view(torch.zeros(layout.shape(2)))
+    key, tables = torch.ones(3, 3, 10), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cache must not be a view that torch negates or conjugates"):
+        ops.reshape_and_cache(key, key, cache, torch.tensor([1, 5, 7]), layout)
+    with pytest.raises(ValueError, match="cache must not be a view that torch negates or conjugates"):
+        ops.gather_cache(cache, tables, [1], layout)
+    assert not cache.any()
+
+
+def test_what_is_no_tensor_is_named():
+    layout, key, slots = make_layout(), torch.zeros(3, 3, 10), torch.tensor([1, 5, 7])
+    cache, memory = poisoned(layout, 2)
+    before = [view.clone() for view in memory]
+    good = {"key": key, "value": key, "cache": cache, "slot_mapping": slots}
+    for name in good:
+        for other in (None, [1.0], good[name].numpy()):
+            with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got {type(other).__name__}"):
+                ops.reshape_and_cache(**good | {name: other}, layout=layout)
+    with pytest.raises(TypeError, match="layout must be a CacheLayout, got str"):
+        ops.reshape_and_cache(**good, layout="flash")
+    assert all(torch.equal(view, old) for view, old in zip(memory, before, strict=True))
 
 
 def test_reshape_finds_the_one_double_slot_among_many():
@@ -323,6 +388,62 @@ def bad_gathers():
     yield "as many dimensions", {"out": (key[:12], torch.zeros(2, 8, 3, 10))}
     yield "room for 8", {"out": (torch.zeros(2, 7, 3, 10), value[:12])}
     yield "cache.shape", {"layout": make_layout(size=12)}
+    shared = torch.zeros(12, 3, 10)
+    yield "key and value must not be in the same memory", {"out": (shared, shared)}
+    yield "key and value must not be in the same memory", {"out": (shared, shared[..., :7])}
+    yield "memory for each", {"out": (key[:12], torch.zeros(200).as_strided((12, 3, 10), (15, 10, 1)))}
+    yield "key must not be a view", {"out": (torch._neg_view(torch.zeros(12, 3, 10)), value[:12])}
+    yield "seq_starts must be in", {"seq_starts": [2**70, 0]}
+
+
+def odd_gathers():
+    rows = torch.zeros(12, 3, 10)
+    yield "cache must be a torch.Tensor, got list", {"cache": [1]}
+    yield "block_tables must be a torch.Tensor, got list", {"block_tables": [[0, 3], [2, 9]]}
+    yield "layout must be a CacheLayout, got NoneType", {"layout": None}
+    yield "seq_lens must be integers, got 12", {"seq_lens": 12}
+    yield "seq_lens must be integers, got None", {"seq_lens": None}
+    yield r"seq_lens must be integers, got \[8.0, 4\]", {"seq_lens": [8.0, 4]}
+    yield "seq_starts must be integers, got '00'", {"seq_starts": "00"}
+    yield "out must be a pair of tensors, got Tensor", {"out": torch.zeros(2, 12, 3, 10)}
+    yield "out must be a pair of tensors, got tuple", {"out": (rows,)}
+    yield "value must be a torch.Tensor, got NoneType", {"out": (rows, None)}
+
+
+@pytest.mark.parametrize("match, change", list(odd_gathers()))
+def test_gather_names_what_is_of_another_type(match, change):
+    out = (torch.zeros(12, 3, 10), torch.zeros(12, 3, 10))
+    with pytest.raises(TypeError, match=match):
+        ops.gather_cache(**{"cache": filled(make_layout(), 4), **GOOD_GATHER, "out": out, **change})
+    assert not out[0].any() and not out[1].any()
+
+
+def test_empty_outputs_may_be_the_same():
+    nothing = torch.zeros(0, 3, 10)
+    cache = filled(make_layout(), 4)
+    assert ops.gather_cache(cache, GOOD_GATHER["block_tables"], [0, 0], make_layout(), out=(nothing, nothing))
+
+
+def test_key_and_value_may_lie_side_by_side():
+    cache, both = filled(make_layout(), 4), torch.zeros(12, 2, 3, 10)
+    ops.gather_cache(cache, **GOOD_GATHER, out=(both[:, 0], both[:, 1]))
+    for rows, want in zip(both.unbind(1), ops.gather_cache(cache, **GOOD_GATHER), strict=True):
+        assert torch.equal(rows, want)
+
+
+def test_gather_of_tables_that_torch_negates():
+    cache = filled(make_layout(), 4)
+    got = ops.gather_cache(cache, **GOOD_GATHER | {"block_tables": negated(GOOD_GATHER["block_tables"])})
+    for rows, want in zip(got, ops.gather_cache(cache, **GOOD_GATHER), strict=True):
+        assert torch.equal(rows, want)
+
+
+def test_an_expanded_cache_may_be_read():
+    layout = make_layout()
+    block = torch.randn(layout.shape(1))
+    got = ops.gather_cache(block.expand(layout.shape(10)), **GOOD_GATHER)
+    want = ops.gather_cache(block.repeat(1, 10, 1, 1, 1), **GOOD_GATHER)
+    assert all(torch.equal(rows, expected) for rows, expected in zip(got, want, strict=True))
 
 
 GOOD_GATHER = {

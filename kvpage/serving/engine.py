@@ -8,7 +8,7 @@ Everything happens inside `step()`: between two steps the caller's model is its 
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,16 +21,18 @@ from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
+from kvpage.sequence_args import check_namespace
 from kvpage.serving.kv_calibration import choose_scales
 from kvpage.serving.model_check import check_config, verify_model, verify_quantized
-from kvpage.serving.model_limits import eos_token_ids, max_model_len, vocab_size
+from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
 from kvpage.serving.model_runner import ModelRunner, PackedTokens
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.sampler import sample
-from kvpage.serving.sampling_params import SamplingParams
+from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
 from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Step
+from kvpage.serving.token_stream import TokenStream
 from kvpage.tokens import Tokens, as_tokens
 
 
@@ -56,6 +58,8 @@ class Engine:
         self._eos_token_ids = eos_token_ids(runner.model)
         self._requests: dict[str, Request] = {}
         self._undelivered: list[StepOutput] = []
+        self._dropped: list[Request] = []  # by streams, during a step
+        self._is_stepping = False
         self._num_arrivals = self._num_steps = self._num_finished = 0
         self._num_computed_tokens = self._num_generated_tokens = 0
 
@@ -91,6 +95,8 @@ class Engine:
         Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
         for scales that the cache takes none of or that leave nothing of the model.
         """
+        if not isinstance(cache_config, CacheConfig):
+            raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
         if cache_config.num_gpu_blocks == 0:
             raise ValueError(
                 "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
@@ -112,7 +118,7 @@ class Engine:
             pin_quota=pin_quota,
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
-        return cls(runner, cache, scheduler, _model_len(model, max_model_len))
+        return cls(runner, cache, scheduler, limited_model_len(model, max_model_len))
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +130,8 @@ class Engine:
         namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks.
 
         Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary,
-        and a request that is longer than the model or than all blocks.
+        and a request that is longer than the model or than all blocks; TypeError for params, an id or a namespace of
+        another type.
         """
         return self._add(tokens, params, request_id, namespace, None).request_id
 
@@ -184,9 +191,7 @@ class Engine:
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
         the `update` of a progress bar. If anything raises, the prompts are aborted; for a bad prompt, before a step.
         """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {len(prompts)} prompts")
+        each = params_of_each(params, len(prompts))
         sink: deque[StepOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
         requests: list[Request] = []
@@ -204,26 +209,21 @@ class Engine:
             self._abort_unfinished(requests)
         return [outputs[request.request_id] for request in requests]
 
-    def stream(self, tokens: Tokens, params: SamplingParams) -> Iterator[int]:
+    def stream(self, tokens: Tokens, params: SamplingParams) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
-        The request is queued at once; closing the iterator aborts it.
+        The request is queued at once; closing or dropping the iterator aborts it.
         """
         sink: deque[StepOutput] = deque()
-        return self._stream(self._add(tokens, params, None, b"", sink), sink)
+        request = self._add(tokens, params, None, b"", sink)
+
+        def take() -> StepOutput:
+            self._wait_for(sink, [request])
+            return sink.popleft()
+
+        return TokenStream(take, lambda: self._abort_unfinished([request]), lambda: self._drop(request))
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _stream(self, request: Request, sink: deque[StepOutput]) -> Iterator[int]:
-        try:
-            is_finished = False
-            while not is_finished:
-                self._wait_for(sink, [request])
-                token = sink.popleft()
-                is_finished = token.output is not None
-                yield token.token_id
-        finally:
-            self._abort_unfinished([request])
 
     def _wait_for(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
         """Steps until something is in the sink. RuntimeError if one of its requests was aborted by somebody else."""
@@ -238,6 +238,16 @@ class Engine:
             if self._requests.get(request.request_id) is request:
                 self.abort(request.request_id)
 
+    def _drop(self, request: Request) -> None:
+        """Aborts a request whose stream is gone; if that happens in the middle of a step, when the step is over."""
+        self._dropped.append(request)
+        if not self._is_stepping:
+            self._abort_dropped()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self._abort_unfinished([self._dropped.pop()])
+
     def _add(
         self,
         tokens: Tokens,
@@ -246,6 +256,10 @@ class Engine:
         namespace: bytes,
         sink: deque[StepOutput] | None,
     ) -> Request:
+        check_params(params)
+        if not isinstance(request_id, str | None):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        check_namespace(namespace)
         prompt = as_tokens(tokens)
         self._check_prompt(prompt, params)
         if request_id is None:
@@ -278,6 +292,14 @@ class Engine:
             )
 
     def _run_step(self) -> None:
+        self._is_stepping = True
+        try:
+            self._compute_batch()
+        finally:
+            self._is_stepping = False
+            self._abort_dropped()
+
+    def _compute_batch(self) -> None:
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return
@@ -343,12 +365,3 @@ def _make_cache(
     if cache.layout.is_quantized:
         verify_quantized(runner, cache_config, model_config, scales)
     return cache
-
-
-def _model_len(model: PreTrainedModel, asked: int | None) -> int:
-    allowed = max_model_len(model)
-    if asked is None:
-        return allowed
-    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= allowed:
-        raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}")
-    return asked

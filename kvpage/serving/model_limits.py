@@ -38,6 +38,16 @@ def max_model_len(model: PreTrainedModel) -> int:
     return limit
 
 
+def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
+    """`asked`, or what the model allows if None. ValueError if that is less."""
+    allowed = max_model_len(model)
+    if asked is None:
+        return allowed
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= allowed:
+        raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}")
+    return asked
+
+
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:
     """One dict for all layers, or one a layer type; under its name of transformers 5, or of 4."""
     found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

@@ -16,6 +16,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from kvpage.serving.requests import Request
 from kvpage.serving.sampling_params import SamplingParams
 
+LEAST_TEMPERATURE = 1e-300
+"""Lower ones are raised to it: at both, any difference of fp32 logits, 2**-149 or more, leaves a weight of zero, and
+the reciprocal, which torch multiplies by on some devices, is finite."""
+
 Warping = tuple[float, int, float]
 """temperature, top_k, top_p"""
 
@@ -29,7 +33,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         bad = [request.request_id for request, ok in zip(requests, highest.isfinite().tolist(), strict=True) if not ok]
         raise ValueError(f"logits must be numbers, those of {', '.join(bad)} are not")
     for warping, rows in _drawn_rows(requests).items():
-        tokens[rows] = _draw(logits[rows], warping, [requests[row] for row in rows])
+        tokens[rows] = _draw(logits[rows].double(), warping, [requests[row] for row in rows])
     return tokens.tolist()
 
 
@@ -48,7 +52,7 @@ def _warping(params: SamplingParams) -> Warping:
 
 def _warpers(warping: Warping) -> LogitsProcessorList:
     temperature, top_k, top_p = warping
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(max(float(temperature), LEAST_TEMPERATURE))])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
@@ -57,8 +61,11 @@ def _warpers(warping: Warping) -> LogitsProcessorList:
 
 
 def _draw(logits: torch.Tensor, warping: Warping, requests: Sequence[Request]) -> torch.Tensor:
+    """A token a row. logits: fp64 [len(requests), vocab_size], overwritten."""
     no_ids = torch.LongTensor(len(requests), 0)  # processors take the tokens so far; these do not look at them
-    weights = _warpers(warping)(no_ids, logits.float()).double().softmax(dim=-1)
+    # The likeliest becomes 0: dividing by a temperature can then only send the others to -inf, never to inf - inf.
+    logits -= logits.amax(dim=-1, keepdim=True)
+    weights = _warpers(warping)(no_ids, logits).softmax(dim=-1)
     sums = weights.cumsum(dim=-1)
     points = torch.tensor([_uniform(request) for request in requests], dtype=torch.float64, device=logits.device)
     return torch.searchsorted(sums, points[:, None] * sums[:, -1:], right=True).squeeze(1)

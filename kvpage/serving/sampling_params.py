@@ -1,6 +1,6 @@
 """SamplingParams: how the tokens of one request are chosen, and when it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_SEED = 2**63 - 1
@@ -54,3 +54,21 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_params(params: SamplingParams) -> None:
+    """TypeError unless they are SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+
+
+def params_of_each(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """One for each of the prompts, from one for all or one for each. They are not looked into."""
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be SamplingParams, or one a prompt, got {type(params).__name__}")
+    each = list(params)
+    if len(each) != num_prompts:
+        raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {num_prompts} prompts")
+    return each

@@ -158,6 +158,69 @@ def test_closing_a_stream_aborts_its_request() -> None:
     assert engine.stats().num_used_blocks == 0
 
 
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_stream_that_is_closed_or_dropped_leaves_nothing(num_taken: int, drop: bool) -> None:
+    engine = make_engine()
+    other = engine.add_request(PROMPTS[2], PARAMS)
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    assert [next(stream) for _ in range(num_taken)] == expected()[0][:num_taken]
+    if drop:
+        del stream
+    else:
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+    stats = engine.stats()
+    assert stats.num_running + stats.num_waiting == 1
+    assert stats.num_finished == 1
+    engine.manager.check()
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [output.token_id for output in outputs if output.request_id == other] == expected()[2]
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_finished_stream_may_be_closed() -> None:
+    engine = make_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    assert list(stream) == expected()[0]
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert engine.stats().num_finished == 1
+
+
+def test_a_stream_whose_step_fails_is_over() -> None:
+    engine = make_engine()
+    stream = engine.stream(PROMPTS[0], PARAMS)
+    fail_once(engine, RuntimeError("boom"))
+    with pytest.raises(RuntimeError, match="boom"):
+        next(stream)
+    assert list(stream) == [] and not engine.has_unfinished
+
+
+def test_streams_that_the_collector_drops_during_a_step() -> None:
+    """It comes when it likes: also while the scheduler walks over its requests, and while the model runs."""
+    engine = make_engine(max_num_seqs=2)
+    streams = [engine.stream(prompt, PARAMS) for prompt in PROMPTS]
+    tokens = [next(streams[0])]
+    dropped = []
+
+    def hook(module: torch.nn.Module, args: tuple) -> None:
+        handle.remove()
+        del streams[1:]
+        dropped.append(engine.stats().num_finished)
+
+    handle = model_of(engine).model.layers[1].register_forward_pre_hook(hook)
+    tokens.append(next(streams[0]))
+    assert dropped == [0] and engine.stats().num_finished == 2
+    assert tokens + list(streams[0]) == expected()[0]
+    engine.manager.check()
+    assert not engine.has_unfinished and engine.stats().num_used_blocks == 0
+
+
 def test_abort_running_and_waiting() -> None:
     engine = make_engine(max_num_seqs=1)
     running, waiting = (engine.add_request(prompt, PARAMS) for prompt in PROMPTS[:2])
@@ -224,6 +287,39 @@ def test_bad_prompts_change_nothing(tokens: list, message: str) -> None:
     assert (after.num_waiting, after.num_running, after.num_steps) == (1, 0, 0)
     assert after.num_used_blocks == before.num_used_blocks == 0
     assert drain(engine)["good"].token_ids == expected()[0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"params": None}, "params must be SamplingParams, got NoneType"),
+        ({"params": {"max_tokens": 8}}, "params must be SamplingParams, got dict"),
+        ({"params": SamplingParams}, "params must be SamplingParams, got type"),
+        ({"namespace": "tenant"}, "namespace must be bytes, got str"),
+        ({"namespace": None}, "namespace must be bytes, got NoneType"),
+        ({"namespace": bytearray(b"tenant")}, "namespace must be bytes, got bytearray"),
+        ({"request_id": 5}, "request_id must be a str, got int"),
+    ],
+)
+def test_arguments_of_other_types_change_nothing(change: dict, message: str) -> None:
+    engine = make_engine()
+    engine.add_request(PROMPTS[0], PARAMS, "good")
+    with pytest.raises(TypeError, match=message):
+        engine.add_request(**{"tokens": PROMPTS[1], "params": PARAMS} | change)
+    assert engine.stats().num_waiting == 1
+    assert drain(engine)["good"].token_ids == expected()[0]
+    engine.manager.check()
+
+
+@pytest.mark.parametrize("params", [None, 5, {"max_tokens": 8}, [PARAMS, None]])
+def test_generate_and_stream_take_sampling_params_only(params: object) -> None:
+    engine = make_engine()
+    prompts = PROMPTS[: len(params) if isinstance(params, (dict, list)) else 2]
+    with pytest.raises(TypeError, match="params must be SamplingParams"):
+        engine.generate(prompts, params)
+    with pytest.raises(TypeError, match="params must be SamplingParams"):
+        engine.stream(PROMPTS[0], params)
+    assert not engine.has_unfinished and engine.stats().num_steps == 0
 
 
 def test_an_id_in_use_is_refused() -> None:

@@ -39,6 +39,30 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert (error <= 4 * (expected * (1 - expected) / 4000).sqrt()).all()  # 4 sigma; never what has no probability
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-40, 1e-300, 1e-320, 5e-324])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_near_zero_temperatures_take_the_likeliest(temperature: float, fields: dict, dtype: torch.dtype) -> None:
+    """Also where logits / temperature is past what fp32, or double, can hold."""
+    likeliest = [1, 3, 0, 2, 4]
+    logits = torch.full((5, 6), -2.0, dtype=dtype)
+    logits[0, 1], logits[1, 3] = 30000.0, -1.0
+    logits[2, 0], logits[2, 4] = 3e38, -3e38
+    logits[3, 2], logits[3, 0] = 0.0, float("-inf")
+    logits[4] = float("-inf")
+    logits[4, 4] = -3e38
+    requests = [make_request(seed=seed, temperature=temperature, **fields) for seed in range(5)]
+    assert sample(logits, requests) == likeliest
+    assert sample(logits, requests) == sample(logits, [make_request() for _ in range(5)])
+
+
+def test_a_difference_below_every_temperature_is_none() -> None:
+    """Equally likely tokens stay so, however cold."""
+    requests = [make_request(seed=seed, temperature=1e-320) for seed in range(400)]
+    tokens = sample(torch.tensor([1.0, 5.0, 5.0]).expand(400, -1), requests)
+    assert set(tokens) == {1, 2} and 150 < tokens.count(1) < 250
+
+
 def test_top_k_and_top_p_leave_out_the_tail() -> None:
     weights = LOGITS.softmax(-1)  # 0.64, 0.24, 0.09, 0.03, 0
     assert weights[:2].sum() > 0.8

@@ -1,0 +1,64 @@
+#include "chunk_copy.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "host_copy.h"
+#include "parallel.h"
+
+namespace kvpage {
+namespace {
+
+constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
+
+void check_blocks(const ChunkCopy& args) {
+  check(args.start >= 0, "start must not be negative, got ", args.start);
+  const int64_t room = args.num_block_ids * args.block_size;
+  check(args.num_tokens <= room && args.start <= room - args.num_tokens, "block_ids must hold the blocks of ",
+        args.num_tokens, " tokens from ", args.start, ", got room for ", room);
+  if (args.num_tokens == 0) return;
+  for (int64_t i = args.start / args.block_size; i <= (args.start + args.num_tokens - 1) / args.block_size; ++i)
+    check(args.block_ids[i] >= 0 && args.block_ids[i] < args.num_blocks, "block_ids[", i, "] must be in [0, ",
+          args.num_blocks, "), got ", args.block_ids[i]);
+}
+
+// body(part, block id, offset, number of tokens, first row): each layer's parts, block by block; threads share them all.
+template <typename Body>
+void for_each_run(const ChunkCopy& args, const Body& body) {
+  int64_t work = 0;
+  for (const TokenMove& part : args.parts) work += args.num_tokens * args.num_heads * part.row_bytes();
+  const bool streaming = work >= streaming_threshold();
+  const int64_t num_parts = static_cast<int64_t>(args.parts.size());
+  parallel_for(num_parts * args.num_tokens, useful_threads(work, kGrainBytes, args.max_threads),
+               [&](int64_t begin, int64_t end) {
+                 while (begin < end) {
+                   const TokenMove& part = args.parts[begin / args.num_tokens];
+                   const int64_t token = begin % args.num_tokens, position = args.start + token;
+                   const int64_t offset = position % args.block_size;
+                   const int64_t count = std::min({end - begin, args.num_tokens - token, args.block_size - offset});
+                   body(part, args.block_ids[position / args.block_size], offset, count, part.rows.row(token), streaming);
+                   begin += count;
+                 }
+                 if (streaming) end_streaming();
+               });
+}
+
+}  // namespace
+
+void store_chunk(const ChunkCopy& args) {
+  check_blocks(args);
+  for_each_run(args, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
+                         bool streaming) {
+    read_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
+  });
+}
+
+void load_chunk(const ChunkCopy& args) {
+  check_blocks(args);
+  for_each_run(args, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row,
+                         bool streaming) {
+    write_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
+  });
+}
+
+}  // namespace kvpage

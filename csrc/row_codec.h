@@ -1,0 +1,37 @@
+// RowCodec: what is between the elements of a row and the 8 bits that a cache keeps of each.
+//
+//   fp8    code = round(x / scale), to nearest even, saturating; a NaN stays one        x = code * scale
+//   int8   scale = largest magnitude of the row / 127;  code = round(x / scale)         x = code * scale
+//
+// All in fp32, as kvpage.reference has it, and bit for bit the same. One source is compiled for each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpage {
+
+enum class RowType { kFloat32, kBfloat16, kFloat16, kBits };  // kBits: as the cache has it
+enum class Codec { kBits, kE4m3, kE5m2, kInt8 };
+
+inline int64_t row_element_bytes(RowType type, int64_t cache_element_bytes) {
+  return type == RowType::kBits ? cache_element_bytes : type == RowType::kFloat32 ? 4 : 2;
+}
+
+struct RowCodec {
+  const char* name;
+  // The codes of `size` elements. `scale` is given for fp8; returns the row's scale (int8's own).
+  float (*encode)(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes);
+  void (*decode)(Codec codec, RowType type, const std::byte* codes, int64_t size, float scale, std::byte* row);
+};
+
+// The best for this machine; or the one of that name, for tests (InvalidArgument if this machine lacks it).
+const RowCodec& row_codec();
+const RowCodec& row_codec(const char* name);
+
+extern const RowCodec row_codec_base;
+#if defined(__x86_64__)
+extern const RowCodec row_codec_avx2, row_codec_avx512;
+#endif
+
+}  // namespace kvpage

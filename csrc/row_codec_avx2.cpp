@@ -1,0 +1,9 @@
+// Compiled for avx2 on x86-64; empty elsewhere.
+#if defined(__x86_64__)
+#define KVPAGE_LANES 8
+#include "row_codec_impl.h"
+
+namespace kvpage {
+const RowCodec row_codec_avx2 = {"avx2", encode, decode};
+}
+#endif

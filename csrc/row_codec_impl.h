@@ -1,0 +1,229 @@
+// The body of row_codec.h's functions, compiled by row_codec_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+#include "row_codec.h"
+#include "simd.h"
+
+namespace kvpage {
+namespace {
+
+typedef uint8_t ByteVec __attribute__((vector_size(KVPAGE_LANES)));
+
+constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
+
+// One lane of each is all ones where the condition holds.
+inline WordVec choose(WordVec mask, WordVec yes, WordVec no) { return (mask & yes) | (~mask & no); }
+
+inline WordVec as_mask(IntVec condition) { return bit_cast<WordVec>(condition); }
+
+// --- 8-bit floats ----------------------------------------------------------------------------------------------------
+
+// Magnitudes as bits of fp32, at most `Format`'s largest or a NaN, to codes without sign. Normal numbers: the exponent
+// is moved and the bits behind the mantissa are rounded off, ties to even. Subnormal ones: adding a number whose last
+// bit is the smallest code's rounds there.
+struct E4m3 {
+  static constexpr float kMost = 448.0f;
+  static WordVec encode(WordVec magnitude) {
+    const WordVec normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const WordVec subnormal = bit_cast<WordVec>(bit_cast<Vec>(magnitude) + 16384.0f) - 0x46800000u;
+    return choose(as_mask(bit_cast<IntVec>(magnitude) < (121 << 23)), subnormal, normal);
+  }
+  static WordVec decode(WordVec code) {
+    const WordVec normal = (code << 20) + (120u << 23);
+    const WordVec subnormal = bit_cast<WordVec>(__builtin_convertvector(code & 7u, Vec) * 0x1p-9f);
+    const WordVec finite = choose(as_mask(bit_cast<IntVec>(code) < 8), subnormal, normal);
+    return choose(as_mask(bit_cast<IntVec>(code) == 0x7f), WordVec{} + kNan, finite);
+  }
+};
+
+struct E5m2 {
+  static constexpr float kMost = 57344.0f;
+  static WordVec encode(WordVec magnitude) {
+    const WordVec normal = (magnitude - (112u << 23) + 0xfffffu + ((magnitude >> 21) & 1u)) >> 21;
+    const WordVec subnormal = bit_cast<WordVec>(bit_cast<Vec>(magnitude) + 128.0f) - 0x43000000u;
+    return choose(as_mask(bit_cast<IntVec>(magnitude) < (113 << 23)), subnormal, normal);
+  }
+  static WordVec decode(WordVec code) {
+    const WordVec normal = (code << 21) + (112u << 23);
+    const WordVec subnormal = bit_cast<WordVec>(__builtin_convertvector(code & 3u, Vec) * 0x1p-16f);
+    const WordVec finite = choose(as_mask(bit_cast<IntVec>(code) < 4), subnormal, normal);
+    return choose(as_mask(bit_cast<IntVec>(code) >= 0x7c), (code << 21) | kInfinity, finite);
+  }
+};
+
+template <typename Format>
+inline WordVec encode_fp8(Vec x) {
+  const WordVec bits = bit_cast<WordVec>(x), magnitude = bits & ~kSign;
+  const uint32_t most = bit_cast<uint32_t>(Format::kMost);
+  const WordVec is_nan = as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(kInfinity));
+  const WordVec is_large = as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(most));
+  const WordVec code = Format::encode(choose(is_large, WordVec{} + most, magnitude));
+  return choose(is_nan, WordVec{} + 0x7fu, code) | ((bits & kSign) >> 24);
+}
+
+template <typename Format>
+inline Vec decode_fp8(WordVec code) {
+  return bit_cast<Vec>(Format::decode(code & 0x7fu) | ((code & 0x80u) << 24));
+}
+
+// --- rows, a vector at a time ----------------------------------------------------------------------------------------
+
+inline void store_vector(float* to, Vec from) { store(to, from); }
+
+inline void store_vector(Bf16* to, Vec from) {
+  const WordVec bits = bit_cast<WordVec>(from), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const WordVec is_nan = as_mask(bit_cast<IntVec>(bits & ~kSign) > static_cast<int32_t>(kInfinity));
+  const HalfVec half = __builtin_convertvector(choose(is_nan, WordVec{} + 0x7fc0u, rounded), HalfVec);
+  std::memcpy(to, &half, sizeof(half));
+}
+
+inline void store_vector(Fp16* to, Vec from) {
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
+  const auto half = _mm512_maskz_cvtps_ph(0xffff, bit_cast<__m512>(from), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &half, sizeof(half));
+#elif KVPAGE_LANES == 8 && defined(__F16C__)
+  const auto half = _mm256_cvtps_ph(bit_cast<__m256>(from), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &half, sizeof(half));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) store_element(to + lane, from[lane]);
+#endif
+}
+
+inline void store_codes(std::byte* to, WordVec codes) {
+  const ByteVec bytes = __builtin_convertvector(codes, ByteVec);
+  std::memcpy(to, &bytes, sizeof(bytes));
+}
+
+inline WordVec load_codes(const std::byte* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, WordVec);
+}
+
+// Calls whole(d) for each vector of a row, and end(d, count) for what is left.
+template <typename Whole, typename End>
+inline void for_each_vector(int64_t size, const Whole& whole, const End& end) {
+  int64_t d = 0;
+  for (; d + kLanes <= size; d += kLanes) whole(d);
+  if (d < size) end(d, size - d);
+}
+
+template <typename T, typename Encode>
+inline void encode_row(const T* row, int64_t size, std::byte* codes, const Encode& encode) {
+  for_each_vector(
+      size, [&](int64_t d) { store_codes(codes + d, encode(load(row + d))); },
+      [&](int64_t d, int64_t count) {
+        std::byte last[kLanes];
+        store_codes(last, encode(load_partial(row + d, count)));
+        std::memcpy(codes + d, last, static_cast<size_t>(count));
+      });
+}
+
+template <typename T, typename Decode>
+inline void decode_row(const std::byte* codes, int64_t size, T* row, const Decode& decode) {
+  for_each_vector(
+      size, [&](int64_t d) { store_vector(row + d, decode(load_codes(codes + d))); },
+      [&](int64_t d, int64_t count) {
+        std::byte last[kLanes] = {};
+        std::memcpy(last, codes + d, static_cast<size_t>(count));
+        T elements[kLanes];
+        store_vector(elements, decode(load_codes(last)));
+        std::memcpy(row + d, elements, static_cast<size_t>(count) * sizeof(T));
+      });
+}
+
+// Dividing by a power of two is multiplying by another one, as long as both are normal.
+inline bool has_exact_inverse(float scale) {
+  const uint32_t bits = bit_cast<uint32_t>(scale);
+  return (bits & 0x7fffffu) == 0 && bits >= (2u << 23) && bits <= (252u << 23);
+}
+
+template <typename Format, typename T>
+inline void encode_fp8_row(const T* row, int64_t size, float scale, std::byte* codes) {
+  if (has_exact_inverse(scale)) {
+    const Vec inverse = splat(1.0f / scale);
+    return encode_row(row, size, codes, [&](Vec x) { return encode_fp8<Format>(x * inverse); });
+  }
+  const Vec divisor = splat(scale);
+  encode_row(row, size, codes, [&](Vec x) { return encode_fp8<Format>(x / divisor); });
+}
+
+// NaN if one is among the elements.
+template <typename T>
+inline float largest_magnitude(const T* row, int64_t size) {
+  Vec most = {};
+  WordVec nans = {};
+  auto take = [&](Vec x) {
+    const WordVec magnitude = bit_cast<WordVec>(x) & ~kSign;
+    nans |= as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(kInfinity));
+    most = max(bit_cast<Vec>(magnitude), most);
+  };
+  for_each_vector(
+      size, [&](int64_t d) { take(load(row + d)); },
+      [&](int64_t d, int64_t count) { take(load_partial(row + d, count)); });
+  uint32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= nans[lane];
+  return any ? bit_cast<float>(kNan) : max_lanes(most);
+}
+
+// Rounds to the nearest integer, ties to even, for magnitudes up to 2**22.
+inline Vec round_even(Vec x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2**23
+  return (x + kRound) - kRound;
+}
+
+template <typename T>
+inline float encode_int8_row(const T* row, int64_t size, std::byte* codes) {
+  const float scale = largest_magnitude(row, size) / 127.0f;
+  const Vec step = splat(scale > 0 ? scale : 1.0f), most = splat(127.0f);
+  encode_row(row, size, codes, [&](Vec x) {
+    const Vec ratio = x / step;
+    const Vec bounded = ratio > most ? most : ratio < -most ? -most : ratio;
+    const WordVec is_number = as_mask(bounded == bounded);
+    const Vec rounded = bit_cast<Vec>(bit_cast<WordVec>(round_even(bounded)) & is_number);
+    return bit_cast<WordVec>(__builtin_convertvector(rounded, IntVec)) & 0xffu;
+  });
+  return scale;
+}
+
+inline Vec decode_int8(WordVec code) {
+  const IntVec value = bit_cast<IntVec>(code << 24) >> 24;
+  return __builtin_convertvector(value, Vec);
+}
+
+// --- by type -----------------------------------------------------------------------------------------------------------
+
+template <typename T>
+float encode_typed(Codec codec, const T* row, int64_t size, float scale, std::byte* codes) {
+  if (codec == Codec::kInt8) return encode_int8_row(row, size, codes);
+  if (codec == Codec::kE4m3) encode_fp8_row<E4m3>(row, size, scale, codes);
+  if (codec == Codec::kE5m2) encode_fp8_row<E5m2>(row, size, scale, codes);
+  return scale;
+}
+
+template <typename T>
+void decode_typed(Codec codec, const std::byte* codes, int64_t size, float scale, T* row) {
+  const Vec factor = splat(scale);
+  if (codec == Codec::kE4m3)
+    return decode_row(codes, size, row, [&](WordVec code) { return decode_fp8<E4m3>(code) * factor; });
+  if (codec == Codec::kE5m2)
+    return decode_row(codes, size, row, [&](WordVec code) { return decode_fp8<E5m2>(code) * factor; });
+  decode_row(codes, size, row, [&](WordVec code) { return decode_int8(code) * factor; });
+}
+
+float encode(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes) {
+  switch (type) {
+    case RowType::kBfloat16: return encode_typed(codec, reinterpret_cast<const Bf16*>(row), size, scale, codes);
+    case RowType::kFloat16: return encode_typed(codec, reinterpret_cast<const Fp16*>(row), size, scale, codes);
+    default: return encode_typed(codec, reinterpret_cast<const float*>(row), size, scale, codes);
+  }
+}
+
+void decode(Codec codec, RowType type, const std::byte* codes, int64_t size, float scale, std::byte* row) {
+  switch (type) {
+    case RowType::kBfloat16: return decode_typed(codec, codes, size, scale, reinterpret_cast<Bf16*>(row));
+    case RowType::kFloat16: return decode_typed(codec, codes, size, scale, reinterpret_cast<Fp16*>(row));
+    default: return decode_typed(codec, codes, size, scale, reinterpret_cast<float*>(row));
+  }
+}
+
+}  // namespace
+}  // namespace kvpage

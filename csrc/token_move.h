@@ -1,0 +1,34 @@
+// TokenMove: K or V of tokens between rows and the slots of a cache, whatever the cache's layout and codec.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cache_view.h"
+#include "kv_part.h"
+#include "row_codec.h"
+
+namespace kvpage {
+
+struct TokenMove {
+  KVPart cache;
+  RowView rows;  // [num_tokens, num_heads, size]
+  RowType row_type;
+  Codec codec;
+  int64_t size;  // elements of a head in the rows; as many are written or read in the cache
+  // fp32 [1] or [num_heads], null: 1. Of fp8.
+  const float* head_scales;
+  int64_t head_scale_stride;  // elements; 0 for one scale
+
+  int64_t row_bytes() const { return size * row_element_bytes(row_type, cache.element_bytes); }
+};
+
+
+// Moves `count` tokens that follow each other in a block, from `offset` on, and whose rows follow each other from
+// `row` on (the first head's address). `streaming`: past the cache, where rows are copied whole; the caller fences.
+void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
+                  const std::byte* row, bool streaming);
+void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
+                 std::byte* row, bool streaming);
+
+}  // namespace kvpage

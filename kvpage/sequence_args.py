@@ -1,0 +1,33 @@
+"""The arguments of operations on sequences: checked, and as plain integers and arrays."""
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def check_namespace(namespace: bytes) -> None:
+    """TypeError unless it is bytes."""
+    if not isinstance(namespace, bytes):
+        raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
+
+
+def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int]:
+    """One integer a sequence: `counts` itself, or the same for all. TypeError for what are no integers."""
+    try:
+        if isinstance(counts, Iterable):
+            return [operator.index(count) for count in counts]
+        return [operator.index(counts)] * num_seqs
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, or one integer a sequence, got {counts!r}") from error
+
+
+def as_positions(name: str, positions: Sequence[int], num_seqs: int) -> npt.NDArray[np.int64]:
+    """One position a sequence. ValueError for another number of them, TypeError for what are no integers."""
+    array = np.asarray(positions)
+    if array.shape != (num_seqs,):
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} sequences, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":  # numpy would round a float towards zero
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    return array.astype(np.int64, copy=False)
