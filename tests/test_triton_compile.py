@@ -50,11 +50,11 @@ KERNELS = {
     "gather packed": (gather_cache_kernel, {"CHECK": False, "end_ptr": "*i64"}),
     "gather by device lengths": (gather_cache_kernel, {"CHECK": True, "end_ptr": "*i64", "length_ptr": "*i32"}),
     "gather without starts": (gather_cache_kernel, {"CHECK": True, "start_ptr": None}),
-    "store chunk": (chunk_kernel, {"TO_CHUNK": True, "ONCE": True}),
-    "load chunk": (chunk_kernel, {"TO_CHUNK": False, "ONCE": True}),
-    "store chunk to host": (chunk_kernel, {"TO_CHUNK": True, "ONCE": False}),
-    "load chunk from host": (chunk_kernel, {"TO_CHUNK": False, "ONCE": False}),
-    "store chunk in a graph": (chunk_kernel, {"TO_CHUNK": True, "ONCE": True, "address_ptr": None}),
+    "store chunk": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 1}),
+    "load chunk": (chunk_kernel, {"TO_CHUNK": False, "TURNS": 1}),
+    "store chunk to host": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 8}),
+    "load chunk from host": (chunk_kernel, {"TO_CHUNK": False, "TURNS": 8}),
+    "store chunk in a graph": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 1, "address_ptr": None}),
 }
 MAIN = ("reshape", "gather packed", "store chunk", "load chunk")
 OTHERS = tuple(name for name in KERNELS if name not in MAIN)
