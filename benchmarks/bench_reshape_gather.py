@@ -4,10 +4,10 @@ The bound is memory: a torch copy_ that reads and writes together as many bytes 
 same run, alternating with the operation. Beside it what torch offers: index_copy_ and index_select for each of K and V
 (and layer). Results are checked before anything is timed.
 
-On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls that
-wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's time
-until a call returns. Chunks are of all layers of a model, on the device, and in pinned host memory (against one large
-copy_ over the bus).
+On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls
+that wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's
+time until a call returns. Chunks are of all layers of a model, on the device, and in pinned host memory (against one
+large copy_ over the bus).
 
     python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--plot PATH]
 """
@@ -125,7 +125,7 @@ def row(
 
 
 def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:
-    """K and V as bits [num_slots, ...] for torch's indexing: views of NHD, of other layouts copies, for timing alone."""
+    """K and V as bits [num_slots, ...] for torch's indexing: views of NHD, of the others copies, for timing alone."""
     views = [view for view in layout.views(cache) if view is not None]
     return [view._bits().flatten(2).flatten(0, 1) for view in views]
 

@@ -107,7 +107,6 @@ def move_part(
         "value_scale_address",
         "num_tokens",
         "start",
-        "num_turns",
         "num_layers",
         "num_blocks",
     ],
@@ -124,7 +123,6 @@ def chunk_kernel(
     error_ptr,  # int32 [1]
     num_tokens,
     start,
-    num_turns,  # tiles of a program
     num_layers,
     num_blocks,
     chunk_layer_stride,  # all strides in elements
@@ -160,7 +158,7 @@ def chunk_kernel(
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
     TO_CHUNK: tl.constexpr,
-    ONCE: tl.constexpr,
+    TURNS: tl.constexpr,  # tiles of a program
     BIT: tl.constexpr,
 ):
     layer = tl.program_id(1)
@@ -169,7 +167,7 @@ def chunk_kernel(
         value_address = tl.load(address_ptr + num_layers + layer)
         key_scale_address = tl.load(address_ptr + 2 * num_layers + layer)
         value_scale_address = tl.load(address_ptr + 3 * num_layers + layer)
-    for turn in range(0, 1 if ONCE else num_turns):
+    for turn in range(0, TURNS):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
         position = start + token
@@ -296,9 +294,10 @@ def _launch(
     constants = row_constants((size, size if parts == 2 else 0), dtype, views)
     has_scales = views[0].scales is not None or (scales is not None and constants.CODE != "bits")
     num_tiles = constants.num_tiles(num_tokens)
-    num_programs = min(num_tiles, triton.cdiv(max_programs, num_layers))
-    num_turns = triton.cdiv(num_tiles, num_programs)
-    chunk_kernel[(num_programs, num_layers)](
+    num_turns = triton.next_power_of_2(
+        triton.cdiv(num_tiles, triton.cdiv(max_programs, num_layers))
+    )  # few are compiled
+    chunk_kernel[(triton.cdiv(num_tiles, num_turns), num_layers)](
         as_bits(chunk),
         table,
         *addresses,
@@ -306,7 +305,6 @@ def _launch(
         error,
         num_tokens,
         start,
-        num_turns,
         num_layers,
         views[0].num_blocks,
         *chunk.stride()[:4],
@@ -316,7 +314,7 @@ def _launch(
         8 * rows.element_size(),
         all(address % 16 == 0 for address in addresses),
         to_chunk,
-        num_turns == 1,
+        num_turns,
         BAD_BLOCK,
         **constants.options,
     )

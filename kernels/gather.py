@@ -24,12 +24,14 @@ def sequence_of(token, inside, end_ptr, num_seqs, num_steps):
     """[rows] the first sequence that ends behind the packed token, or num_seqs. 2**num_steps must exceed that."""
     low = tl.zeros_like(token)
     high = low + num_seqs
-    for _ in range(num_steps):
+    step = 0
+    while step < num_steps:  # not range: interpreters of some versions take no bound from an argument
         middle = (low + high) // 2
         searching = inside & (low < high)
         before = tl.load(end_ptr + middle, mask=searching, other=0) <= token
         low = tl.where(searching & before, middle + 1, low)
         high = tl.where(searching & (before == 0), middle, high)
+        step += 1
     return low
 
 
@@ -41,7 +43,8 @@ def start_of(start_ptr, seq, wanted):
 @triton.jit
 def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, BIT: tl.constexpr):
     """Lengths from the device: all at once, since a sequence may be so wrong that no row asks for it."""
-    for first in range(0, num_seqs, 128):
+    first = 0
+    while first < num_seqs:
         seq = first + tl.arange(0, 128).to(tl.int64)
         known = seq < num_seqs
         length = tl.load(length_ptr + seq, mask=known, other=0).to(tl.int64)
@@ -52,6 +55,7 @@ def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_token
         else:
             bad = bad | (tl.load(end_ptr + seq, mask=known, other=0) > num_tokens)
         report(bad, error_ptr, BIT)
+        first += 128
 
 
 # What changes from call to call is not specialised on: it would compile anew in the middle of serving.

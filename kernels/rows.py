@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from kvpage.kernels.quantize import decode_fp8, encode_fp8, encode_int8, from_fp32, to_fp32
 
+ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6))
+
 
 @triton.jit
 def at(block_id, offset, head, block_stride, offset_stride, head_stride):
@@ -47,22 +49,42 @@ def store_rows(ptr, row, elements, wanted, SIZE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def load_runs(ptr, row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
-    """load_rows where element d lies in run d // RUN: neighbouring threads read neighbouring tokens."""
-    run = tl.arange(0, TILE // RUN)[:, None, None]
+def run_offsets(row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
+    """[runs, rows, RUN] offsets of elements of which d lies in run d // RUN, and whether they are wanted.
+
+    Neighbouring threads must take neighbouring tokens. Where no dimension is known to lie side by side in memory, they
+    take the last one, but up to Triton 3.6 the first: for that, rows come before runs.
+    """
+    run = tl.arange(0, TILE // RUN)
     col = tl.arange(0, RUN)[None, None, :]
-    mask = wanted[None, :, None] & (run * RUN + col < SIZE)
-    runs = tl.load(ptr + (row[None, :, None] + run.to(tl.int64) * run_stride + col), mask=mask, other=0)
-    return tl.reshape(tl.permute(runs, (1, 0, 2)), (row.shape[0], TILE))
+    if ROWS_FIRST:
+        run = run[None, :, None]
+        offsets = row[:, None, None] + (run.to(tl.int64) * run_stride + col)
+        mask = wanted[:, None, None] & (run * RUN + col < SIZE)
+    else:
+        run = run[:, None, None]
+        offsets = row[None, :, None] + run.to(tl.int64) * run_stride + col
+        mask = wanted[None, :, None] & (run * RUN + col < SIZE)
+    return offsets, mask
+
+
+@triton.jit
+def load_runs(ptr, row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
+    """load_rows where a row lies in runs."""
+    offsets, mask = run_offsets(row, run_stride, wanted, SIZE, TILE, RUN)
+    runs = tl.load(ptr + offsets, mask=mask, other=0)
+    if not ROWS_FIRST:
+        runs = tl.permute(runs, (1, 0, 2))
+    return tl.reshape(runs, (row.shape[0], TILE))
 
 
 @triton.jit
 def store_runs(ptr, row, run_stride, elements, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
-    run = tl.arange(0, TILE // RUN)[:, None, None]
-    col = tl.arange(0, RUN)[None, None, :]
-    mask = wanted[None, :, None] & (run * RUN + col < SIZE)
-    runs = tl.permute(tl.reshape(elements, (row.shape[0], TILE // RUN, RUN)), (1, 0, 2))
-    tl.store(ptr + (row[None, :, None] + run.to(tl.int64) * run_stride + col), runs, mask=mask)
+    runs = tl.reshape(elements, (row.shape[0], TILE // RUN, RUN))
+    if not ROWS_FIRST:
+        runs = tl.permute(runs, (1, 0, 2))
+    offsets, mask = run_offsets(row, run_stride, wanted, SIZE, TILE, RUN)
+    tl.store(ptr + offsets, runs, mask=mask)
 
 
 @triton.jit

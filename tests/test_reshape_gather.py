@@ -1,6 +1,7 @@
 """reshape_and_cache and gather_cache against their reference, bit by bit, over every byte of the destination.
 
-On the device "interpreter", which test_triton.py asks for in a process of its own, the Triton kernels run on the CPU.
+On the device "interpreter", which test_triton_compile.py asks for in a process of its own, the Triton kernels run on
+the CPU.
 """
 
 import itertools

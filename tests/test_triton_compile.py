@@ -24,6 +24,7 @@ from kvpage.kernels.arguments import row_constants  # noqa: E402
 from kvpage.kernels.chunk import chunk_kernel  # noqa: E402
 from kvpage.kernels.gather import gather_cache_kernel  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache_kernel  # noqa: E402
+from kvpage.kernels.rows import ROWS_FIRST  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
 
@@ -50,11 +51,11 @@ KERNELS = {
     "gather packed": (gather_cache_kernel, {"CHECK": False, "end_ptr": "*i64"}),
     "gather by device lengths": (gather_cache_kernel, {"CHECK": True, "end_ptr": "*i64", "length_ptr": "*i32"}),
     "gather without starts": (gather_cache_kernel, {"CHECK": True, "start_ptr": None}),
-    "store chunk": (chunk_kernel, {"TO_CHUNK": True, "ONCE": True}),
-    "load chunk": (chunk_kernel, {"TO_CHUNK": False, "ONCE": True}),
-    "store chunk to host": (chunk_kernel, {"TO_CHUNK": True, "ONCE": False}),
-    "load chunk from host": (chunk_kernel, {"TO_CHUNK": False, "ONCE": False}),
-    "store chunk in a graph": (chunk_kernel, {"TO_CHUNK": True, "ONCE": True, "address_ptr": None}),
+    "store chunk": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 1}),
+    "load chunk": (chunk_kernel, {"TO_CHUNK": False, "TURNS": 1}),
+    "store chunk to host": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 8}),
+    "load chunk from host": (chunk_kernel, {"TO_CHUNK": False, "TURNS": 8}),
+    "store chunk in a graph": (chunk_kernel, {"TO_CHUNK": True, "TURNS": 1, "address_ptr": None}),
 }
 MAIN = ("reshape", "gather packed", "store chunk", "load chunk")
 OTHERS = tuple(name for name in KERNELS if name not in MAIN)
@@ -165,8 +166,12 @@ def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows, tmp_p
     moved = re.findall(rf"tt\.{'store' if into else 'load'} .*x1x!tt\.ptr<i\d+>, (#blocked\d*)>", compiled.asm["ttgir"])
     assert moved
     for layout in moved:
-        lanes = [int(count) for count in re.search(r"threadsPerWarp = \[(.*?)\]", layouts[layout])[1].split(",")]
-        assert lanes[1] * dtype.itemsize >= 32 and "order = [2, 1, 0]" in layouts[layout]
+        lanes, order = (
+            [int(number) for number in re.search(rf"{what} = \[(.*?)\]", layouts[layout])[1].split(",")]
+            for what in ("threadsPerWarp", "order")
+        )
+        tokens = 0 if ROWS_FIRST.value else 1
+        assert lanes[tokens] * dtype.itemsize >= 32 and order.index(tokens) < order.index(1 - tokens)
     check_no_spills(compiled, tmp_path)
 
 

@@ -120,10 +120,23 @@ def test_what_changes_from_call_to_call_compiles_nothing(fake):
         layers = [call.cache] * len(chunk)
         move_chunk(layers, views, tables[0], num_tokens % 5, chunk, None, error, True)
         move_chunk(layers, views, tables[0].long(), num_tokens % 5, chunk, None, error, True, one_by_one=True)
-        move_chunk(layers, views, tables[0], num_tokens % 5, chunk, None, error, False, max_programs=1)
+        move_chunk(layers, views, tables[0], num_tokens % 5, chunk, None, error, False)
     assert len(compiled(reshape_and_cache_kernel)) == 1
     assert len(compiled(gather_cache_kernel)) == 3
-    assert len(compiled(chunk_kernel)) <= 4  # a program may have one tile, or many
+    assert len(compiled(chunk_kernel)) == 3
+
+
+def test_programs_are_limited_by_powers_of_two_of_tiles(fake):
+    """However long the chunk, few kernels are compiled."""
+    call, error = make_call(), torch.zeros(1, dtype=torch.int32)
+    views, ids = call.layout.views(call.cache), torch.zeros(200, dtype=torch.int32)
+    for num_tokens in (*range(1, 40), 1000, 3000):
+        chunk = torch.zeros(2, 2, num_tokens, 8, 128, dtype=BF16)
+        move_chunk([call.cache] * 2, views, ids, 0, chunk, None, error, False, max_programs=8)
+        _, (programs, layers, _), _, args = fake.launches[-1]
+        turns = args[list(chunk_kernel.arg_names).index("TURNS")]
+        assert layers == 2 and programs <= 4 and (programs - 1) * turns < -(-num_tokens * 8 // 16) <= programs * turns
+    assert len(compiled(chunk_kernel)) <= 10
 
 
 @pytest.mark.parametrize("dtype, scales", [(BF16, None), (INT8, None), (E4M3, KVScales.of(1, [2.0] * 8))])
