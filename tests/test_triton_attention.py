@@ -581,7 +581,8 @@ def test_gpu_a_graph_takes_the_lengths_of_its_replay(queries):
         now["query_lens"] = None if queries is None else device["query_lens"].cpu()
         torch.testing.assert_close(out[:used].cpu(), expected(now), rtol=1.6e-2, atol=1.6e-2)
         assert out[used:].isnan().all()
-    with pytest.raises(ValueError, match="must be on the device while a graph captures"), torch.cuda.graph(graph):
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(ValueError, match="must be on the device while a graph captures"), capture:
         ops.paged_attention(**{**device, "seq_lens": [700, 5, 90]})
 
 
