@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvpage.block_copy import BlockCopier, check_block_mapping
+from kvpage.block_moves import BlockMoves
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
 from kvpage.layout import CacheLayout
 
@@ -66,6 +67,12 @@ class CacheEngine:
     def copy(self, src_to_dsts: torch.Tensor) -> None:
         """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
         self._copy(src_to_dsts)
+
+    def move(self, moves: BlockMoves) -> None:
+        """Does what a BlockManager asks for, in its order."""
+        do = {"swap_out": self.swap_out, "swap_in": self.swap_in, "copy": self.copy}
+        for kind, pairs in moves:
+            do[kind](torch.from_numpy(pairs))
 
     def _allocate(self, layout: CacheLayout) -> None:
         num_layers, host = len(self.layer_ids), torch.device("cpu")
