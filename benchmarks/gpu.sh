@@ -26,5 +26,6 @@ part tests 240 pytest -q -m gpu
 part bench_swap 90 python3 -P benchmarks/bench_swap.py --plot "$out/bench_swap.png"
 part bench_reshape_gather 90 python3 -P benchmarks/bench_reshape_gather.py --device cuda \
   --plot "$out/bench_reshape_gather.png"
+part bench_paged_attention 90 python3 -P benchmarks/bench_paged_attention.py --plot "$out/bench_paged_attention.png"
 part demo 90 kvpage demo --device cuda --plot "$out/demo.png"
 exit $failed

@@ -290,7 +290,7 @@ def paged_attention_kernel(
         out_row = token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
         tl.store(out_ptr + (out_row[:, None] + column[None, :]), values, mask=mask)
     else:
-        part = (token.to(tl.int64) * (num_kv_heads * GROUP) + head) * num_splits + split
+        part = (token.to(tl.int64) * num_kv_heads * GROUP + head) * num_splits + split
         tl.store(partial_ptr + (part[:, None] * VALUE_SIZE + column[None, :]), values, mask=mask)
         tl.store(sum_ptr + part * 2, largest, mask=valid)
         tl.store(sum_ptr + part * 2 + 1, total, mask=valid)

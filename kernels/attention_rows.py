@@ -36,7 +36,7 @@ def load_rows(
 @triton.jit
 def load_scales(ptr, block_id, offset, head, block_stride, offset_stride, head_stride, wanted):
     """One a row, fp32; 0 where not wanted."""
-    place = block_id * block_stride + offset * offset_stride + head * head_stride
+    place = block_id * block_stride + offset * offset_stride + head.to(tl.int64) * head_stride
     return tl.load(ptr + place, mask=wanted, other=0.0)
 
 

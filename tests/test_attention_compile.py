@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from triton.compiler import ASTSource  # noqa: E402
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
-from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Options, Rows, constants_of, sizes_of  # noqa: E402
-from kvpage.kernels.attention_plan import choose_tile  # noqa: E402
+from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
+
+from kvpage import CacheLayout  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
@@ -161,3 +163,80 @@ def tool_output(name, compiled, tmp_path, *options):
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     return subprocess.run([TOOLS / name, *options, cubin], check=True, capture_output=True, text=True).stdout
+
+
+def test_in_the_interpreter(tmp_path):
+    """Interpreted kernels cannot be compiled, so they get a process of their own (see test_triton_compile.py)."""
+    tests = Path(__file__).with_name("test_triton_attention.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter", str(tests)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 150
+
+
+@ARCHS
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills(name, arch, tmp_path):
+    compiled = compile_attention(arch, **CASES[name])
+    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
+    assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+    assert compiled.metadata.shared <= {80: 163, 90: 227}[arch] * 1024
+
+
+@ARCHS
+@pytest.mark.parametrize("name", ["decode", "prefill", "decode 64", "decode 256", "prefill, all options"])
+def test_keys_and_values_are_read_16_bytes_at_a_time(name, arch, tmp_path):
+    """What is not: lengths, sinks and entries of the table."""
+    compiled = compile_attention(arch, **CASES[name])
+    sass = tool_output("cuobjdump", compiled, tmp_path, "-sass")
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)) >= 16
+    assert not re.findall(r"LDG\.E\.U|LDGSTS\.E\.64", sass)
+
+
+@ARCHS
+@pytest.mark.parametrize("name", ["prefill", "prefill mla, 16 heads", "prefill e4m3"])
+def test_products_run_on_tensor_cores(name, arch, tmp_path):
+    sass = tool_output("cuobjdump", compile_attention(arch, **CASES[name]), tmp_path, "-sass")
+    assert len(re.findall(r"HGMMA" if arch == 90 and name != "prefill mla, 16 heads" else r"HMMA", sass)) >= 16
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "decode int8", "decode paged"])
+def test_addresses_are_64_bits(name):
+    """No 32-bit product is widened afterwards: products of ids and strides are taken in int64."""
+    ttir = compile_attention(80, **CASES[name]).asm["ttir"]
+    narrow = set(re.findall(r"(%\S+) = arith\.muli .* : (?:tensor<[\dx]+x)?i32", ttir))
+    widened = set(re.findall(r"arith\.extsi (%\S+) : ", ttir))
+    assert widened and re.findall(r"arith\.muli .* : (?:tensor<[\dx]+x)?i64", ttir)
+    assert not narrow & widened
+
+
+@ARCHS
+def test_the_merging_kernel(arch, tmp_path):
+    constants = {"VALUE_SIZE": 512, "VALUE_TILE": 512, "SPLITS_TILE": 128, "MERGED": MERGED, "SEARCH": SEARCH}
+    pointers = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "sum_ptr": "*fp32", "query_len_ptr": "*i64"}
+    strides = {"out_token": 4096, "out_head": 512}
+    compiled = compile_kernel(merge_splits_kernel, arch, pointers, strides, constants, num_warps=4)
+    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
+    assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+
+
+def test_tiles_hold_their_columns():
+    for size in (*range(1, 300), 512, 576, 1000, 1024):
+        tile, tail = split_columns(size)
+        assert size <= tile + tail <= max(2 * size, 16)
+        assert all(n & (n - 1) == 0 and n >= 16 for n in (tile, tail) if n)
+    assert split_columns(576) == (512, 64) and split_columns(80) == (64, 16) and split_columns(112) == (128, 0)
+
+
+def test_splits_fill_the_device_and_no_more():
+    tile = choose_tile(Sizes(4, 128, 128, 2, 2, False, False), 4, 90)
+    assert tile.rows == 16
+    one_long = choose_splits(8, 131072, 8 * 131072, tile, 132)
+    assert one_long == 128
+    assert choose_splits(64 * 8, 8192, 64 * 8 * 8192, tile, 132) in (2, 3, 4)
+    assert choose_splits(4096, 8192, 4096 * 8192, tile, 132) == 1
+    assert choose_splits(8, 100, 800, tile, 132) == 1  # too few keys for a second thread block
+    wide = choose_tile(Sizes(4, 128, 128, 2, 2, False, False), 4 * 512, 90)
+    assert wide.rows == 128 and choose_splits(512, 65536, 512 * 65536, wide, 132) == 1
+    assert 1 < choose_splits(64, 65536, 64 * 65536, wide, 132) <= 8

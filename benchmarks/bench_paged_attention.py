@@ -1,0 +1,255 @@
+"""How near does attention over blocks on a GPU come to reading its keys and values once, or to the products it must do?
+
+Decoding reads every key and value once: its bound is their bytes over the bandwidth of a large device copy (read and
+written), measured in the same run. A whole prompt's bound are its products, 2 * (key size + value size) for each pair
+of query head and visible key, over the rate of a large square bf16 product, likewise. Beside them torch's
+scaled_dot_product_attention on K and V that lie contiguous, without the gathering that it would need. Results are
+checked before anything is timed. Times are medians by the device's clock, with a cold L2 cache; the launch is hidden
+behind the flushing, and given apart (`launch us`: one call on the host, without waiting).
+
+    python benchmarks/bench_paged_attention.py [--seconds S] [--plot PATH]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kvpage import CacheLayout, ops, reference
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
+PROMPTS = (512, 2048, 8192)
+MOST_CACHE_BYTES = 12 * 2**30
+
+
+class Model(NamedTuple):
+    """One layer's attention. Latents have no value part: V is the first value_size elements of K."""
+
+    backend: str
+    num_kv_heads: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    block_size: int
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Of K and V in one layer."""
+        parts = 1 if self.backend == "mla" else 2
+        return parts * self.num_kv_heads * self.key_size * dtype.itemsize
+
+
+MODELS = {
+    "llama 3 8B": Model("flash", 8, 32, 128, 128, 16),
+    "deepseek mla": Model("mla", 1, 128, 576, 512, 64),
+    "deepseek mla, 16 heads": Model("mla", 1, 16, 576, 512, 64),  # a part in eight of a tensor-parallel server
+}
+
+
+class Case:
+    """Sequences of equal length over blocks in random order, with the last `num_queries` tokens of each as queries."""
+
+    def __init__(self, model: Model, dtype: torch.dtype, num_seqs: int, length: int, num_queries: int) -> None:
+        self.model, self.num_seqs, self.length, self.num_queries = model, num_seqs, length, num_queries
+        self.layout = CacheLayout(model.block_size, model.num_kv_heads, model.key_size, dtype, model.backend)
+        blocks = -(-length // model.block_size)
+        self.cache = self.layout.allocate(num_seqs * blocks, 1, torch.device("cuda"))[0]
+        if dtype == E4M3:  # all of them numbers: none is 0x7f or 0xff
+            self.cache.view(torch.uint8).random_(0, 0x40)
+        else:
+            self.cache.normal_()
+        self.tables = torch.randperm(num_seqs * blocks, device="cuda").to(torch.int32).view(num_seqs, blocks)
+        self.lengths = torch.full((num_seqs,), length, dtype=torch.int32, device="cuda")
+        self.queries = None if num_queries == 1 else torch.full_like(self.lengths, num_queries)
+        self.query = torch.randn(num_seqs * num_queries, model.num_heads, model.key_size, device="cuda").to(BF16)
+        self.out = self.query.new_empty(*self.query.shape[:2], model.value_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of K and V: what has to be read."""
+        return self.num_seqs * self.length * self.model.token_bytes(self.layout.dtype)
+
+    @property
+    def num_operations(self) -> int:
+        visible = self.num_seqs * (self.num_queries * self.length - self.num_queries * (self.num_queries - 1) // 2)
+        return 2 * (self.model.key_size + self.model.value_size) * self.model.num_heads * visible
+
+    def paged(self) -> torch.Tensor:
+        return ops.paged_attention(
+            self.query,
+            self.cache,
+            self.tables,
+            self.lengths,
+            self.layout,
+            query_lens=self.queries,
+            value_size=self.model.value_size,
+            out=self.out,
+            max_query_len=self.num_queries,
+            max_seq_len=self.length,
+        )
+
+    def contiguous(self) -> Callable[[], torch.Tensor] | None:
+        """SDPA over K and V in bf16 [num_seqs, heads, length, size]; None where it has no room, or no such kernel."""
+        if self.layout.dtype != BF16 or self.layout.backend == "mla" or self.num_bytes > MOST_CACHE_BYTES // 2:
+            return None
+        shape = self.num_seqs, self.model.num_kv_heads, self.length, self.model.key_size
+        key, value = torch.randn(2, *shape, device="cuda").to(BF16) if self.num_bytes < 2**30 else (
+            torch.zeros(shape, dtype=BF16, device="cuda") for _ in range(2)
+        )  # fmt: skip
+        query = self.query.view(self.num_seqs, self.num_queries, *self.query.shape[1:]).transpose(1, 2)
+        causal = self.num_queries > 1
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+
+    def check(self) -> None:
+        """One sequence against the reference, and no block reported."""
+        few = slice(max(self.num_queries - 8, 0), self.num_queries)  # the last: their rows see the most
+        heads = slice(None, None, self.model.num_heads // self.model.num_kv_heads)  # one of each group
+        got = self.paged()[few, heads]
+        want = reference.paged_attention(
+            self.query[few, heads],
+            self.cache,
+            self.tables[:1],
+            torch.tensor([self.length]),
+            self.layout,
+            query_lens=torch.tensor([len(got)]),
+            value_size=self.model.value_size,
+        )
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+        ops.check_device()
+
+
+def milliseconds(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> float:
+    """The median of `rounds` calls after a warm one, by the device's clock."""
+    call()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def launch_seconds(call: Callable[[], object]) -> float:
+    """Of one call on the host, without waiting for the device."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(20):
+        before = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - before)
+        torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def bounds(flush: torch.Tensor) -> dict[str, float]:
+    """Bytes a second of a copy, both ways counted; operations a second of a bf16 product."""
+    source, target = torch.empty(2, 2**31, dtype=torch.uint8, device="cuda")
+    copy = milliseconds(lambda: target.copy_(source), flush, 7)
+    left, right = torch.randn(2, 8192, 8192, device="cuda").to(BF16)
+    product = milliseconds(lambda: left @ right, flush, 7)
+    return {"bytes/s": 2 * source.numel() / copy * 1e3, "operations/s": 2 * 8192**3 / product * 1e3}
+
+
+def cases() -> Iterator[tuple[str, str, torch.dtype, int, int, int]]:
+    """(kind, model, dtype, sequences, keys of each, queries of each); the ones that matter most first."""
+    decoding = [(64, 8192), *((batch, context) for context in CONTEXTS for batch in BATCHES)]
+    for batch, context in dict.fromkeys(decoding):
+        for name in MODELS:
+            for dtype in (BF16, E4M3):
+                yield "decode", name, dtype, batch, context, 1
+        if (batch, context) == (64, 8192):
+            for length in PROMPTS:
+                for name in ("llama 3 8B", "deepseek mla"):
+                    for dtype in (BF16, E4M3):
+                        yield "prefill", name, dtype, 1, length, length
+
+
+def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int) -> dict:
+    case.check()
+    contiguous = case.contiguous()
+    paged = milliseconds(case.paged, flush, rounds)
+    bound = 1e3 * max(case.num_bytes / limits["bytes/s"], case.num_operations / limits["operations/s"])
+    sdpa = milliseconds(contiguous, flush, rounds) if contiguous else None
+    return {
+        "kind": kind,
+        "model": name,
+        "dtype": str(case.layout.dtype).removeprefix("torch."),
+        "seqs": case.num_seqs,
+        "keys": case.length,
+        "us": paged * 1e3,
+        "GB/s": case.num_bytes / paged / 1e6,
+        "TFLOP/s": case.num_operations / paged / 1e9,
+        "of bound": bound / paged,
+        "x sdpa": sdpa and sdpa / paged,
+        "launch us": launch_seconds(case.paged) * 1e6,
+    }
+
+
+def run(seconds: float, rounds: int) -> tuple[dict[str, float], list[dict]]:
+    flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    limits = bounds(flush)
+    print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
+    header = f"{'kind':8} {'model':23} {'dtype':13} {'seqs':>4} {'keys':>6} {'us':>9} {'GB/s':>6} {'TFLOP/s':>7}"
+    print(header, f"{'of bound':>8} {'x sdpa':>6} {'launch us':>9}")
+    results, deadline = [], time.monotonic() + seconds
+    for kind, name, dtype, num_seqs, length, num_queries in cases():
+        if num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES:
+            continue
+        if time.monotonic() > deadline:
+            print(f"stopped after {seconds:.0f} s: --seconds gives more")
+            break
+        case = Case(MODELS[name], dtype, num_seqs, length, num_queries)
+        row = measure(kind, name, case, limits, flush, rounds)
+        results.append(row)
+        sdpa = "-" if row["x sdpa"] is None else f"{row['x sdpa']:.2f}"
+        print("{kind:8} {model:23} {dtype:13} {seqs:4} {keys:6} {us:9.1f} {GB/s:6.0f} {TFLOP/s:7.1f} {of bound:8.2f} "
+              "{sdpa:>6} {launch us:9.1f}".format(**row, sdpa=sdpa))  # fmt: skip
+    return limits, results
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    decoding = [row for row in results if row["kind"] == "decode"]
+    for model, dtype, seqs in dict.fromkeys((r["model"], r["dtype"], r["seqs"]) for r in decoding):
+        rows = [r for r in decoding if (r["model"], r["dtype"], r["seqs"]) == (model, dtype, seqs)]
+        rows.sort(key=lambda row: row["keys"])
+        axes.plot([r["keys"] for r in rows], [r["of bound"] for r in rows], ".-", label=f"{model}, {dtype}, {seqs}")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="keys of a sequence", ylabel="decoding, part of the bound", ylim=(0, None))
+    axes.legend(fontsize="xx-small", ncols=2)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=75.0, help="after which no further case begins")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA device: nothing was measured")
+        return
+    torch.manual_seed(0)
+    limits, results = run(options.seconds, options.rounds)
+    if options.plot:
+        plot(results, options.plot)
+    environment = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, **limits}
+    print(json.dumps({**environment, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
