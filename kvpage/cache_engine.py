@@ -61,7 +61,8 @@ class CacheEngine:
         self._swap_in = self._swap_out = self._copy = no_mover()
         if self.layer_ids:
             self._allocate(cache_config.layout(model_config, parallel_config), calibration)
-        self._transfers = TransferQueue(partial(make_stream, self.device))
+        device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
+        self._transfers = TransferQueue(partial(make_stream, device))
         weakref.finalize(self, self._transfers.close)  # also before the interpreter ends
 
     @property
