@@ -379,60 +379,122 @@ py::array_t<int32_t> block_ids_from(const Match& match, int64_t start_block) {
   return ids;
 }
 
-void check_tree(PrefixTree& tree, const py::object& owned_ids) {
-  std::optional<Integers> integers;
-  std::optional<std::span<const int32_t>> owned;
+void check_tree(PrefixTree& tree, const py::object& owned_ids, const py::object& owned_host_ids) {
+  std::optional<Integers> integers, host_integers;
+  std::optional<std::span<const int32_t>> owned, host_owned;
   if (!owned_ids.is_none()) owned = integers.emplace(owned_ids, "owned_ids").copied_ids();
-  maybe_without_gil(tree.num_cached(), [&] { tree.check_invariants(owned); });
+  if (!owned_host_ids.is_none()) host_owned = host_integers.emplace(owned_host_ids, "owned_host_ids").copied_ids();
+  maybe_without_gil(tree.num_cached(), [&] { tree.check_invariants(owned, host_owned); });
+}
+
+py::array_t<int64_t> pair_array(const std::vector<TierPair>& pairs) {
+  py::array_t<int64_t> array({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
+  int64_t* out = array.mutable_data();
+  for (const auto& [from, to] : pairs) *out++ = from, *out++ = to;
+  return array;
 }
 
 void bind_match(py::module_& m) {
   py::class_<Match>(m, "Match", "A pinned path of a PrefixTree; see kvpage/_C.pyi.")
       .def_property_readonly("num_blocks", &Match::num_blocks)
       .def_property_readonly("num_tokens", &Match::num_tokens)
+      .def_property_readonly("priority", &Match::priority)
+      .def_property_readonly("num_device_blocks",
+                             [](const Match& match) { return match.tree().num_device_blocks(match); })
       .def_property_readonly("is_released", [](const Match& match) { return match.tree().is_released(match); })
       .def_property_readonly("block_ids", [](const Match& match) { return block_ids_from(match, 0); })
       .def("block_ids_from", &block_ids_from, py::arg("start_block"));
+  py::class_<PartMatch>(m, "PartMatch", "The first tokens of a block of another path; see kvpage/_C.pyi.")
+      .def_readonly("match", &PartMatch::match)
+      .def_readonly("num_tokens", &PartMatch::num_tokens)
+      .def_readonly("block_id", &PartMatch::block_id)
+      .def_readonly("is_on_device", &PartMatch::is_on_device);
 }
 
 void bind_tree(py::module_& m) {
   py::class_<PrefixTree, std::shared_ptr<PrefixTree>>(m, "PrefixTree", "Cached blocks by tokens; see kvpage/_C.pyi.")
-      .def(py::init<std::shared_ptr<BlockPool>, int64_t, uint64_t>(), py::arg("pool").none(false),
-           py::arg("block_size"), py::kw_only(), py::arg("_hash_mask") = ~uint64_t{0})
+      .def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
+           py::arg("pool").none(false), py::arg("block_size"), py::arg("host_pool") = nullptr, py::kw_only(),
+           py::arg("_hash_mask") = ~uint64_t{0})
       .def(
           "match",
-          [](PrefixTree& tree, const py::object& tokens, const py::bytes& name) {
+          [](PrefixTree& tree, const py::object& tokens, const py::bytes& name, int priority) {
             const Integers integers(tokens, "tokens");
             const TokenView view = integers.tokens();
             const std::string_view space(name);
-            return maybe_without_gil(view.size(), [&] { return tree.match(view, space); });
+            return maybe_without_gil(view.size(), [&] { return tree.match(view, space, priority); });
           },
-          py::arg("tokens"), py::arg("namespace") = py::bytes())
+          py::arg("tokens"), py::arg("namespace") = py::bytes(), py::arg("priority") = 0)
+      .def(
+          "match_part",
+          [](PrefixTree& tree, const Match& match, const py::object& tokens) {
+            const Integers integers(tokens, "tokens");
+            return tree.match_part(match, integers.tokens());
+          },
+          py::arg("match"), py::arg("tokens"))
       .def(
           "insert",
           [](PrefixTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
-             Match* after) {
+             Match* after, int priority) {
             const Integers integers(tokens, "tokens");
             const TokenView view = integers.tokens();
             Integers ids(block_ids, "block_ids");
             const auto span = ids.copied_ids();
             const std::string_view space(name);
-            return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after); });
+            return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
           },
-          py::arg("tokens"), py::arg("block_ids"), py::arg("namespace") = py::bytes(), py::arg("after") = nullptr)
+          py::arg("tokens"), py::arg("block_ids"), py::arg("namespace") = py::bytes(), py::arg("after") = nullptr,
+          py::arg("priority") = 0)
       .def("pin", &PrefixTree::pin, py::arg("match"))
       .def("release", &PrefixTree::release, py::arg("match"))
+      .def("trim", &PrefixTree::trim, py::arg("match"))
+      .def(
+          "promote",
+          [](PrefixTree& tree, const Match& match, const py::object& block_ids) {
+            Integers ids(block_ids, "block_ids");
+            return pair_array(tree.promote(match, ids.ids()));
+          },
+          py::arg("match"), py::arg("block_ids"))
+      .def(
+          "write_out",
+          [](PrefixTree& tree, const Match& match, int64_t min_hits) {
+            return pair_array(tree.write_out(match, min_hits));
+          },
+          py::arg("match"), py::arg("min_hits") = 0)
       .def(
           "evict",
           [](PrefixTree& tree, int64_t num_blocks) {
             return maybe_without_gil(num_blocks, [&] { return tree.evict(num_blocks); });
           },
           py::arg("num_blocks"))
+      .def(
+          "demote",
+          [](PrefixTree& tree, int64_t num_blocks) {
+            const auto [num_freed, pairs] = maybe_without_gil(num_blocks, [&] { return tree.demote(num_blocks); });
+            return py::make_tuple(num_freed, pair_array(pairs));
+          },
+          py::arg("num_blocks"))
+      .def(
+          "evict_host",
+          [](PrefixTree& tree, int64_t num_blocks) {
+            return maybe_without_gil(num_blocks, [&] { return tree.evict_host(num_blocks); });
+          },
+          py::arg("num_blocks"))
+      .def(
+          "drop",
+          [](PrefixTree& tree, const py::object& tokens, const py::bytes& name) {
+            const Integers integers(tokens, "tokens");
+            return tree.drop(integers.tokens(), std::string_view(name));
+          },
+          py::arg("tokens"), py::arg("namespace") = py::bytes())
       .def("clear", &PrefixTree::clear, py::call_guard<py::gil_scoped_release>())
-      .def("check", &check_tree, py::arg("owned_ids") = py::none())
+      .def("check", &check_tree, py::arg("owned_ids") = py::none(), py::arg("owned_host_ids") = py::none())
       .def_property_readonly("block_size", &PrefixTree::block_size)
+      .def_property_readonly("has_host_tier", &PrefixTree::has_host_tier)
       .def_property_readonly("num_cached", &PrefixTree::num_cached)
       .def_property_readonly("num_evictable", &PrefixTree::num_evictable)
+      .def_property_readonly("num_host_cached", &PrefixTree::num_host_cached)
+      .def_property_readonly("num_host_evictable", &PrefixTree::num_host_evictable)
       .def_property_readonly("num_nodes", &PrefixTree::num_nodes)
       .def_property_readonly("num_matches", &PrefixTree::num_matches);
 }

@@ -103,6 +103,16 @@ void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> s
   }
 }
 
+int64_t BlockPool::adopt_free(std::span<int32_t> ids) noexcept {
+  std::lock_guard lock(mutex_);
+  const int64_t count = std::min(static_cast<int64_t>(ids.size()), num_free_);
+  for (int64_t i = 0; i < count; ++i) {
+    ids[i] = free_[--num_free_];
+    counts_[ids[i]] = 1 | kCached;
+  }
+  return count;
+}
+
 void BlockPool::drop(std::span<const int32_t> ids) noexcept {
   std::lock_guard lock(mutex_);
   for (size_t i = ids.size(); i-- > 0;) {

@@ -52,6 +52,9 @@ class BlockPool {
   // InvalidArgument if a fresh block is shared, free, cached or named twice, or a surplus one cannot be released.
   void adopt(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
 
+  // Free blocks that are the tree's from now on, as many as there are and `ids` has room for; returns how many.
+  int64_t adopt_free(std::span<int32_t> ids) noexcept;
+
   // The tree's references end; the last block ends up deepest in the stack. The ids are cached ones, unchecked.
   void drop(std::span<const int32_t> ids) noexcept;
 

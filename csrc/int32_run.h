@@ -46,6 +46,8 @@ class Int32Run {
     return added;
   }
 
+  void set(int64_t i, int32_t value) { base_[begin_ + i] = value; }
+
   void truncate(int64_t size) noexcept {
     end_ = begin_ + size;
     give_back();

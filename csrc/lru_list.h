@@ -1,4 +1,4 @@
-// LruList: the unpinned nodes of one tier by last use, linked through the nodes themselves.
+// LruList: nodes by last use, linked through themselves.
 //
 //      oldest                                        newest
 //      | leaf of a | leaf of b | trunk of a and b |  ...
@@ -11,28 +11,33 @@
 
 namespace kvpage {
 
-template <TierPart TreeNode::* Tier>
+template <LruLinks TreeNode::* Links>
 class LruList {
  public:
   TreeNode* oldest() const { return oldest_; }
-  static TreeNode* newer(const TreeNode* node) { return (node->*Tier).newer; }
+  static TreeNode* older(const TreeNode* node) { return (node->*Links).older; }
+  static TreeNode* newer(const TreeNode* node) { return (node->*Links).newer; }
 
   void push_newest(TreeNode* node) noexcept { link(node, newest_, nullptr); }
-  void insert_after(TreeNode* older, TreeNode* node) noexcept { link(node, older, (older->*Tier).newer); }
+
+  // Null for `older`: the node becomes the oldest.
+  void insert_after(TreeNode* older, TreeNode* node) noexcept {
+    link(node, older, older ? (older->*Links).newer : oldest_);
+  }
 
   void remove(TreeNode* node) noexcept {
-    TierPart& part = node->*Tier;
-    (part.older ? (part.older->*Tier).newer : oldest_) = part.newer;
-    (part.newer ? (part.newer->*Tier).older : newest_) = part.older;
-    part.older = part.newer = nullptr;
+    LruLinks& links = node->*Links;
+    (links.older ? (links.older->*Links).newer : oldest_) = links.newer;
+    (links.newer ? (links.newer->*Links).older : newest_) = links.older;
+    links.older = links.newer = nullptr;
   }
 
  private:
   void link(TreeNode* node, TreeNode* older, TreeNode* newer) noexcept {
-    (node->*Tier).older = older;
-    (node->*Tier).newer = newer;
-    (older ? (older->*Tier).newer : oldest_) = node;
-    (newer ? (newer->*Tier).older : newest_) = node;
+    (node->*Links).older = older;
+    (node->*Links).newer = newer;
+    (older ? (older->*Links).newer : oldest_) = node;
+    (newer ? (newer->*Links).older : newest_) = node;
   }
 
   TreeNode* oldest_ = nullptr;

@@ -1,6 +1,7 @@
 #include "prefix_tree.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <utility>
 
@@ -14,15 +15,37 @@ uint64_t random_seed() {
   return static_cast<uint64_t>(device()) << 32 | device();
 }
 
+// Drops what is not kNoBlock.
+void drop_blocks(BlockPool& pool, std::span<const int32_t> ids) noexcept {
+  for (size_t i = ids.size(); i-- > 0;)
+    if (ids[i] != kNoBlock) pool.drop(ids.subspan(i, 1));
+}
+
+int32_t count_blocks(std::span<const int32_t> ids) {
+  return static_cast<int32_t>(std::count_if(ids.begin(), ids.end(), [](int32_t id) { return id != kNoBlock; }));
+}
+
 }  // namespace
 
-PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, uint64_t hash_mask)
-    : pool_(std::move(pool)), block_size_(block_size), children_(block_size, random_seed(), hash_mask) {
+PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool,
+                       uint64_t hash_mask)
+    : pool_(std::move(pool)),
+      host_pool_(std::move(host_pool)),
+      block_size_(block_size),
+      children_(block_size, random_seed(), hash_mask),
+      siblings_(block_size) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
+  check(block_size <= std::numeric_limits<int32_t>::max(),
+        "block_size must be at most 2**31 - 1, got ", block_size);
+  check(pool_ != host_pool_, "host_pool must not be the device's pool");
+  if (host_pool_) pair_of_host_block_.assign(static_cast<size_t>(host_pool_->num_blocks()), kNoBlock);
 }
 
 PrefixTree::~PrefixTree() {
-  arena_.for_each([&](const TreeNode& node) { pool_->drop(node.device.block_ids.span()); });
+  arena_.for_each([&](const TreeNode& node) {
+    pool_->drop(node.device_ids.span());
+    if (host_pool_) drop_blocks(*host_pool_, node.host_ids.span());
+  });
 }
 
 int64_t PrefixTree::num_cached() const {
@@ -33,6 +56,16 @@ int64_t PrefixTree::num_cached() const {
 int64_t PrefixTree::num_evictable() const {
   std::lock_guard lock(mutex_);
   return num_evictable_;
+}
+
+int64_t PrefixTree::num_host_cached() const {
+  std::lock_guard lock(mutex_);
+  return num_host_cached_;
+}
+
+int64_t PrefixTree::num_host_evictable() const {
+  std::lock_guard lock(mutex_);
+  return num_host_evictable_;
 }
 
 int64_t PrefixTree::num_nodes() const {
@@ -47,26 +80,42 @@ int64_t PrefixTree::num_matches() const {
 
 // --- matches ---
 
-Match PrefixTree::match(const TokenView& tokens, std::string_view name) {
+Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority) {
   std::lock_guard lock(mutex_);
+  check_priority(priority);
   const int64_t limit = tokens.size() > 0 ? (tokens.size() - 1) / block_size_ : 0;
   TreeNode* root = find_root(name);
   const Place place = root ? walk(root, tokens, limit) : Place{nullptr, 0, 0};
   if (place.num_blocks < limit) tokens.check_fits(place.num_blocks * block_size_, block_size_);
   TreeNode* end = root ? end_node_at(place) : make_root(name);
-  return pinned(end, place.num_blocks);
+  if (host_pool_)
+    for (TreeNode* node = end; !node->is_root(); node = node->parent)
+      node->num_hits += node->num_hits < std::numeric_limits<int32_t>::max();
+  return pinned(end, place.num_blocks, priority);
+}
+
+std::optional<PartMatch> PrefixTree::match_part(const Match& match, const TokenView& tokens) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  const int64_t start = match.num_tokens(), count = std::min(block_size_, tokens.size() - 1 - start);
+  const auto [child, num_tokens] = siblings_.longest_common(match.end_, tokens, start, count);
+  if (!child || num_tokens == block_size_) return std::nullopt;
+  const bool is_on_device = child->num_device_blocks() > 0;
+  const int32_t id = is_on_device ? child->device_ids.data()[0] : child->host_ids.data()[0];
+  return PartMatch{pinned(child, match.num_blocks_ + child->num_blocks, 0), num_tokens, id, is_on_device};
 }
 
 Match PrefixTree::pin(const Match& match) {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  return pinned(match.end_, match.num_blocks_);
+  return pinned(match.end_, match.num_blocks_, match.priority_);
 }
 
 void PrefixTree::release(Match& match) {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  unpin_path(std::exchange(match.end_, nullptr));
+  --num_matches_;
+  unpin_path(std::exchange(match.end_, nullptr), nullptr);
 }
 
 bool PrefixTree::is_released(const Match& match) const {
@@ -79,41 +128,57 @@ void PrefixTree::check_live(const Match& match, const char* name) const {
   check(match.end_ != nullptr, name, " must be pinned, got one that is released already");
 }
 
+void PrefixTree::check_priority(int priority) {
+  check(priority >= 0 && priority < kNumPriorities, "priority must be between 0 and ", kNumPriorities - 1, ", got ",
+        priority);
+}
+
 void PrefixTree::copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
+  check(match.end_->is_on_device(), "match must be on the device, promote or trim it first");
   int64_t end = match.num_blocks_;
   for (const TreeNode* node = match.end_; end > start; node = node->parent) {
-    const auto edge = node->device.block_ids.span();
-    const int64_t num_wanted = std::min<int64_t>(node->num_blocks(), end - start);
+    const auto edge = node->device_ids.span();
+    const int64_t num_wanted = std::min<int64_t>(node->num_blocks, end - start);
     std::copy_n(edge.end() - num_wanted, num_wanted, ids.begin() + (end - num_wanted - start));
-    end -= node->num_blocks();
+    end -= node->num_blocks;
   }
 }
 
-Match PrefixTree::pinned(TreeNode* end, int64_t num_blocks) {
-  Match match(shared_from_this(), end, num_blocks);
-  pin_path(end, nullptr);
+Match PrefixTree::pinned(TreeNode* end, int64_t num_blocks, int priority) {
+  Match match(shared_from_this(), end, num_blocks, priority);
+  pin_path(end, nullptr, priority);
   ++num_matches_;
   return match;
 }
 
-void PrefixTree::pin_path(TreeNode* end, const TreeNode* stop) noexcept {
+void PrefixTree::list(TreeNode* node) noexcept {
+  order_.push_newest(node);
+  num_evictable_ += node->num_device_blocks();
+  num_host_evictable_ += node->num_host_blocks;
+}
+
+void PrefixTree::unlist(TreeNode* node) noexcept {
+  order_.remove(node);
+  num_evictable_ -= node->num_device_blocks();
+  num_host_evictable_ -= node->num_host_blocks;
+}
+
+// A node's priority changes while it is pinned only, and so is never below that of a node beneath it.
+void PrefixTree::pin_path(TreeNode* end, const TreeNode* stop, int priority) noexcept {
   for (TreeNode* node = end; node != stop; node = node->parent) {
-    if (node->num_pins++ > 0 || node->is_root()) continue;
-    unpinned_.remove(node);
-    num_evictable_ -= node->num_blocks();
+    if (node->num_pins++ == 0 && !node->is_root()) unlist(node);
+    if (node->priority < priority) node->priority = static_cast<uint8_t>(priority);
   }
 }
 
-void PrefixTree::unpin_path(TreeNode* end) noexcept {
-  --num_matches_;
-  for (TreeNode* node = end; node;) {
+void PrefixTree::unpin_path(TreeNode* end, const TreeNode* stop) noexcept {
+  for (TreeNode* node = end; node != stop;) {
     TreeNode* parent = node->parent;
     if (--node->num_pins == 0) {
       if (parent) {
-        unpinned_.push_newest(node);
-        num_evictable_ += node->num_blocks();
+        list(node);
       } else {
         drop_unused_root(node);
       }
@@ -144,12 +209,12 @@ void PrefixTree::drop_unused_root(TreeNode* root) noexcept {
 }
 
 PrefixTree::Place PrefixTree::walk(TreeNode* from, const TokenView& tokens, int64_t num_blocks) const {
-  Place place{from, from->num_blocks(), 0};
-  while (place.num_blocks < num_blocks && place.in_edge == place.node->num_blocks()) {
+  Place place{from, from->num_blocks, 0};
+  while (place.num_blocks < num_blocks && place.in_edge == place.node->num_blocks) {
     const int64_t start = place.num_blocks * block_size_;
     TreeNode* child = children_.find(place.node, tokens, start);
     if (!child) break;
-    const int64_t most = std::min(child->num_blocks(), num_blocks - place.num_blocks);
+    const int64_t most = std::min<int64_t>(child->num_blocks, num_blocks - place.num_blocks);
     const int64_t common = tokens.common_prefix(start, child->tokens.data(), most * block_size_) / block_size_;
     place = {child, common, place.num_blocks + common};
   }
@@ -157,26 +222,43 @@ PrefixTree::Place PrefixTree::walk(TreeNode* from, const TokenView& tokens, int6
 }
 
 TreeNode* PrefixTree::end_node_at(const Place& place) {
-  return place.in_edge == place.node->num_blocks() ? place.node : split(place.node, place.in_edge);
+  return place.in_edge == place.node->num_blocks ? place.node : split(place.node, place.in_edge);
 }
 
 TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   const int64_t num_upper_tokens = num_upper_blocks * block_size_;
+  const int64_t num_upper_device = std::min(num_upper_blocks, node->num_device_blocks());
+  const int64_t num_upper_host = std::min(num_upper_blocks, node->host_ids.size());
   auto made = arena_.make();
   children_.reserve_one();
   Int32Run tokens = node->tokens.copy_smaller_half(num_upper_tokens);
-  Int32Run block_ids = node->device.block_ids.copy_smaller_half(num_upper_blocks);
+  Int32Run device_ids = node->device_ids.copy_smaller_half(num_upper_device);
+  Int32Run host_ids = node->host_ids.copy_smaller_half(num_upper_host);
   // From here on nothing throws.
   TreeNode* upper = made.release();
+  TreeNode* parent = node->parent;
+  const bool had_host_blocks = node->num_host_blocks > 0;
   children_.erase(node);
-  upper->parent = node->parent;
+  siblings_.erase(parent, node);
+  upper->parent = parent;
   upper->hash = node->hash;
   upper->num_pins = node->num_pins;
+  upper->num_hits = node->num_hits;
+  upper->priority = node->priority;
   upper->tokens = node->tokens.cut_front(num_upper_tokens, std::move(tokens));
-  upper->device.block_ids = node->device.block_ids.cut_front(num_upper_blocks, std::move(block_ids));
+  upper->device_ids = node->device_ids.cut_front(num_upper_device, std::move(device_ids));
+  if (had_host_blocks) {
+    upper->host_ids = node->host_ids.cut_front(num_upper_host, std::move(host_ids));
+    upper->shorten_host_ids(upper->host_ids.size());
+    upper->num_host_blocks = count_blocks(upper->host_ids.span());
+    node->num_host_blocks -= upper->num_host_blocks;
+  }
+  upper->num_blocks = static_cast<int32_t>(num_upper_blocks);
+  node->num_blocks -= static_cast<int32_t>(num_upper_blocks);
   children_.insert(upper);
+  siblings_.insert(parent, upper);
   link_child(upper, node);
-  if (node->num_pins == 0) unpinned_.insert_after(node, upper);
+  if (node->num_pins == 0) order_.split(node, upper, had_host_blocks);
   return upper;
 }
 
@@ -185,65 +267,83 @@ void PrefixTree::link_child(TreeNode* parent, TreeNode* child) noexcept {
   child->parent = parent;
   child->hash = children_.hash(parent, TokenView(child->tokens.data(), child->tokens.size()), 0);
   children_.insert(child);
+  siblings_.insert(parent, child);
   ++parent->num_children;
 }
 
 // --- insertion ---
 
 Match PrefixTree::insert(const TokenView& tokens, std::span<const int32_t> block_ids, std::string_view name,
-                         Match* after) {
+                         Match* after, int priority) {
   std::lock_guard lock(mutex_);
   const auto num_blocks = static_cast<int64_t>(block_ids.size());
   check(tokens.size() == num_blocks * block_size_, "tokens must fill the blocks: ", num_blocks, " blocks of ",
         block_size_, " need ", num_blocks * block_size_, " tokens, got ", tokens.size());
   tokens.check_fits(0, tokens.size());
+  check_priority(priority);
   if (after) {
     check_live(*after, "after");
     check(name.empty(), "namespace must be left out with after, which has its own");
+    check(priority == 0, "priority must be left out with after, which has its own");
+    check(after->end_->is_on_device(), "after must be on the device, promote or trim it first");
     return insert_below(*after, tokens, block_ids);
   }
   TreeNode* root = find_root(name);
-  Match base = pinned(root ? root : make_root(name), 0);
+  Match base = pinned(root ? root : make_root(name), 0, priority);
   try {
     return insert_below(base, tokens, block_ids);
   } catch (...) {
-    unpin_path(base.end_);
+    --num_matches_;
+    unpin_path(base.end_, nullptr);
     throw;
   }
 }
 
+// block_ids, by what stands at their tokens in the tree:
+//
+//      | on the device: surplus | host only: filled | nothing: fresh |
+//                               | taken                              |
 Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<const int32_t> block_ids) {
   const Place place = walk(base.end_, tokens, static_cast<int64_t>(block_ids.size()));
   TreeNode* end = end_node_at(place);
-  const auto fresh = block_ids.subspan(static_cast<size_t>(place.num_blocks));
-  const auto surplus = duplicates(base.end_, end, block_ids.first(static_cast<size_t>(place.num_blocks)));
+  const std::vector<TreeNode*> filled = host_only_path(end);
+  size_t num_filled = 0;
+  for (const TreeNode* node : filled) num_filled += static_cast<size_t>(node->num_blocks - node->num_device_blocks());
+  const auto num_present = static_cast<size_t>(place.num_blocks);
+  const auto taken = block_ids.subspan(num_present - num_filled);
+  const auto fresh = block_ids.subspan(num_present);
+  const auto surplus = duplicates(base.end_, end, block_ids.first(num_present));
 
-  // A leaf that nobody else pins can grow; one that ends a second match must stay as long as that match.
-  const bool grows = !end->is_root() && end->num_children == 0 && end->num_pins == (end == base.end_ ? 1 : 0);
+  // A leaf that nobody else pins can grow; one that ends a second match must stay as long as that match, and one of a
+  // higher priority would hand it on.
+  const bool grows = !end->is_root() && end->num_children == 0 && end->num_pins == (end == base.end_ ? 1 : 0) &&
+                     end->priority <= base.priority_;
   auto child = fresh.empty() || grows ? NodeArena::NodePtr(nullptr, {&arena_}) : arena_.make();
   if (child) children_.reserve_one();
   TreeNode* target = child ? child.get() : end;
-  adopt(target, fresh, surplus);
+  adopt(target, fresh, surplus, filled, taken);
   // From here on nothing throws.
-  pin_path(end, base.end_);
+  pin_path(end, base.end_, base.priority_);
+  fill_device(filled, taken.first(num_filled), nullptr);
   append_edge(target, tokens, fresh);
   if (child) {
     child->num_pins = 1;
+    child->priority = static_cast<uint8_t>(base.priority_);
     link_child(end, child.release());
   }
   base.end_ = nullptr;
-  return Match(base.tree_, target, base.num_blocks_ + static_cast<int64_t>(block_ids.size()));
+  return Match(base.tree_, target, base.num_blocks_ + static_cast<int64_t>(block_ids.size()), base.priority_);
 }
 
-// The ids that differ from those cached on the path between the two nodes, in order.
+// Of the ids up to the path's last block on the device: those that differ from what is cached there, in order.
 std::vector<int32_t> PrefixTree::duplicates(const TreeNode* from, const TreeNode* end,
                                             std::span<const int32_t> block_ids) const {
   std::vector<int32_t> surplus;
   size_t stop = block_ids.size();
   for (const TreeNode* node = end; node != from; node = node->parent) {
-    const auto cached = node->device.block_ids.span();
-    const auto named = block_ids.subspan(stop - cached.size(), cached.size());
-    stop -= cached.size();
+    const auto cached = node->device_ids.span();
+    stop -= static_cast<size_t>(node->num_blocks);
+    const auto named = block_ids.subspan(stop, cached.size());
     if (std::equal(cached.begin(), cached.end(), named.begin())) continue;
     for (size_t i = cached.size(); i-- > 0;)
       if (named[i] != cached[i]) surplus.push_back(named[i]);
@@ -252,17 +352,43 @@ std::vector<int32_t> PrefixTree::duplicates(const TreeNode* from, const TreeNode
   return surplus;
 }
 
-// Room at the target first, then the blocks, so that nothing is left to fail.
-void PrefixTree::adopt(TreeNode* target, std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
+// Room first, at the target and in the nodes that are filled; then the blocks, so that nothing is left to fail.
+void PrefixTree::adopt(TreeNode* target, std::span<const int32_t> fresh, std::span<const int32_t> surplus,
+                       std::span<TreeNode* const> filled, std::span<const int32_t> taken) {
+  const auto num_fresh = static_cast<int64_t>(fresh.size());
   try {
-    const auto num_fresh = static_cast<int64_t>(fresh.size());
+    for (TreeNode* node : filled) node->device_ids.reserve(node->num_blocks - node->num_device_blocks());
     target->tokens.reserve(num_fresh * block_size_);
-    target->device.block_ids.reserve(num_fresh);
-    pool_->adopt(fresh, surplus);
-  } catch (...) {
-    target->tokens.truncate(target->tokens.size());  // gives the room back
-    target->device.block_ids.truncate(target->num_blocks());
+    target->device_ids.reserve(target->num_blocks - target->num_device_blocks() + num_fresh);
+    pool_->adopt(taken, surplus);
+  } catch (...) {  // gives the room back
+    for (TreeNode* node : filled) node->device_ids.truncate(node->num_device_blocks());
+    target->tokens.truncate(target->tokens.size());
+    target->device_ids.truncate(target->num_device_blocks());
     throw;
+  }
+}
+
+// From the first node that is not wholly on the device to the end, which is empty if there is none.
+std::vector<TreeNode*> PrefixTree::host_only_path(TreeNode* end) {
+  std::vector<TreeNode*> path;
+  for (TreeNode* node = end; !node->is_on_device(); node = node->parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
+// Requires room, and that the nodes are pinned.
+void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids,
+                             std::vector<TierPair>* pairs) noexcept {
+  for (TreeNode* node : path) {
+    const int64_t begin = node->num_device_blocks();
+    const int64_t count = std::min<int64_t>(node->num_blocks - begin, static_cast<int64_t>(block_ids.size()));
+    const auto ids = block_ids.first(static_cast<size_t>(count));
+    std::copy(ids.begin(), ids.end(), node->device_ids.extend(count));
+    if (pairs)
+      for (int64_t i = 0; i < count; ++i) pairs->emplace_back(node->host_ids.data()[begin + i], ids[i]);
+    block_ids = block_ids.subspan(ids.size());
+    num_cached_ += count;
   }
 }
 
@@ -270,68 +396,9 @@ void PrefixTree::append_edge(TreeNode* node, const TokenView& tokens, std::span<
   const auto num_fresh = static_cast<int64_t>(fresh.size());
   const int64_t num_tokens = num_fresh * block_size_;
   tokens.copy_to(tokens.size() - num_tokens, num_tokens, node->tokens.extend(num_tokens));
-  std::copy(fresh.begin(), fresh.end(), node->device.block_ids.extend(num_fresh));
+  std::copy(fresh.begin(), fresh.end(), node->device_ids.extend(num_fresh));
+  node->num_blocks += static_cast<int32_t>(num_fresh);
   num_cached_ += num_fresh;
-}
-
-// --- eviction ---
-
-int64_t PrefixTree::evict(int64_t num_blocks) {
-  std::lock_guard lock(mutex_);
-  check(num_blocks >= 0, "num_blocks must not be negative, got ", num_blocks);
-  return evict_locked(num_blocks);
-}
-
-int64_t PrefixTree::clear() {
-  std::lock_guard lock(mutex_);
-  return evict_locked(num_evictable_);
-}
-
-// Victims are strewn over memory. What the next eviction will touch is fetched ahead, and the node after it, through
-// which the same will be done then: among 50,000 leaves an eviction costs two thirds. Always inlined, since the
-// compiler drops a call of a function that does nothing but prefetch.
-[[gnu::always_inline]] inline void PrefixTree::prefetch_victims() const noexcept {
-  const TreeNode* next = unpinned_.oldest();
-  if (!next) return;
-  __builtin_prefetch(next->tokens.data());
-  __builtin_prefetch(next->device.block_ids.data());
-  children_.prefetch(next->hash);
-  if (const TreeNode* second = unpinned_.newer(next)) {
-    __builtin_prefetch(second);
-    __builtin_prefetch(reinterpret_cast<const char*>(second) + 64);
-  }
-}
-
-// The oldest unpinned node is a leaf: its descendants would stand before it, and a pinned one would pin it.
-int64_t PrefixTree::evict_locked(int64_t num_blocks) noexcept {
-  int64_t num_left = num_blocks;
-  while (num_left > 0 && unpinned_.oldest()) {
-    TreeNode* node = unpinned_.oldest();
-    const int64_t num_evicted = std::min(num_left, node->num_blocks());
-    truncate(node, node->num_blocks() - num_evicted);
-    if (node->num_blocks() == 0) remove_leaf(node);
-    num_left -= num_evicted;
-  }
-  prefetch_victims();
-  return num_blocks - num_left;
-}
-
-void PrefixTree::truncate(TreeNode* node, int64_t num_blocks) noexcept {
-  const auto evicted = node->device.block_ids.span().subspan(static_cast<size_t>(num_blocks));
-  pool_->drop(evicted);
-  num_cached_ -= static_cast<int64_t>(evicted.size());
-  num_evictable_ -= static_cast<int64_t>(evicted.size());
-  node->tokens.truncate(num_blocks * block_size_);
-  node->device.block_ids.truncate(num_blocks);
-}
-
-void PrefixTree::remove_leaf(TreeNode* node) noexcept {
-  TreeNode* parent = node->parent;
-  children_.erase(node);
-  unpinned_.remove(node);
-  arena_.give_back(node);
-  --parent->num_children;
-  if (parent->is_root()) drop_unused_root(parent);
 }
 
 }  // namespace kvpage

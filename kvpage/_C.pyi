@@ -156,16 +156,39 @@ class Match:
     def num_tokens(self) -> int:
         """num_blocks * block_size."""
     @property
+    def num_device_blocks(self) -> int:
+        """How many of the path's blocks are on the device: the first ones. ValueError if the match is released."""
+    @property
+    def priority(self) -> int: ...
+    @property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """The ids of the whole path, as a new array. ValueError if the match is released."""
+        """The device ids of the whole path, as a new array. ValueError if the match is released, or not wholly on the
+        device.
+        """
     def block_ids_from(self, start_block: int) -> npt.NDArray[np.int32]:
         """The ids from that block of the path on, without walking what comes before.
 
-        ValueError if it is not between 0 and num_blocks, or if the match is released.
+        ValueError if it is not between 0 and num_blocks, or if the match is released or not wholly on the device.
         """
     @property
     def is_released(self) -> bool:
         """Whether it was released or consumed by insert; num_blocks and num_tokens remain."""
+
+class PartMatch:
+    """The first tokens of a block of another path, which a prompt shares beyond its whole cached blocks.
+
+    match: pins that path; to be given to PrefixTree.release once the block is copied. num_tokens: at least 1, fewer
+    than a block's. block_id: on the device, or else on the host.
+    """
+
+    @property
+    def match(self) -> Match: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def is_on_device(self) -> bool: ...
 
 class PrefixTree:
     """Which tokens have their K and V in which blocks: a radix tree of whole blocks, compared token by token.
@@ -173,29 +196,49 @@ class PrefixTree:
     The tree holds the only reference on every block that it caches. What no Match pins is evicted in order of last use,
     a prefix never before what continues it. Namespaces (bytes: a tenant's salt, a LoRA's name) share nothing. Safe to
     use from several threads. When the tree goes, its blocks become free.
+
+    With a host pool there are two tiers: a block is on the device, on the host, or in both, and on every path those on
+    the device come first. The tree moves no bytes. What has to be copied comes back as int64 [num_pairs, 2]; the caller
+    does these copies in the order of the calls, before anything else is written.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, _hash_mask: int = ...) -> None:
-        """ValueError unless block_size is positive."""
+    def __init__(
+        self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None, *, _hash_mask: int = ...
+    ) -> None:
+        """ValueError unless block_size is positive and under 2**31, and if the two pools are one."""
+    @property
+    def has_host_tier(self) -> bool: ...
     @property
     def block_size(self) -> int: ...
     @property
     def num_cached(self) -> int:
-        """Blocks in the tree."""
+        """Device blocks in the tree."""
     @property
     def num_evictable(self) -> int:
-        """Blocks that evict() would free, exactly."""
+        """Device blocks that evict() would free, exactly."""
+    @property
+    def num_host_cached(self) -> int:
+        """Host blocks in the tree."""
+    @property
+    def num_host_evictable(self) -> int:
+        """Host blocks that evict_host() would free, exactly."""
     @property
     def num_nodes(self) -> int:
         """Edges: what a path's cost grows with. A conversation that grew block by block is one."""
     @property
     def num_matches(self) -> int:
         """Matches that are neither released nor consumed: what does not go back to 0 has been forgotten."""
-    def match(self, tokens: _Integers, namespace: bytes = b"") -> Match:
-        """Pins the longest run of cached whole blocks that leaves at least one token to compute.
+    def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0) -> Match:
+        """Pins the longest run of cached whole blocks, in whichever tier, that leaves at least one token to compute.
+
+        priority: 0 to 7. The path's becomes at least that; lower ones are evicted first.
 
         ValueError if the first block that is not cached holds an id outside of 32 bits. Later tokens are not read
         (a list is converted as a whole, to 64 bits).
+        """
+    def match_part(self, match: Match, tokens: _Integers) -> PartMatch | None:
+        """The longest part of the block behind `match` that a path below it shares with `tokens`, the whole prompt's,
+        of which one token is left over. None if not even one token is shared. O(log of the paths that part there).
         """
     def pin(self, match: Match) -> Match:
         """A second Match of the same path. ValueError if `match` is released or another tree's."""
@@ -205,27 +248,56 @@ class PrefixTree:
         ValueError if `match` is released already or another tree's.
         """
     def insert(
-        self, tokens: _Integers, block_ids: _Integers, namespace: bytes = b"", after: Match | None = None
+        self,
+        tokens: _Integers,
+        block_ids: _Integers,
+        namespace: bytes = b"",
+        after: Match | None = None,
+        priority: int = 0,
     ) -> Match:
         """Caches `tokens`, block_size a block, and pins the path to their end.
 
         They start at the namespace's beginning, or go on where `after` ends; then `after` is consumed, its pins pass to
         the returned Match, and the cost is that of the new tokens. The caller's reference on every new block passes to
-        the tree. Where the tokens are cached already, the path has the tree's block, and the caller's is released; the
-        tree's own id may be named there, too, and then nothing is.
+        the tree. Where the tokens are on the device already, the path has the tree's block, and the caller's is
+        released; the tree's own id may be named there, too, and then nothing is. Where they are on the host only, the
+        caller's block becomes their device block.
 
         ValueError if there are not exactly block_size tokens a block; if an id does not fit into 32 bits; if `after` is
-        released, another tree's, or given together with a namespace; if a new block is not the caller's alone (its
-        count is not 1, it is cached elsewhere, or named twice); if a duplicate cannot be released.
+        released, another tree's, not wholly on the device, or given with a namespace or a priority; if a new block is
+        not the caller's alone (its count is not 1, it is cached elsewhere, or named twice); if a duplicate cannot be
+        released.
+        """
+    def trim(self, match: Match) -> None:
+        """Shortens the match to what of it is on the device. ValueError as for release."""
+    def promote(self, match: Match, block_ids: _Integers) -> npt.NDArray[np.int64]:
+        """Gives device blocks, the caller's own, to the first host-only blocks of the path: the (host, device) pairs.
+
+        ValueError for more ids than such blocks, and for one that is not the caller's alone.
+        """
+    def write_out(self, match: Match, min_hits: int = 0) -> npt.NDArray[np.int64]:
+        """Gives host blocks to the path's device blocks that have none, from its start on, as far as there is room or
+        can be made: the (device, host) pairs. Only to blocks on edges that `min_hits` matches have found.
         """
     def evict(self, num_blocks: int) -> int:
-        """Frees up to that many unpinned blocks, the least recently used first and a path's last block first.
+        """Frees up to that many unpinned device blocks: of the lowest priority, least recently used, a path's last
+        block first. What is not on the host as well is forgotten, with the host-only blocks behind it.
 
         Returns how many. ValueError if negative.
         """
+    def demote(self, num_blocks: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """As evict, but what has no host block gets one, and host blocks are evicted for it: how many device blocks are
+        free, and the (device, host) pairs to copy. What finds no room on the host is forgotten.
+        """
+    def evict_host(self, num_blocks: int) -> int:
+        """Frees up to that many unpinned host blocks, in the order of evict. What is not on the device is forgotten."""
+    def drop(self, tokens: _Integers, namespace: bytes = b"") -> int:
+        """Forgets the blocks of `tokens`, from the last cached one up to the first that is pinned or that another path
+        goes on from; how many tokens they held.
+        """
     def clear(self) -> int:
-        """Frees every unpinned block; returns how many."""
-    def check(self, owned_ids: _Integers | None = None) -> None:
+        """Frees every unpinned block, in both tiers; returns how many on the device."""
+    def check(self, owned_ids: _Integers | None = None, owned_host_ids: _Integers | None = None) -> None:
         """RuntimeError that names the broken invariant, if one is: for tests. O(tree).
 
         `owned_ids`: the references held outside of the tree, an id once for each. Then also every count must agree with

@@ -1,4 +1,4 @@
-"""BlockManager: which blocks each sequence has. It owns the pool and the prefix tree of the device tier; no tensors.
+"""BlockManager: which blocks each sequence has. It owns the pools and the prefix tree of both tiers; no tensors.
 
 A sequence's table has two parts:
 
@@ -10,36 +10,40 @@ A sequence's table has two parts:
 
 `commit` moves the border: blocks that the step has filled pass to the tree, under the id that the tree already has for
 the same tokens if there is one. Nothing that is not committed can be found by another sequence.
+
+What has to be copied, between the tiers or within one, gathers in the manager, in order; `take_moves` hands it out for
+CacheEngine.move, before each step:
+
+    allocate, append, swap_in, ... ─► take_moves ─► CacheEngine.move ─► the step writes K and V ─► commit
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpage._C import BlockPool, Match, PrefixTree
+from kvpage._C import Match, PartMatch
+from kvpage.block_moves import BlockMoves
+from kvpage.block_space import BlockSpace, HostPolicy, SpaceStats
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
+from kvpage.load_or_compute import LoadOrCompute
 from kvpage.tokens import Tokens, as_tokens
 
 SeqId = Hashable
-Copies = npt.NDArray[np.int64]
-"""[num_pairs, 2]: (from, to) block ids, for CacheEngine.copy, before anything else is written or allocated."""
 
 
 class Allocation(NamedTuple):
     """What a sequence was given.
 
-    num_cached_tokens: its leading tokens whose K and V are in the blocks already; at least one is left to compute.
+    num_cached_tokens: its leading tokens whose K and V are in the blocks already, once the moves are done; at least one
+        is left to compute.
     block_ids: int32, all of its blocks.
-    copies: to be done before the step.
     """
 
     num_cached_tokens: int
     block_ids: Ids
-    copies: Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class BlockStats:
 
     num_used_blocks: held by sequences, whether their own or pinned in the tree.
     num_evictable_blocks: cached, in nobody's use.
+    space: the same of both tiers, in more detail.
     """
 
     num_blocks: int
@@ -58,6 +63,7 @@ class BlockStats:
     query_tokens: int
     hit_tokens: int
     evicted_blocks: int
+    space: SpaceStats
 
     @property
     def hit_rate(self) -> float:
@@ -72,52 +78,92 @@ class _Sequence:
     num_written: int  # cached or committed
     pending: Ids  # committed tokens of the last, not yet full block
     is_forked: bool  # its last own block may be shared
+    namespace: bytes
+    priority: int
+    num_left: int = 0  # first own blocks that are given back, behind a sliding window
+
+
+@dataclass(slots=True)
+class _Swapped:
+    """A sequence that is off the device: what it had cached may be found again, its own blocks are on the host."""
+
+    first_block: int  # the place in the table of the first of host_ids
+    host_ids: Ids
+    num_written: int
+    pending: Ids
+    namespace: bytes
+    priority: int
 
 
 class BlockManager:
-    """Sequences' block tables over one pool and one prefix tree.
+    """Sequences' block tables over the pools and the prefix tree of one rank.
+
+    num_blocks, num_host_blocks: of the device tier and of the host tier.
+    enable_prefix_caching: without it every sequence's blocks are its own.
+    share_parts: a new sequence also gets the longest part of the next block that a cached one shares, by a copy.
+    host_policy: when cached blocks are copied to the host. rule: whether they are worth their way back.
+    pin_quota: how many blocks `pin` may keep.
 
     Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, KeyError for an unknown sequence) has
     changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one serving loop.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        num_host_blocks: int = 0,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        rule: LoadOrCompute | None = None,
+        pin_quota: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(self.pool, block_size)
+        self.share_parts = share_parts and enable_prefix_caching
+        self.space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
+        self.pool, self.tree = self.space.pool, self.space.tree
         self._tables = BlockTables(block_size)
         self._sequences: dict[SeqId, _Sequence] = {}
-        self._query_tokens = self._hit_tokens = self._evicted_blocks = 0
+        self._swapped: dict[SeqId, _Swapped] = {}
+
+    def take_moves(self) -> BlockMoves:
+        """What has to be copied before the next step, in order, for CacheEngine.move. Each is handed out once."""
+        return self.space.take_moves()
 
     # --- a sequence's life -------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: SeqId, tokens: Tokens, namespace: bytes = b"") -> Allocation:
-        """Blocks for all of `tokens`, of which the longest cached prefix (whole blocks) is shared.
+    def allocate(self, seq_id: SeqId, tokens: Tokens, namespace: bytes = b"", priority: int = 0) -> Allocation:
+        """Blocks for all of `tokens`, of which the longest cached prefix is shared: whole blocks, and by a copy the
+        longest part of the next one.
+
+        priority: 0 to 7; what is cached by a sequence of a higher one is evicted later.
 
         Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens.
         """
-        if seq_id in self._sequences:
-            raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
-        tokens = as_tokens(tokens)
-        if len(tokens) == 0:
-            raise ValueError("tokens must hold at least one token, got none")
-        match = self.tree.match(tokens if self.enable_prefix_caching else tokens[:0], namespace)
+        self._check_new(seq_id)
+        tokens = _some_tokens(tokens)
+        match = self.space.match(tokens if self.enable_prefix_caching else tokens[:0], namespace, priority)
+        part = self.space.tree.match_part(match, tokens) if self.share_parts else None
+        num_blocks = self._blocks_for(len(tokens))
         try:
-            own = self._take(self._blocks_for(len(tokens)) - match.num_blocks)
+            taken = self._with_or_without(part, lambda: self.space.give(match, num_blocks))
         except OutOfBlocks:
             self.tree.release(match)
             raise
+        num_part = self.space.copy_part(part, taken) if part and not part.match.is_released else 0
+        num_cached = match.num_tokens + num_part
         row = self._tables.add_row(match.block_ids)
-        self._tables.extend(row, own)
-        num_cached = match.num_tokens
-        self._sequences[seq_id] = _Sequence(row, match, len(tokens), num_cached, tokens[:0], False)
-        self._query_tokens += len(tokens)
-        self._hit_tokens += num_cached
-        return Allocation(num_cached, self.block_ids(seq_id), np.empty((0, 2), np.int64))
+        self._tables.extend(row, taken)
+        pending = tokens[match.num_tokens : num_cached].copy()
+        self._sequences[seq_id] = _Sequence(row, match, len(tokens), num_cached, pending, False, namespace, priority)
+        self.space.count_query(len(tokens), num_part)
+        return Allocation(num_cached, self.block_ids(seq_id))
 
-    def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> Copies:
-        """Room for so many more tokens in each sequence, each named once; returns the copies to do before the step.
+    def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
+        """Room for so many more tokens in each sequence, each named once.
 
         A last block that a fork shares is replaced by a copy (copy-on-write) for all but its last holder.
         """
@@ -129,15 +175,14 @@ class BlockManager:
             self._blocks_for(seq.num_tokens + count) - self._tables.num_blocks(seq.row)
             for seq, count in zip(sequences, counts, strict=True)
         ]
-        fresh = self._take(len(copied) + sum(added))
-        copies = self._copy_on_write(copied, fresh[: len(copied)])
+        fresh = self.space.take(len(copied) + sum(added))
+        self._copy_on_write(copied, fresh[: len(copied)])
         begin = len(copied)
         for seq, count, num_added in zip(sequences, counts, added, strict=True):
             if num_added:
                 self._tables.extend(seq.row, fresh[begin : begin + num_added])
                 begin += num_added
             seq.num_tokens += count
-        return copies
 
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Says that K and V of `tokens`, which follow what was cached or committed before, have been written.
@@ -161,23 +206,112 @@ class BlockManager:
     def fork(self, seq_id: SeqId, new_seq_id: SeqId) -> None:
         """A second sequence with the same tokens and blocks. Every token that there is room for must be committed."""
         seq = self._sequences[seq_id]
-        if new_seq_id in self._sequences:
-            raise ValueError(f"new_seq_id must not be in use, {new_seq_id!r} is")
+        self._check_new(new_seq_id)
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
         self.pool.share(self._own_ids(seq))
         seq.is_forked = True
         row = self._tables.add_row(self._tables.ids(seq.row).copy())
         self._sequences[new_seq_id] = _Sequence(
-            row, self.tree.pin(seq.match), seq.num_tokens, seq.num_written, seq.pending, True
+            row,
+            self.tree.pin(seq.match),
+            seq.num_tokens,
+            seq.num_written,
+            seq.pending,
+            True,
+            seq.namespace,
+            seq.priority,
+            seq.num_left,
         )
 
     def release(self, seq_id: SeqId) -> None:
-        """Ends a sequence. Its cached blocks can be found until they are evicted; its others are free."""
+        """Ends a sequence, also one that is swapped out. Its cached blocks can be found until they are evicted; its
+        others are free.
+        """
+        if seq_id in self._swapped:
+            self.space.release_host(self._swapped.pop(seq_id).host_ids)
+            return
         seq = self._sequences.pop(seq_id)
         self.pool.release(self._own_ids(seq))
         self.tree.release(seq.match)
         self._tables.remove_row(seq.row)
+
+    def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
+        """Gives the sequence's own blocks back that hold only tokens before the `num_tokens`th, for models all of whose
+        layers attend within a sliding window. Cached blocks stay; returns how many blocks became its own no more.
+
+        Their entries of the table stay and mean nothing. ValueError beyond what is committed.
+        """
+        seq = self._sequences[seq_id]
+        if not 0 <= num_tokens <= seq.num_written:
+            raise ValueError(f"num_tokens must be in [0, {seq.num_written}] committed ones, got {num_tokens}")
+        num_left = max(num_tokens // self.block_size - seq.match.num_blocks, seq.num_left)
+        ids = self._tables.ids(seq.row)[seq.match.num_blocks + seq.num_left : seq.match.num_blocks + num_left]
+        if self.enable_prefix_caching or not len(ids):
+            return 0
+        self.pool.release(ids)
+        seq.num_left = num_left
+        return len(ids)
+
+    # --- off the device and back -------------------------------------------------------------------------------------
+
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Frees the sequence's device blocks: what is committed and not cached goes to host blocks of its own; what is
+        cached is left to the tree, which may find it again, on either tier.
+
+        OutOfBlocks if the host lacks room, ValueError for a sequence that has given blocks back behind its window.
+        """
+        seq = self._sequences[seq_id]
+        if seq.num_left:
+            raise ValueError(f"swap_out needs all of a sequence's blocks, {seq_id!r} has given {seq.num_left} back")
+        own = self._own_ids(seq)
+        written = own[: self._blocks_for(seq.num_written) - seq.match.num_blocks].copy()
+        host_ids = self.space.take_host(len(written))
+        self.space.move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
+        self._swapped[seq_id] = _Swapped(
+            seq.match.num_blocks, host_ids, seq.num_written, seq.pending, seq.namespace, seq.priority
+        )
+        self.pool.release(own)
+        self.tree.release(seq.match)
+        self._tables.remove_row(seq.row)
+        del self._sequences[seq_id]
+
+    def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
+        """Blocks again for a sequence that is swapped out, whose tokens are `tokens`, and what was in them.
+
+        num_cached_tokens is what was committed before, or less where cached blocks were evicted meanwhile: the rest is
+        to be computed again. OutOfBlocks if the device lacks room.
+        """
+        swapped = self._swapped[seq_id]
+        tokens = _some_tokens(tokens)
+        if len(tokens) < swapped.num_written:
+            raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
+        # A prefix of whole blocks may have been committed to its last token, which `match` would leave over.
+        wanted = tokens if len(tokens) > swapped.num_written else np.append(tokens, np.int32(-1)).astype(np.int32)
+        match = self.space.match(
+            wanted if self.enable_prefix_caching else tokens[:0], swapped.namespace, swapped.priority
+        )
+        try:
+            taken = self.space.give(match, max(self._blocks_for(len(tokens)), match.num_blocks))
+        except OutOfBlocks:
+            self.tree.release(match)
+            raise
+        num_blocks = match.num_blocks
+        num_written, pending = match.num_tokens, tokens[:0]
+        if num_blocks >= swapped.first_block:
+            kept = swapped.host_ids[num_blocks - swapped.first_block :]
+            self.space.move("swap_in", zip(kept.tolist(), taken.tolist(), strict=False))
+            if match.num_tokens < swapped.num_written:
+                num_written = swapped.num_written
+                pending = tokens[match.num_tokens : num_written].copy() if self.enable_prefix_caching else pending
+        self.space.release_host(swapped.host_ids)
+        row = self._tables.add_row(match.block_ids)
+        self._tables.extend(row, taken)
+        del self._swapped[seq_id]
+        self._sequences[seq_id] = _Sequence(
+            row, match, len(tokens), num_written, pending, False, swapped.namespace, swapped.priority
+        )
+        return Allocation(num_written, self.block_ids(seq_id))
 
     # --- what a step needs -------------------------------------------------------------------------------------------
 
@@ -186,7 +320,11 @@ class BlockManager:
         return self._tables.ids(self._sequences[seq_id].row).copy()
 
     def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
-        """Several sequences' tables: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing."""
+        """Several sequences' tables: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing.
+
+        RuntimeError, as in slot_mappings, while there are moves that were not taken.
+        """
+        self._check_moved()
         return self._tables.tables([self._sequences[seq_id].row for seq_id in seq_ids])
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
@@ -194,7 +332,11 @@ class BlockManager:
         return self.slot_mappings([seq_id], [start], [end])
 
     def slot_mappings(self, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]) -> Slots:
-        """The slots of the positions [starts[i], ends[i]) of each sequence, one sequence after the other."""
+        """The slots of the positions [starts[i], ends[i]) of each sequence, one sequence after the other.
+
+        RuntimeError while there are moves that were not taken: whoever wrote now would be overwritten by them.
+        """
+        self._check_moved()
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for seq_id, seq, start, end in zip(seq_ids, sequences, starts, ends, strict=True):
             if not 0 <= start <= end <= seq.num_tokens:
@@ -211,26 +353,32 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out: free ones, and cached ones in nobody's use."""
-        return self.pool.num_free + self.tree.num_evictable
+        return self.space.num_free
 
     @property
     def usage(self) -> float:
         """The part of the blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
+    def is_swapped(self, seq_id: SeqId) -> bool:
+        """Whether the sequence is off the device."""
+        return seq_id in self._swapped
+
     def has_room(self, num_blocks: int) -> bool:
         return num_blocks <= self.num_free_blocks
 
     def stats(self) -> BlockStats:
+        space = self.space.stats()
         return BlockStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self.pool.num_free,
             num_evictable_blocks=self.tree.num_evictable,
             num_used_blocks=self.num_blocks - self.num_free_blocks,
             num_sequences=len(self._sequences),
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            evicted_blocks=self._evicted_blocks,
+            query_tokens=space.query_tokens,
+            hit_tokens=space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens,
+            evicted_blocks=space.evicted_blocks,
+            space=space,
         )
 
     def check(self) -> None:
@@ -247,6 +395,7 @@ class BlockManager:
                 raise RuntimeError(
                     f"block {block_id} has {self.pool.ref_count(block_id)} references and {num_holders} holders"
                 )
+        self.space.check_host([i for swapped in self._swapped.values() for i in swapped.host_ids.tolist()])
         if self.pool.num_free + self.tree.num_cached + len(owned) != self.num_blocks:
             raise RuntimeError(
                 f"{self.pool.num_free} free + {self.tree.num_cached} cached + {len(owned)} owned "
@@ -258,22 +407,35 @@ class BlockManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _take(self, num_blocks: int) -> Ids:
-        """Free blocks, evicting what lacks. OutOfBlocks before anything is evicted."""
-        lacking = num_blocks - self.pool.num_free
-        if lacking > self.tree.num_evictable:
-            raise OutOfBlocks(num_blocks, self.num_free_blocks)
-        if lacking > 0:
-            self._evicted_blocks += self.tree.evict(lacking)
-        return self.pool.allocate(num_blocks)
+    def _with_or_without(self, part: PartMatch | None, give: Callable[[], Ids]) -> Ids:
+        """What `give` gives. A part of a block is not worth a request: without room its block need not stay."""
+        if part is None:
+            return give()
+        try:
+            return give()
+        except OutOfBlocks:
+            self.tree.release(part.match)
+            return give()
+        except BaseException:
+            self.tree.release(part.match)
+            raise
 
     def _own_ids(self, seq: _Sequence) -> Ids:
-        return self._tables.ids(seq.row)[seq.match.num_blocks :]
+        return self._tables.ids(seq.row)[seq.match.num_blocks + seq.num_left :]
 
     def _insert(self, seq: _Sequence, tokens: Ids, num_full: int) -> None:
         begin = seq.match.num_blocks
         seq.match = self.tree.insert(tokens, self._own_ids(seq)[:num_full], after=seq.match)
         self._tables.replace(seq.row, begin, seq.match.block_ids_from(begin))
+        self.space.inserted(seq.match)
+
+    def _check_moved(self) -> None:
+        if self.space.has_moves:
+            raise RuntimeError("take_moves must be called, and its moves done, before a step")
+
+    def _check_new(self, seq_id: SeqId) -> None:
+        if seq_id in self._sequences or seq_id in self._swapped:
+            raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
 
     def _check_append(self, seq_ids: Sequence[SeqId], counts: list[int]) -> None:
         if len(set(seq_ids)) != len(seq_ids):
@@ -300,13 +462,13 @@ class BlockManager:
                 holders[block_id] = left - 1
         return copied
 
-    def _copy_on_write(self, sequences: list[_Sequence], fresh: Ids) -> Copies:
+    def _copy_on_write(self, sequences: list[_Sequence], fresh: Ids) -> None:
         old = [int(self._tables.ids(seq.row)[-1]) for seq in sequences]
         for seq, block_id in zip(sequences, fresh, strict=True):
             self._tables.replace(seq.row, self._tables.num_blocks(seq.row) - 1, np.array([block_id], np.int32))
             seq.is_forked = False
+        self.space.move("copy", zip(old, fresh.tolist(), strict=True))
         self.pool.release(old)
-        return np.stack([np.array(old, np.int64), fresh.astype(np.int64)], axis=1)
 
     def _check_sequence(self, seq_id: SeqId, seq: _Sequence) -> None:
         ids = self._tables.ids(seq.row)
@@ -314,3 +476,10 @@ class BlockManager:
             raise RuntimeError(f"sequence {seq_id!r} has {len(ids)} blocks for {seq.num_tokens} tokens")
         if not np.array_equal(ids[: seq.match.num_blocks], seq.match.block_ids):
             raise RuntimeError(f"sequence {seq_id!r} and the tree differ in its cached blocks")
+
+
+def _some_tokens(tokens: Tokens) -> Ids:
+    array = as_tokens(tokens)
+    if len(array) == 0:
+        raise ValueError("tokens must hold at least one token, got none")
+    return array

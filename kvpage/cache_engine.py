@@ -12,6 +12,7 @@ import torch
 
 from kvpage import _C
 from kvpage.block_mover import BlockMover, copy_mover, no_mover, swap_mover
+from kvpage.block_moves import BlockMoves
 from kvpage.calibration import Calibration, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
 from kvpage.layout import CacheLayout
@@ -137,6 +138,13 @@ class CacheEngine:
         """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
         self._transfers.order_current()
         self._copy.run(src_to_dsts)
+
+    def move(self, moves: BlockMoves) -> None:
+        """Does what a BlockManager asks for, in its order."""
+        do: dict[str, Callable[[torch.Tensor], None]]
+        do = {"swap_out": self.swap_out, "swap_in": self.swap_in, "copy": self.copy}
+        for kind, pairs in moves:
+            do[kind](torch.from_numpy(pairs))
 
     def poll(self) -> int:
         """Finishes the transfers that are done, as every swap and copy does; returns how many are still in flight."""

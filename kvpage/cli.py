@@ -1,4 +1,4 @@
-"""The command line: `kvpage info` and `kvpage demo`. It needs the extra `serve`."""
+"""The command line: `kvpage info`, `kvpage demo`, `kvpage replay`. It needs the extra `serve`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -76,6 +76,61 @@ def demo(
     except (ValueError, OSError) as error:
         raise SystemExit(f"kvpage demo: {error}") from error
     raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def replay(
+    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; - for standard input")],
+    device_blocks: Annotated[int | None, typer.Option(min=1, help="blocks of the device tier")] = None,
+    device_gib: Annotated[float | None, typer.Option(help="memory of the device tier; needs --model-config")] = None,
+    host_blocks: Annotated[int | None, typer.Option(min=0, help="blocks of the host tier")] = None,
+    host_gib: Annotated[float | None, typer.Option(help="memory of the host tier; needs --model-config")] = None,
+    model_config: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or its folder")] = None,
+    cache_dtype: Annotated[str, typer.Option(help="of the cache, as CacheConfig names it")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are those of one")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
+    hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
+    policy: Annotated[str, typer.Option(help="of copies to the host: on_eviction or at_once")] = "on_eviction",
+    outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
+    prefill: Annotated[float, typer.Option(help="tokens a second that prefill computes")] = 10_000.0,
+    bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
+    sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to draw")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+) -> None:
+    """Drives pool, tree and tiers with a production trace: what would so much memory find again?"""
+    import sys
+
+    from kvpage import replay_report as report
+    from kvpage.replay import ReplayConfig, read_trace
+
+    def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
+        if count is not None and gib is not None:
+            raise ValueError(f"give --{tier}-blocks or --{tier}-gib, not both")
+        return count if gib is None else report.blocks_of(f"{tier}-gib", gib, block_bytes)
+
+    try:
+        swept = report.Sweep.parse(sweep) if sweep else None
+        size = report.block_bytes_of(model_config, block_size, cache_dtype, tensor_parallel_size) if model_config else 0
+        on_device = blocks("device", device_blocks, device_gib, size)
+        if on_device is None and not (swept and swept.name.startswith("device")):
+            raise ValueError("give --device-blocks, or --device-gib with --model-config, or sweep one of them")
+        config = ReplayConfig(
+            on_device or 1, blocks("host", host_blocks, host_gib, size) or 0, block_size, hash_tokens, policy, outputs,
+            size, prefill, bandwidth * 1e9,
+        )  # fmt: skip
+        configs = swept.configs(config) if swept else [config]
+        with sys.stdin if trace == "-" else open(trace) as lines:
+            requests = list(read_trace(lines))
+        reports = report.replay_all(requests, configs, Console(stderr=True))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"kvpage replay: {error}") from error
+    if as_json:
+        print(report.as_json(configs, reports))
+    else:
+        report.show(configs, reports, Console())
+    if plot:
+        report.plot(swept, configs, reports, plot)
 
 
 def main() -> None:

@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from slot_memory import SlotMemory
 
 from kvpage import OutOfBlocks
 from kvpage.block_manager import BlockManager
+from kvpage.block_space import HostPolicy
+from kvpage.load_or_compute import LoadOrCompute
 
 B = 4
 
@@ -16,53 +19,76 @@ class Model:
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
-        self.slots: dict[int, tuple] = {}
+        self.memory = SlotMemory(B)
         self.tokens: dict[int, list[int]] = {}
         self.namespaces: dict[int, bytes] = {}
         self.written: dict[int, int] = {}
+        self.num_swapped = 0
 
     def expected(self, seq_id: int, position: int) -> tuple:
         return self.namespaces[seq_id], tuple(self.tokens[seq_id][: position + 1])
 
     def write(self, seq_id: int, end: int) -> None:
         start = self.written[seq_id]
+        self.do_moves()
         for position, slot in zip(range(start, end), self.manager.slot_mapping(seq_id, start, end), strict=True):
-            self.slots[int(slot)] = self.expected(seq_id, position)
+            self.memory.device[int(slot)] = self.expected(seq_id, position)
         self.manager.commit(seq_id, self.tokens[seq_id][start:end])
         self.written[seq_id] = end
 
-    def copy(self, copies: np.ndarray) -> None:
-        for src, dst in copies.tolist():
-            for offset in range(B):
-                self.slots[dst * B + offset] = self.slots.get(src * B + offset, ())
+    def do_moves(self) -> None:
+        self.num_swapped += self.memory.do(self.manager.take_moves())
 
     def verify(self) -> None:
+        self.do_moves()
         self.manager.check()
         for seq_id, end in self.written.items():
             for position, slot in enumerate(self.manager.slot_mapping(seq_id, 0, end).tolist()):
-                assert self.slots[slot] == self.expected(seq_id, position), (seq_id, position)
+                assert self.memory.device[slot] == self.expected(seq_id, position), (seq_id, position)
+
+
+class Whim(LoadOrCompute):
+    """A rule that decides anyhow."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1, B)
+        self.rng = random.Random(seed)
+
+    def should_load(self, num_blocks: int) -> bool:
+        return self.rng.random() < 0.7
+
+    def should_store(self) -> bool:
+        return self.rng.random() < 0.9
 
 
 class RandomLife:
     """Random operations on a small alphabet, so that prefixes meet, part, and meet again."""
 
-    def __init__(self, seed: int, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, seed: int, num_blocks: int, enable_prefix_caching: bool = True, **options) -> None:
         self.rng = random.Random(seed)
-        self.manager = BlockManager(num_blocks, B, enable_prefix_caching)
+        self.manager = BlockManager(num_blocks, B, enable_prefix_caching, **options)
+        self.swapped: dict[int, int] = {}  # tokens written of each
+        self.handles: list[int] = []
+        self.num_parts = self.num_restored = 0
         self.model = Model(self.manager)
         self.next_id = 0
         self.num_refused = 0
+
+    def state(self) -> tuple[int, int]:
+        return self.manager.num_free_blocks, self.manager.stats().num_sequences
 
     def some_tokens(self, num_tokens: int) -> list[int]:
         return [int(self.rng.random() < 0.1) for _ in range(num_tokens)]
 
     def step(self) -> None:
-        before = self.manager.num_free_blocks, self.manager.stats().num_sequences
+        before, num_pinned = self.state(), len(self.manager.space.pins)
         try:
-            self.rng.choices([self.allocate, self.write, self.append, self.fork, self.release], [6, 8, 5, 2, 6])[0]()
+            operations = [self.allocate, self.write, self.append, self.fork, self.release, self.swap_out, self.swap_in]
+            hints = [self.pin, self.unpin, self.prefetch, self.drop]
+            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 1, 1, 1])[0]()
         except OutOfBlocks as error:
             self.num_refused += 1
-            assert before == (self.manager.num_free_blocks, self.manager.stats().num_sequences)
+            assert before == self.state() or num_pinned > len(self.manager.space.pins)
             assert error.needed > error.free
         self.model.verify()
 
@@ -70,24 +96,25 @@ class RandomLife:
         model, tokens = self.model, self.some_tokens(self.rng.randrange(1, 5 * B))
         self.next_id += 1
         namespace = self.rng.choice([b"", b"tenant"])
-        allocation = self.manager.allocate(self.next_id, tokens, namespace)
-        assert allocation.num_cached_tokens < len(tokens) and allocation.num_cached_tokens % B == 0
+        allocation = self.manager.allocate(self.next_id, tokens, namespace, self.rng.choice([0, 0, 3]))
+        assert allocation.num_cached_tokens < len(tokens)
+        self.num_parts += allocation.num_cached_tokens % B > 0
         assert len(allocation.block_ids) == -(-len(tokens) // B)
         model.tokens[self.next_id], model.namespaces[self.next_id] = tokens, namespace
         model.written[self.next_id] = allocation.num_cached_tokens
 
     def any(self) -> int | None:
-        return self.rng.choice(list(self.model.tokens)) if self.model.tokens else None
+        return self.rng.choice(list(self.model.written)) if self.model.written else None
 
     def write(self) -> None:
         if (seq_id := self.any()) is not None:
             self.model.write(seq_id, self.rng.randint(self.model.written[seq_id], len(self.model.tokens[seq_id])))
 
     def append(self) -> None:
-        ids = [i for i, tokens in self.model.tokens.items() if self.model.written[i] == len(tokens)]
+        ids = [i for i, written in self.model.written.items() if written == len(self.model.tokens[i])]
         chosen = self.rng.sample(ids, min(len(ids), self.rng.randrange(4)))
         counts = [self.rng.randrange(B + 2) for _ in chosen]
-        self.model.copy(self.manager.append(chosen, counts))
+        self.manager.append(chosen, counts)
         for seq_id, count in zip(chosen, counts, strict=True):
             self.model.tokens[seq_id] = self.model.tokens[seq_id] + self.some_tokens(count)
 
@@ -101,23 +128,67 @@ class RandomLife:
             table[self.next_id] = table[seq_id]
 
     def release(self) -> None:
-        if (seq_id := self.any()) is not None:
+        if self.swapped and self.rng.random() < 0.2:
+            seq_id, written = self.swapped.popitem()
+            self.model.written[seq_id] = written
+        else:
+            seq_id = self.any()
+        if seq_id is not None:
             self.manager.release(seq_id)
             for table in (self.model.tokens, self.model.namespaces, self.model.written):
                 del table[seq_id]
 
+    def swap_out(self) -> None:
+        if (seq_id := self.any()) is not None:
+            self.manager.swap_out(seq_id)
+            self.swapped[seq_id] = self.model.written.pop(seq_id)
+
+    def swap_in(self) -> None:
+        if self.swapped:
+            seq_id = self.rng.choice(list(self.swapped))
+            allocation = self.manager.swap_in(seq_id, self.model.tokens[seq_id])
+            written = self.swapped.pop(seq_id)
+            self.num_restored += allocation.num_cached_tokens >= written > 0
+            self.model.written[seq_id] = allocation.num_cached_tokens
+
+    def pin(self) -> None:
+        try:
+            self.handles.append(self.manager.space.pin(self.some_tokens(self.rng.randrange(5 * B))))
+        except ValueError as error:
+            assert "pins must hold at most" in str(error)
+
+    def unpin(self) -> None:
+        if self.handles:
+            self.manager.space.unpin(self.handles.pop(self.rng.randrange(len(self.handles))))
+
+    def prefetch(self) -> None:
+        self.manager.space.prefetch(self.some_tokens(self.rng.randrange(5 * B)))
+
+    def drop(self) -> None:
+        self.manager.space.drop(self.some_tokens(self.rng.randrange(5 * B)))
+
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching):
-    life = RandomLife(seed, num_blocks=24, enable_prefix_caching=enable_prefix_caching)
+@pytest.mark.parametrize("num_host_blocks, after_hits", [(0, None), (12, None), (60, None), (40, 0), (40, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host_blocks, after_hits):
+    options = {"num_host_blocks": num_host_blocks, "host_policy": HostPolicy(after_hits), "pin_quota": 8}
+    options["rule"] = Whim(seed) if seed else None
+    life = RandomLife(seed, num_blocks=24, enable_prefix_caching=enable_prefix_caching, **options)
     for _ in range(3000):
         life.step()
     stats = life.manager.stats()
     assert life.num_refused > 10, "blocks were never scarce"
     assert (stats.hit_tokens > 1000 and stats.evicted_blocks > 100) == enable_prefix_caching, stats
+    assert (life.num_parts > 10) == enable_prefix_caching
+    assert num_host_blocks == 0 or (life.model.num_swapped > 100 and life.num_restored > 10)
+    if num_host_blocks and enable_prefix_caching:
+        assert stats.space.host_hit_tokens > 100 and stats.space.promoted_blocks > 10
+        assert (stats.space.written_blocks > 0) == (after_hits is not None)
     for seq_id in list(life.model.tokens):
         life.manager.release(seq_id)
+    for handle in life.handles:
+        life.manager.space.unpin(handle)
     life.manager.check()
     assert life.manager.num_free_blocks == life.manager.num_blocks
 
@@ -128,8 +199,9 @@ def test_a_second_prompt_computes_at_least_one_token(num_tokens):
     assert manager.allocate("first", tokens).num_cached_tokens == 0
     manager.commit("first", tokens)
     cached = manager.allocate("second", tokens).num_cached_tokens
-    assert cached == (num_tokens - 1) // B * B
+    assert cached == (num_tokens - 1 if num_tokens % B == 0 else num_tokens // B * B)  # a part of the last block, too
     assert manager.block_ids("second")[: cached // B].tolist() == manager.block_ids("first")[: cached // B].tolist()
+    assert [kind for kind, _ in manager.take_moves()] == ["copy"] * (num_tokens % B == 0)
     manager.check()
 
 
@@ -148,7 +220,8 @@ def test_generated_tokens_are_found():
     manager.allocate(0, [1, 2, 3])
     manager.commit(0, [1, 2, 3])
     for token in (4, 5, 6, 7, 8):
-        assert manager.append([0]).shape == (0, 2)
+        manager.append([0])
+        assert len(manager.take_moves()) == 0
         manager.commit(0, [token])
     manager.release(0)
     assert manager.allocate(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_cached_tokens == 8
@@ -182,11 +255,13 @@ def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager.fork(0, 2)
     assert manager.stats().num_used_blocks == 2
     shared = int(manager.block_ids(0)[1])
-    copies = manager.append([0, 1, 2])
-    assert copies.dtype == np.int64 and copies[:, 0].tolist() == [shared, shared]
+    manager.append([0, 1, 2])
+    ((kind, copies),) = manager.take_moves()
+    assert kind == "copy" and copies.dtype == np.int64 and copies[:, 0].tolist() == [shared, shared]
     own = [int(manager.block_ids(seq_id)[1]) for seq_id in (0, 1, 2)]
     assert own == [*copies[:, 1].tolist(), shared] and len(set(own)) == 3
-    assert len(manager.append([0, 1, 2])) == 0
+    manager.append([0, 1, 2])
+    assert len(manager.take_moves()) == 0
     manager.check()
 
 
@@ -195,7 +270,8 @@ def test_fork_at_a_full_block_copies_nothing():
     manager.allocate(0, tokens)
     manager.commit(0, tokens)
     manager.fork(0, 1)
-    assert len(manager.append([0, 1])) == 0
+    manager.append([0, 1])
+    assert len(manager.take_moves()) == 0
     assert manager.block_ids(0)[:2].tolist() == manager.block_ids(1)[:2].tolist()
     assert manager.block_ids(0)[2] != manager.block_ids(1)[2]
 

@@ -15,8 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpage.block_manager import BlockManager
+from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.model_check import check_config, verify_model
 from kvpage.serving.model_limits import eos_token_ids, max_model_len, vocab_size
 from kvpage.serving.model_runner import ModelRunner, PackedTokens
@@ -64,12 +66,19 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        load_or_compute: bool = True,
+        pin_quota: int = 0,
     ) -> "Engine":
         """An engine on the model's device.
 
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: of one step; longer prompts are computed in chunks.
         max_model_len: tokens of a request, generated ones included; by default what the model's config allows.
+        enable_prefix_caching, share_parts, host_policy, pin_quota: see BlockManager. The host tier is as large as
+            `cache_config.num_cpu_blocks`: what is evicted goes there, and what is preempted.
+        load_or_compute: leave on the host what is expected to be computed faster than loaded, by the speeds measured.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
         """
@@ -82,7 +91,17 @@ class Engine:
         runner = ModelRunner(model)
         verify_model(runner, cache_config, model_config)
         cache = CacheEngine(cache_config, model_config, device_config=DeviceConfig(model.device))
-        manager = BlockManager(cache_config.num_gpu_blocks, cache_config.block_size, enable_prefix_caching)
+        block_bytes = CacheEngine.get_cache_block_size(cache_config, model_config)
+        manager = BlockManager(
+            cache_config.num_gpu_blocks,
+            cache_config.block_size,
+            enable_prefix_caching,
+            num_host_blocks=cache_config.num_cpu_blocks,
+            share_parts=share_parts,
+            host_policy=host_policy,
+            rule=LoadOrCompute(block_bytes, cache_config.block_size) if load_or_compute else None,
+            pin_quota=pin_quota,
+        )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         return cls(runner, cache, scheduler, _model_len(model, max_model_len))
 
@@ -124,6 +143,7 @@ class Engine:
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
             num_finished=self._num_finished,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -253,6 +273,7 @@ class Engine:
         if not batch.chunks:
             return
         sampled = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        begin = time.monotonic()
         try:
             tokens = sample(self._forward(batch), sampled)
         except BaseException:  # an interrupt too must leave no request without its blocks
@@ -262,13 +283,14 @@ class Engine:
         self._num_steps += 1
         self._num_computed_tokens += batch.num_tokens
         now = time.monotonic()
+        if self.manager.space.rule and batch.num_tokens >= 4 * len(batch.chunks):  # prefill, mostly
+            self.manager.space.rule.saw_prefill(batch.num_tokens, now - begin)
         for request, token in zip(sampled, tokens, strict=True):
             self._take_token(request, token, now)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The logits of the last tokens of the chunks that are their request's last: [their number, vocab_size]."""
-        if len(batch.copies):
-            self.cache.copy(torch.from_numpy(batch.copies))
+        self._move_blocks()
         ids = [chunk.request.request_id for chunk in batch.chunks]
         starts, ends = [chunk.start for chunk in batch.chunks], [chunk.end for chunk in batch.chunks]
         last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
@@ -277,6 +299,14 @@ class Engine:
         slots, tables = self.manager.slot_mappings(ids, starts, ends), self.manager.block_tables(ids)
         step = Step.make(self.cache, slots, tables, starts, ends)
         return self._runner.forward(PackedTokens(token_ids, starts, ends, wanted), step)
+
+    def _move_blocks(self) -> None:
+        moves, rule = self.manager.take_moves(), self.manager.space.rule
+        begin = time.monotonic()
+        self.cache.move(moves)
+        if rule and self.cache.device.type == "cpu" and moves.num_blocks("swap_in"):
+            num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
+            rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self._num_generated_tokens += 1

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class SamplingParams:
     seed: the same seed gives the same tokens whatever else runs beside the request. None: a new one a request.
     stop_token_ids: a request ends with the first of these; it is the last token of the output.
     ignore_eos: do not end with the end-of-sequence tokens of the model's generation config.
+    priority: 0 to 7; what requests of a higher one leave in the cache is evicted later.
     """
 
     max_tokens: int = 16
@@ -26,6 +28,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
@@ -38,6 +41,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
             raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+        if not _is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not all(_is_int(token) for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")

@@ -2,7 +2,7 @@
 
     add ─► waiting ──admit──► running: prefill, in chunks ─► decode, a token a step ─► finish
               ▲                  │
-              └────preempt───────┘   blocks lacked: the youngest gives its own back (what is committed stays findable)
+              └────preempt───────┘   blocks lacked: the youngest gives its own back (to the host, or for good)
 
 Both lists serve the first come first; `waiting` is kept in order of arrival, also for those that come back.
 
@@ -19,14 +19,9 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpage.block_manager import BlockManager
 from kvpage.errors import OutOfBlocks
 from kvpage.serving.requests import Request
-
-NO_COPIES = np.empty((0, 2), np.int64)
 
 
 class Chunk(NamedTuple):
@@ -44,10 +39,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes: decodes first, then prefills. `copies` [num_pairs, 2]: block copies to do before it."""
+    """What one step computes, once the manager's moves are done: decodes first, then prefills."""
 
     chunks: list[Chunk]
-    copies: npt.NDArray[np.int64]
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +61,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_swaps = 0  # preemptions that kept on the host what was computed
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
 
     def add(self, request: Request) -> None:
@@ -82,7 +77,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step. The blocks of its chunks are allocated; empty only if there are no requests."""
-        decodes, copies = self._room_for_decodes()
+        decodes = self._room_for_decodes()
         prefills = [request for request in self.running if request.num_computed < request.num_room]
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -90,8 +85,8 @@ class Scheduler:
             request.num_room += 1
         for request in decodes + prefills:
             budget -= _add_chunk(chunks, request, budget)
-        admitted = self._admit(chunks, budget)
-        return Batch(chunks, np.concatenate([copies, *admitted]))
+        self._admit(chunks, budget)
+        return Batch(chunks)
 
     def complete(self, batch: Batch) -> None:
         """The batch's K and V are written: its full blocks become findable.
@@ -117,6 +112,8 @@ class Scheduler:
             self._stop(request)
         else:
             self.waiting.remove(request)
+            if self.manager.is_swapped(request.request_id):
+                self.manager.release(request.request_id)
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=_arrival)
@@ -128,26 +125,38 @@ class Scheduler:
 
     def _preempt_youngest(self) -> None:
         youngest = max(self.running, key=_arrival)
-        self._stop(youngest)
-        self._queue(youngest)
         self.num_preemptions += 1
+        self.running.remove(youngest)
+        self._give_back(youngest)
+        self._queue(youngest)
 
-    def _room_for_decodes(self) -> tuple[list[Request], npt.NDArray[np.int64]]:
+    def _give_back(self, request: Request) -> None:
+        """Frees its device blocks: what it has computed goes to the host, if there is room, or is computed again."""
+        self.manager.commit(request.request_id, request.tokens[request.num_committed : request.num_computed])
+        request.num_computed = request.num_committed = request.num_room = 0
+        try:
+            self.manager.swap_out(request.request_id)
+        except OutOfBlocks:
+            self.manager.release(request.request_id)
+        else:
+            self.num_swaps += 1
+
+    def _room_for_decodes(self) -> list[Request]:
         while True:
             decodes = [request for request in self.running if request.needs_room][: self.max_num_batched_tokens]
             if not decodes:
-                return decodes, NO_COPIES
+                return decodes
             try:
-                return decodes, self.manager.append([request.request_id for request in decodes], 1)
+                self.manager.append([request.request_id for request in decodes], 1)
+                return decodes
             except OutOfBlocks:
                 assert len(self.running) > 1, "a request alone lacks blocks that `add` has found to suffice"
                 self._preempt_youngest()
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> list[npt.NDArray[np.int64]]:
-        """Lets waiting requests run, as far as tokens, sequences and blocks go; returns the copies to do."""
-        copies: list[npt.NDArray[np.int64]] = []
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        """Lets waiting requests run, as far as tokens, sequences and blocks go."""
         if not self.waiting or not budget:
-            return copies
+            return
         prefills = _Prefills(self.manager, self.running)
         num_passed_over = 0
         for request in self.waiting[:]:
@@ -156,27 +165,31 @@ class Scheduler:
             if prefills.will_share(request):
                 num_passed_over += 1
                 continue
-            admitted = self._allocate(request)
-            if admitted is None:
+            if not self._allocate(request):
                 break
-            copies.append(admitted)
             budget -= _add_chunk(chunks, request, budget)
             prefills.add(request)
-        return copies
 
-    def _allocate(self, request: Request) -> npt.NDArray[np.int64] | None:
-        """Moves a request from waiting to running; None if blocks lack.
+    def _allocate(self, request: Request) -> bool:
+        """Moves a request from waiting to running; False if blocks lack.
 
         One block for each running request is left over: else the next decodes would preempt what was just admitted.
         """
         tokens = request.tokens[: request.num_tokens]
+        was_swapped = self.manager.is_swapped(request.request_id)
         try:
-            given = self.manager.allocate(request.request_id, tokens, request.namespace)
+            if was_swapped:
+                given = self.manager.swap_in(request.request_id, tokens)
+            else:
+                given = self.manager.allocate(request.request_id, tokens, request.namespace, request.params.priority)
         except OutOfBlocks:
-            return None
+            return False
         if self.manager.num_free_blocks < len(self.running):
-            self.manager.release(request.request_id)
-            return None
+            if was_swapped:
+                self._give_back(request)
+            else:
+                self.manager.release(request.request_id)
+            return False
         request.num_computed = request.num_committed = given.num_cached_tokens
         request.num_room = len(tokens)
         if request.num_cached_tokens is None:
@@ -185,7 +198,7 @@ class Scheduler:
             self.num_cached_tokens += given.num_cached_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        return given.copies
+        return True
 
 
 class _Prefills:

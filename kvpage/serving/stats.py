@@ -10,6 +10,7 @@ class EngineStats:
     num_computed_tokens: whose K and V were computed; what a preemption made necessary again counts again.
     num_prompt_tokens, num_cached_tokens: of the requests that were admitted, and how many of these were found in the
         cache when they were first admitted.
+    num_swaps: preemptions that kept on the host what was computed.
     num_used_blocks: held by running requests; cached blocks in nobody's use do not count.
     """
 
@@ -19,6 +20,7 @@ class EngineStats:
     num_cached_tokens: int
     num_generated_tokens: int
     num_preemptions: int
+    num_swaps: int
     num_finished: int
     num_running: int
     num_waiting: int

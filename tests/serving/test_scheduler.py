@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from slot_memory import SlotMemory
 
 from kvpage.block_manager import BlockManager
 from kvpage.serving.requests import Request
@@ -18,8 +19,8 @@ def make_request(number: int, prompt: list[int], max_tokens: int = 1, namespace:
     return Request(f"r{number}", np.array(prompt, np.int32), params, number, namespace=namespace)
 
 
-def make_scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 64) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B), max_num_seqs, budget)
+def make_scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 64, **options: object) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget)
 
 
 def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
@@ -44,8 +45,12 @@ class Simulation:
         self.rng = random.Random(seed)
         self.num_blocks = self.rng.randrange(4, 24)
         self.budget = self.rng.choice([1, 3, 7, 64])
-        self.scheduler = make_scheduler(self.num_blocks, self.rng.randrange(1, 6), self.budget)
-        self.slots: dict[int, tuple] = {}
+        num_host_blocks = self.rng.choice([0, 3, 40])
+        self.scheduler = make_scheduler(
+            self.num_blocks, self.rng.randrange(1, 6), self.budget, num_host_blocks=num_host_blocks
+        )
+        self.memory = SlotMemory(B)
+        self.num_swapped = 0
         self.unfinished: dict[str, Request] = {}
         self.num_arrivals = self.num_failures = 0
 
@@ -75,6 +80,7 @@ class Simulation:
 
     def step(self, fails: bool) -> None:
         batch = self.scheduler.schedule()
+        self.num_swapped += self.memory.do(self.scheduler.manager.take_moves())
         assert batch.num_tokens <= self.budget
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         assert bool(batch.chunks) == bool(self.unfinished)
@@ -102,11 +108,11 @@ class Simulation:
 
     def write(self, request: Request, start: int, end: int) -> None:
         for position, slot in zip(range(start, end), self.slot_ids(request, start, end), strict=True):
-            self.slots[slot] = self.prefix(request, position)
+            self.memory.device[slot] = self.prefix(request, position)
 
     def read(self, request: Request, end: int) -> None:
         for position, slot in enumerate(self.slot_ids(request, 0, end)):
-            assert self.slots[slot] == self.prefix(request, position), (request.request_id, position)
+            assert self.memory.device[slot] == self.prefix(request, position), (request.request_id, position)
 
     def slot_ids(self, request: Request, start: int, end: int) -> list[int]:
         return self.scheduler.manager.slot_mapping(request.request_id, start, end).tolist()
@@ -120,12 +126,15 @@ def test_every_request_finishes_and_finds_its_own_prefix(seed: int) -> None:
     Simulation(seed).run(150)
 
 
-def test_the_simulation_preempts_caches_and_fails() -> None:
-    simulation = Simulation(seed=3)
-    simulation.run(300)
-    assert simulation.scheduler.num_preemptions > 0
-    assert simulation.scheduler.num_cached_tokens > 0
-    assert simulation.num_failures > 0
+def test_the_simulation_preempts_swaps_caches_and_fails() -> None:
+    simulations = [Simulation(seed) for seed in range(8)]
+    for simulation in simulations:
+        simulation.run(150)
+    schedulers = [simulation.scheduler for simulation in simulations]
+    assert sum(scheduler.num_preemptions for scheduler in schedulers) > sum(s.num_swaps for s in schedulers) > 10
+    assert sum(scheduler.num_cached_tokens for scheduler in schedulers) > 100
+    assert sum(simulation.num_failures for simulation in simulations) > 10
+    assert sum(simulation.num_swapped for simulation in simulations) > 100
 
 
 def test_decodes_come_first_then_running_prefills_then_new_ones() -> None:

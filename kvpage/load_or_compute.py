@@ -1,0 +1,63 @@
+"""LoadOrCompute: is a cached block worth its way back from the host?
+
+    loading   latency + num_blocks * block_bytes / bandwidth
+    computing           num_blocks * block_size  / prefill speed
+
+Both speeds are measured while serving, as moving averages; until both are known, everything is loaded.
+"""
+
+from dataclasses import dataclass
+
+SMOOTHING = 0.2  # the weight of the newest measurement
+
+
+@dataclass(slots=True)
+class LoadOrCompute:
+    """A rule for BlockManager: a slow tier never makes a request slower.
+
+    bytes_per_second, tokens_per_second: measured by `saw_transfer` and `saw_prefill`, or given. latency: seconds that a
+    transfer takes however small it is.
+    """
+
+    block_bytes: int
+    block_size: int
+    bytes_per_second: float | None = None
+    tokens_per_second: float | None = None
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_bytes", "block_size"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        for name in ("bytes_per_second", "tokens_per_second"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"latency must not be negative, got {self.latency!r}")
+
+    def should_load(self, num_blocks: int) -> bool:
+        """Whether loading so many blocks is expected to be faster than computing their tokens."""
+        if self.bytes_per_second is None or self.tokens_per_second is None:
+            return True
+        loading = self.latency + num_blocks * self.block_bytes / self.bytes_per_second
+        return loading < num_blocks * self.block_size / self.tokens_per_second
+
+    def should_store(self) -> bool:
+        """Whether a block on the host could ever be worth loading: the latency of many is shared."""
+        if self.bytes_per_second is None or self.tokens_per_second is None:
+            return True
+        return self.block_bytes / self.bytes_per_second < self.block_size / self.tokens_per_second
+
+    def saw_transfer(self, num_bytes: int, seconds: float) -> None:
+        self.bytes_per_second = _smoothed(self.bytes_per_second, num_bytes, seconds)
+
+    def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.tokens_per_second = _smoothed(self.tokens_per_second, num_tokens, seconds)
+
+
+def _smoothed(before: float | None, amount: int, seconds: float) -> float | None:
+    if amount <= 0 or seconds <= 0:
+        return before
+    speed = amount / seconds
+    return speed if before is None else before + SMOOTHING * (speed - before)

@@ -1,0 +1,252 @@
+"""Replaying a production trace against the real pool, prefix tree and tiers: no model, no tensors.
+
+    line of the trace ─► keys of its blocks ─► match ─► promote ─► evict or demote ─► allocate ─► insert ─► release
+    (timestamp, input_length, output_length, hash_ids: one for each `hash_tokens` tokens)
+
+Requests run one after the other. Blocks are the tree's, of `block_size` tokens; a hash id stands for the content of
+hash_tokens / block_size of them, so a block is known by (hash id, number within it), and the tree holds one such key
+where a server's tree holds the block's tokens: what is found, kept and lost is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage._C import BlockPool, PrefixTree
+
+POLICIES = ("on_eviction", "at_once")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line. timestamp: milliseconds since the trace began."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class TraceError(ValueError):
+    """A malformed line; names its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """What is simulated.
+
+    device_blocks, host_blocks: of `block_size` tokens; no host tier with 0.
+    policy: when a block gets its host copy, "on_eviction" or "at_once" (as soon as it is computed).
+    with_outputs: generated tokens occupy blocks while their request runs. They are never found: a trace does not name
+        them.
+    block_bytes: of one block in all layers; 0: no volumes, no loading times.
+    prefill_tokens_per_second, host_bytes_per_second: for the times to first token.
+    """
+
+    device_blocks: int
+    host_blocks: int = 0
+    block_size: int = 16
+    hash_tokens: int = 512
+    policy: str = "on_eviction"
+    with_outputs: bool = False
+    block_bytes: int = 0
+    prefill_tokens_per_second: float = 10_000.0
+    host_bytes_per_second: float = 50e9
+
+    def __post_init__(self) -> None:
+        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("block_size", 1), ("block_bytes", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.hash_tokens < 1 or self.hash_tokens % self.block_size:
+            raise ValueError(f"hash_tokens must be a multiple of block_size={self.block_size}, got {self.hash_tokens}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        for name in ("prefill_tokens_per_second", "host_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """What a replay has counted. Tokens unless the name says otherwise.
+
+    device_hit_tokens, host_hit_tokens: of prompts, found in that tier first.
+    evicted_blocks: left the device, demoted_blocks of them with a copy to the host; lost_host_blocks left the host.
+    loaded_bytes, stored_bytes: host to device and back. peak_bytes_per_second: of both, in the busiest minute.
+    skipped: requests whose prompt alone is larger than the device tier.
+    first_token_seconds: of each request, loading and computing, alone on the machine; queued_seconds: the same with
+        what it waits for the requests before it at the trace's pace.
+    used_blocks: (timestamp, device blocks that hold something, host blocks that do), some hundred points.
+    """
+
+    requests: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    evicted_blocks: int = 0
+    demoted_blocks: int = 0
+    lost_host_blocks: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    peak_bytes_per_second: float = 0.0
+    trace_seconds: float = 0.0
+    first_token_seconds: list[float] = field(default_factory=list)
+    queued_seconds: list[float] = field(default_factory=list)
+    used_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        hits = self.device_hit_tokens + self.host_hit_tokens
+        return hits / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the transfers need at the trace's pace, on average."""
+        return (self.loaded_bytes + self.stored_bytes) / self.trace_seconds if self.trace_seconds else 0.0
+
+    def percentile(self, name: str, percent: float) -> float:
+        """Of first_token_seconds or queued_seconds; 0 without requests."""
+        values = getattr(self, name)
+        return float(np.percentile(values, percent)) if values else 0.0
+
+
+def read_trace(lines: Iterable[str]) -> Iterator[TraceRequest]:
+    """The requests of a JSON-lines trace; empty lines are passed over. TraceError for a malformed one."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _request(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"line {number} of the trace is malformed: {reason}") from error
+
+
+def _request(record: Any) -> TraceRequest:
+    if not isinstance(record, dict):
+        raise TypeError(f"it must be an object, got {type(record).__name__}")
+    for name in ("timestamp", "input_length", "output_length"):
+        value = record[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    hash_ids = record["hash_ids"]
+    if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
+        raise ValueError("hash_ids must be a list of integers")
+    return TraceRequest(int(record["timestamp"]), int(record["input_length"]), int(record["output_length"]), hash_ids)
+
+
+class Replay:
+    """One device tier and one host tier, and what requests do to them."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self.config = config
+        self.report = ReplayReport()
+        self.pool = BlockPool(config.device_blocks)
+        self.host_pool = BlockPool(config.host_blocks) if config.host_blocks else None
+        self.tree = PrefixTree(self.pool, 1, self.host_pool)  # a key stands for a block's tokens
+        self._keys: dict[int, int] = {}  # the first key of each hash id
+        self._per_hash = config.hash_tokens // config.block_size
+        self._within = np.arange(self._per_hash, dtype=np.int32)
+        self._moved_in_minute: dict[int, int] = {}
+        self._free_at = 0.0  # when the machine has finished what came before
+
+    def run(self, requests: Iterable[TraceRequest], on_request: Callable[[], None] | None = None) -> ReplayReport:
+        """Replays all of them. `on_request` is called after each, for a progress bar."""
+        for request in requests:
+            self.step(request)
+            if on_request:
+                on_request()
+        return self.finish()
+
+    def step(self, request: TraceRequest) -> None:
+        """One request, from its arrival to its first token; its blocks stay cached."""
+        config, report = self.config, self.report
+        keys = self._block_keys(request)
+        # The last block of a prompt that is cached whole is computed again, into a block of its own.
+        num_blocks = -(-request.input_length // config.block_size)
+        num_outputs = 0
+        if config.with_outputs:
+            num_outputs = -(-(request.input_length + request.output_length) // config.block_size) - num_blocks
+        report.requests += 1
+        report.trace_seconds = max(report.trace_seconds, request.timestamp / 1000)
+        if num_blocks + num_outputs > config.device_blocks:
+            report.skipped += 1
+            return
+        report.prompt_tokens += request.input_length
+        stop = min(len(keys), max(request.input_length - 1, 0) // config.block_size)
+        match = self.tree.match(keys[: stop + 1] if stop < len(keys) else np.append(keys, np.int32(-1)))
+        num_found, num_on_device = match.num_blocks, match.num_blocks
+        stored = 0
+        if self.host_pool:
+            num_on_device = match.num_device_blocks
+        fresh, stored = self._take(num_blocks - num_on_device + num_outputs)
+        num_loaded = num_found - num_on_device
+        if num_loaded:
+            self.tree.promote(match, fresh[:num_loaded])
+        num_new = len(keys) - num_found
+        match = self.tree.insert(keys[num_found:], fresh[num_loaded : num_loaded + num_new], after=match)
+        if config.policy == "at_once" and self.host_pool:
+            stored += len(self.tree.write_out(match))
+        self.tree.release(match)
+        self.pool.release(fresh[num_loaded + num_new :])
+        self._count(request, num_on_device, num_loaded, stored)
+
+    def finish(self) -> ReplayReport:
+        if self._moved_in_minute:
+            self.report.peak_bytes_per_second = max(self._moved_in_minute.values()) / 60
+        return self.report
+
+    def _block_keys(self, request: TraceRequest) -> npt.NDArray[np.int32]:
+        """A key for each whole block of the prompt."""
+        num_hashes = -(-request.input_length // self.config.hash_tokens)
+        if len(request.hash_ids) < num_hashes:
+            raise ValueError(
+                f"hash_ids must name {num_hashes} runs of {self.config.hash_tokens} tokens for {request.input_length} "
+                f"tokens, got {len(request.hash_ids)}"
+            )
+        known, per_hash = self._keys, self._per_hash
+        firsts = [known.setdefault(hash_id, len(known) * per_hash) for hash_id in request.hash_ids[:num_hashes]]
+        keys = np.array(firsts, np.int32)[:, None] + self._within
+        return keys.reshape(-1)[: request.input_length // self.config.block_size]
+
+    def _take(self, num_blocks: int) -> tuple[npt.NDArray[np.int32], int]:
+        """Blocks for a request, after evicting what lacks; and how many were copied to the host for that."""
+        lacking, num_stored = num_blocks - self.pool.num_free, 0
+        if lacking > 0:
+            self.report.evicted_blocks += lacking
+            if self.host_pool:
+                before = self.tree.num_host_cached
+                num_stored = len(self.tree.demote(lacking)[1])
+                self.report.demoted_blocks += num_stored
+                self.report.lost_host_blocks += before + num_stored - self.tree.num_host_cached
+            else:
+                self.tree.evict(lacking)
+        return self.pool.allocate(num_blocks), num_stored
+
+    def _count(self, request: TraceRequest, num_on_device: int, num_loaded: int, num_stored: int) -> None:
+        config, report = self.config, self.report
+        report.device_hit_tokens += num_on_device * config.block_size
+        report.host_hit_tokens += num_loaded * config.block_size
+        loaded, stored = num_loaded * config.block_bytes, num_stored * config.block_bytes
+        report.loaded_bytes += loaded
+        report.stored_bytes += stored
+        if loaded or stored:
+            minute = request.timestamp // 60_000
+            self._moved_in_minute[minute] = self._moved_in_minute.get(minute, 0) + loaded + stored
+        computed = request.input_length - (num_on_device + num_loaded) * config.block_size
+        seconds = loaded / config.host_bytes_per_second + computed / config.prefill_tokens_per_second
+        arrival = request.timestamp / 1000
+        self._free_at = max(self._free_at, arrival) + seconds
+        report.first_token_seconds.append(seconds)
+        report.queued_seconds.append(self._free_at - arrival)
+        if not report.used_blocks or request.timestamp > report.used_blocks[-1][0] + 5_000:
+            num_host = self.tree.num_host_cached
+            report.used_blocks.append((request.timestamp, config.device_blocks - self.pool.num_free, num_host))

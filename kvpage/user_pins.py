@@ -1,0 +1,63 @@
+"""UserPins: cached prefixes that a user wants to keep: within a quota, for a time, and never at a request's cost."""
+
+import time
+from collections.abc import Callable
+
+from kvpage._C import Match, PrefixTree
+
+
+class UserPins:
+    """Matches by handle, the oldest first. Not thread-safe.
+
+    quota: blocks that all pins may hold together; a prefix that two pins share counts twice.
+    """
+
+    def __init__(self, tree: PrefixTree, quota: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
+            raise ValueError(f"quota must be an integer of at least 0, got {quota!r}")
+        self.quota = quota
+        self._tree = tree
+        self._clock = clock
+        self._pins: dict[int, tuple[Match, float]] = {}  # by handle: the match, and when it ends
+        self._num_handles = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(match.num_blocks for match, _ in self._pins.values())
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, match: Match, ttl: float | None) -> int:
+        """Takes the match over; returns a handle. ValueError, and the match stays the caller's, if it exceeds the quota
+        or `ttl` (seconds) is not positive.
+        """
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl must be positive, got {ttl!r}")
+        self.expire()
+        held = self.num_blocks
+        if held + match.num_blocks > self.quota:
+            raise ValueError(f"pins must hold at most {self.quota} blocks, got {held} + {match.num_blocks}")
+        self._num_handles += 1
+        self._pins[self._num_handles] = match, float("inf") if ttl is None else self._clock() + ttl
+        return self._num_handles
+
+    def remove(self, handle: int) -> None:
+        """Unpins. A handle whose pin has ended already is nothing to complain about; an unknown one is a KeyError."""
+        if not 1 <= handle <= self._num_handles:
+            raise KeyError(handle)
+        if handle in self._pins:
+            self._tree.release(self._pins.pop(handle)[0])
+
+    def expire(self) -> None:
+        """Ends what has had its time."""
+        now = self._clock()
+        for handle in [handle for handle, (_, end) in self._pins.items() if end <= now]:
+            self.remove(handle)
+
+    def give_up_oldest(self) -> bool:
+        """Ends the oldest pin; False if there is none."""
+        if not self._pins:
+            return False
+        self.remove(next(iter(self._pins)))
+        return True
