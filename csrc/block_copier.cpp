@@ -34,7 +34,8 @@ bool sees_all(int device, const CacheView& host) {
 
 }  // namespace
 
-Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents, int64_t kernel_max_bytes) {
+Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents,
+                         int64_t kernel_max_bytes) {
   if (!between_host_and_device(placement)) {
     return placement.src_device == kHost ? Executor::kHostThreads : Executor::kKernel;
   }
@@ -42,8 +43,8 @@ Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64
   return kernel ? Executor::kKernel : Executor::kCopyEngine;
 }
 
-BlockCopier::BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement,
-                         const KernelLimits& limits)
+BlockCopier::BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst,
+                         const Placement& placement, const KernelLimits& limits)
     : geometry_(shape, src, dst), placement_(placement), limits_(limits) {
   check(limits.max_bytes >= 0, "kernel_max_bytes must not be negative, got ", limits.max_bytes);
   check(limits.max_groups > 0 && limits.max_groups <= kMostGroups, "max_groups must be between 1 and ", kMostGroups,

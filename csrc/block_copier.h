@@ -1,9 +1,9 @@
-// BlockCopier: a geometry, and the executor that suits where its two sides lie. What kvpage.block_copy.BlockCopier holds.
+// BlockCopier: a geometry, and the executors that suit where its two sides lie. What block_copy.BlockCopier holds.
 //
 //   host ─► host                  threads
 //   device ─► the same device     SM kernel
-//   host ─► device and back       SM kernel   for many small extents of pinned memory: an extent costs it no time of its own
-//                                 copy engine for everything else: no multiprocessor is taken from the computation
+//   host ─► device and back       SM kernel for small extents of pinned memory: one more costs it no time of its own
+//                                 copy engine for all else: no multiprocessor is taken from the computation
 #pragma once
 
 #include <cstdint>
@@ -26,21 +26,23 @@ struct Placement {
 
 enum class Executor { kHostThreads, kCopyEngine, kKernel };
 
-// How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at most
-// `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes should
-// lie has to be measured on the device, for each direction; kvpage.calibration does.
+// How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at
+// most `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes
+// should lie has to be measured on the device, for each direction; kvpage.calibration does.
 struct KernelLimits {
   int64_t max_bytes, max_groups;
 };
 
 // Which executor copies so many extents of so many bytes between these places. The one place to decide it. A single
 // extent is the copy engine's, whatever its size: there is nothing to save.
-Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents, int64_t kernel_max_bytes);
+Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents,
+                         int64_t kernel_max_bytes);
 
 class BlockCopier {
  public:
-  // Throws InvalidArgument as CopyGeometry does, for limits out of range, for two different devices, and for a device in
-  // a build without CUDA. Where the device cannot see the host side's memory, its kernel is never used.
+  // Throws InvalidArgument as CopyGeometry does, for limits out of range, for two different devices, and for a device
+  // in a build without CUDA. Where the device does not see the host side under its own addresses, the kernel is never
+  // used between them.
   BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement,
               const KernelLimits& limits);
   ~BlockCopier();

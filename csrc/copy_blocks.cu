@@ -44,7 +44,8 @@ void launch(const CopyPlan& plan, const CopyTile& tile, int64_t vector_bytes, in
   InlineCopy<kBytes> inlined;  // what the tile does not fill is never read
   inlined.params = copy_params(plan, tile, nullptr, nullptr, vector_bytes);
   write_metadata(plan, tile, inlined.metadata);
-  const auto num_groups = static_cast<unsigned int>(launch_threads(inlined.params.num_units, max_groups) / kThreadsPerGroup);
+  const int64_t num_threads = launch_threads(inlined.params.num_units, max_groups);
+  const auto num_groups = static_cast<unsigned int>(num_threads / kThreadsPerGroup);
   dispatch_vector(vector_bytes, [&](auto vector) {
     copy_inline<decltype(vector), kBytes><<<num_groups, kThreadsPerGroup, 0, stream>>>(inlined);
   });

@@ -1,4 +1,4 @@
-// Executor 3: the SM kernel. One launch copies all layers and pairs, within a device or between it and pinned host memory.
+// Executor 3: the SM kernel. One launch copies all layers and pairs, within a device or from and to pinned host memory.
 //
 //   pieces x pairs, a tile a launch      what a launch needs to know travels as its parameters, so that nothing is
 //   ┌────────────┬────────────┬────┐     allocated, uploaded or waited for:
@@ -59,8 +59,8 @@ void dispatch_vector(int64_t vector_bytes, Body&& body) {
 
 // Launches the plan on `stream` (a cudaStream_t) of `device` and waits for nothing. Its addresses are device memory, or
 // host memory that the device sees under the same addresses. Nothing of the plan is needed once this returns. Throws
-// InvalidArgument for a stream that is being captured, CudaError when a launch fails, after which the destination blocks
-// are undefined. Only in builds with CUDA.
+// InvalidArgument for a stream that is being captured, CudaError when a launch fails, after which the destination
+// blocks are undefined. Only in builds with CUDA.
 void run_copy_kernel(const CopyPlan& plan, int device, uintptr_t stream, int64_t max_groups);
 
 }  // namespace kvpage

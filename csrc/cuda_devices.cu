@@ -27,6 +27,7 @@ CudaMachine find_cuda_machine() {
 }
 
 bool sees_host_memory(int device, const void* address) {
+  if (address == nullptr) return false;  // an empty tensor's
   const DeviceGuard guard(device);
   cudaPointerAttributes found{};
   KVPAGE_CUDA(cudaPointerGetAttributes, &found, address);

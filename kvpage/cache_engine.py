@@ -66,6 +66,7 @@ class CacheEngine:
         self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
         self.layer_ids = model_config.attention_layers(parallel_config)
         self._layout: CacheLayout | None = None
+        self._block_bytes = 0  # in all layers
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
         self._swap_in = self._swap_out = self._copy = no_mover()
@@ -73,7 +74,8 @@ class CacheEngine:
             self._allocate(cache_config.layout(model_config, parallel_config), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
         self._check_kv_scales()
-        self._transfers = TransferQueue(partial(make_stream, self.device))
+        device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
+        self._transfers = TransferQueue(partial(make_stream, device))
         weakref.finalize(self, self._transfers.close)  # also before the interpreter ends
 
     @property
@@ -186,8 +188,7 @@ class CacheEngine:
         mover.check(src_to_dst)
         pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change his
         movers = mover.split_layers() if by_layer else [mover]
-        num_bytes = len(pairs) * sum(self.layout.block_bytes for _ in self.layer_ids)
-        transfer = Transfer(num_bytes, BlockPins(pools, pairs), on_done)
+        transfer = Transfer(len(pairs) * self._block_bytes, BlockPins(pools, pairs), on_done)
         return self._transfers.start(transfer, [partial(each.run, pairs) for each in movers], by_layer)
 
     def _check_kv_scales(self) -> None:
@@ -203,7 +204,7 @@ class CacheEngine:
         if on_gpu and calibration is None and self.num_cpu_blocks and _C.cuda_error() is None:
             calibration = calibrate(self.device)
         max_bytes = (calibration.max_bytes_in, calibration.max_bytes_out) if calibration else (0, 0)
-        self._layout = layout
+        self._layout, self._block_bytes = layout, layout.block_bytes * num_layers
         self.gpu_cache = layout.allocate(self.num_gpu_blocks, num_layers, self.device)
         self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, on_gpu)
         self._swap_in = swap_mover(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])

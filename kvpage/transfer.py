@@ -54,9 +54,9 @@ class Transfer:
     num_bytes: of the blocks of all layers.
 
     While it is in flight, neither the source blocks may be written nor the destination blocks used; its pins keep the
-    pools from handing them to others. Any thread may ask it. A transfer that failed leaves its destination blocks
-    undefined. If its handle is dropped unasked, the engine finishes it; an error that nobody asked for is a
-    RuntimeWarning then.
+    pools from handing them to others. Any thread may ask it, yet none while another one captures a graph: CUDA forbids
+    it. A transfer that failed leaves its destination blocks undefined. If its handle is dropped unasked, the engine
+    finishes it; an error that nobody asked for is a RuntimeWarning then.
     """
 
     def __init__(self, num_bytes: int, pins: BlockPins, on_done: OnDone | None = None) -> None:

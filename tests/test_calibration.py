@@ -22,6 +22,7 @@ CASES = {
     "always": ([1, 2, 3, 4, 5], [9, 9, 9, 9, 9], 32),
     "a draw is the engine's": ([5] * 5, [5] * 5, 0),
     "a small gain is none": ([5] * 5, [5 * (1 + 0.9 * (MIN_GAIN - 1))] * 5, 0),
+    "just the gain": ([1] * 5, [MIN_GAIN] * 5, 0),
     "enough of a gain": ([5] * 5, [5 * (1 + 1.1 * (MIN_GAIN - 1))] * 5, 32),
     "a noisy figure among wins": ([1, 2, 4.5, 2, 16], [5, 6, 4, 7, 7], 16),
     "a noisy figure among losses": ([1, 20, 20, 20, 20], [5, 6, 7, 21.5, 7], 2),

@@ -225,8 +225,8 @@ PIECE, PAIR = 40, 8  # bytes of each among a launch's parameters
 @pytest.mark.parametrize("num_pairs", [0, 1, 2, 256, 3760, 3761, 65536])
 @pytest.mark.parametrize("capacity", [96, 4032, 32640])
 def test_launches_cover_the_plan_once_and_fit(num_pieces, num_pairs, capacity):
-    if num_pieces * num_pairs / capacity > 1e5:
-        pytest.skip("a hundred thousand launches")
+    if capacity == 96:  # two of each: else there would be millions of launches
+        num_pieces, num_pairs = min(num_pieces, 65), min(num_pairs, 257)
     tiles = _C._split_for_launches(num_pieces, num_pairs, capacity)
     assert all(pieces * PIECE + pairs_ * PAIR <= capacity for _, pieces, _, pairs_ in tiles)
     spans = [sorted({tile[i : i + 2] for tile in map(tuple, tiles)}) for i in (0, 2)]

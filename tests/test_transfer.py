@@ -4,6 +4,7 @@ import gc
 import threading
 import uuid
 import warnings
+import weakref
 from collections import deque
 
 import pytest
@@ -332,13 +333,15 @@ def test_an_error_that_nobody_asks_for_is_a_warning(stream, failing):
 
 def test_an_error_that_was_seen_is_no_warning(stream, failing):
     transfer = failing.swap_out(pairs((6, 0)), non_blocking=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         with pytest.raises(KeyError):
             transfer.wait()
         failing.poll()
+        gone = weakref.ref(transfer)
         del transfer
         gc.collect()
+    assert gone() is None and not seen
 
 
 @pytest.mark.parametrize("refuse_at", [0, 1, 2])
