@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from kvpage.kernels.arguments import BAD_BLOCK
 from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel
 from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split
-from kvpage.kernels.rows import BAD_BLOCK
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
