@@ -10,18 +10,16 @@ from kvpage.errors import OutOfBlocks as OutOfBlocks
 
 def build_info() -> dict[str, Any]: ...
 
-# Tokens. A view is an address and strides in bytes: rows (address, token, head), blocks (address, block, token, head).
-# tables: (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size). num_bytes: of a head of K, V.
+# Tokens. Rows: address, strides of token and head in bytes. Blocks: address, strides of block, token, head and run in
+# bytes, elements of a run, bytes of an element; of the scales address and three strides (0s: none). A part: blocks;
+# rows; RowType, Codec, elements of a head; address and stride of the heads' scales (0s: none).
+# tables: (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size).
 _Rows = tuple[int, int, int]
-_Blocks = tuple[int, int, int, int]
+_Numbers = tuple[int, ...]
 _Tables = tuple[int, int, int, int, int, int]
 
 def reshape_and_cache(
-    key: _Rows,
-    value: _Rows,
-    key_cache: _Blocks,
-    value_cache: _Blocks,
-    num_bytes: tuple[int, int],
+    parts: list[_Numbers],  # K, and V where there is one
     slot_mapping: int,
     num_tokens: int,
     num_heads: int,
@@ -31,16 +29,35 @@ def reshape_and_cache(
     /,
 ) -> None: ...
 def gather_cache(
-    key_cache: _Blocks,
-    value_cache: _Blocks,
-    key: _Rows,
-    value: _Rows,
-    num_bytes: tuple[int, int],
+    parts: list[_Numbers],
     tables: _Tables,
     seq_starts: list[int],
     seq_lens: list[int],
-    key_offsets: list[int],
-    value_offsets: list[int],
+    row_offsets: list[list[int]],  # of each part
+    num_heads: int,
+    max_threads: int,
+    /,
+) -> None: ...
+def store_chunk(
+    parts: list[_Numbers],  # of each layer
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    block_size: int,
+    start: int,
+    num_tokens: int,
+    num_heads: int,
+    max_threads: int,
+    /,
+) -> None: ...
+def load_chunk(
+    parts: list[_Numbers],
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    block_size: int,
+    start: int,
+    num_tokens: int,
     num_heads: int,
     max_threads: int,
     /,
@@ -48,9 +65,10 @@ def gather_cache(
 def paged_attention(
     query: _Rows,
     out: _Rows,
-    key_cache: _Blocks,
-    value_cache: _Blocks,
-    types: tuple[int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16
+    key_cache: _Numbers,
+    value_cache: _Numbers,
+    types: tuple[int, int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16; Codec
+    scales: tuple[int, int, int, int],  # address and stride of K's heads' scales, and of V's
     tables: _Tables,
     seq_lens: list[int],
     query_lens: list[int],
@@ -63,6 +81,9 @@ def paged_attention(
     /,
     kernel: str = "",  # one of attention_kernels(); "": the best
 ) -> None: ...
+def _codec_row(
+    name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int
+) -> float: ...
 def attention_kernels() -> list[str]: ...
 
 # --- blocks: moving them ---

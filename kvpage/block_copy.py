@@ -16,7 +16,6 @@ import torch
 
 from kvpage import _C, reference
 from kvpage.layout import CacheLayout, check_layout
-from kvpage.tensors import readable
 
 HOST = -1
 MAX_GROUPS = 16
@@ -35,7 +34,7 @@ class BlockCopier:
 
     Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
     different numbers of layers, for a destination that overlaps itself, for sides that overlap without being the same
-    caches, and for a negative kernel_max_bytes or a max_groups below 1. TypeError for what are no tensors, or no layout.
+    caches, and for a negative kernel_max_bytes or a max_groups below 1. TypeError for no tensors, or no layout.
     """
 
     def __init__(

@@ -174,13 +174,18 @@ def store_chunk(
 ) -> None:
     """chunk [num_layers, parts, num_tokens, num_heads, size] becomes the tokens from `start` on of a sequence's blocks.
 
-    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one.
+    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one. Of a cache
+    with token scales an int8 chunk holds what the cache does: size is padded_head_size and the 4 bytes of the scale.
     """
     places = _places(block_ids, start, chunk.shape[2], layout)
     for layer, cache in enumerate(caches):
         given = None if scales is None else scales[layer]
         for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
-            chunk[layer, part] = read_view(view, places, chunk.shape[4], scale, chunk.dtype)
+            if chunk.dtype == torch.int8 and view.scales is not None:
+                chunk[layer, part, ..., :-4] = view.read(*places, chunk.shape[4] - 4)
+                chunk[layer, part, ..., -4:] = view.scales[places].unsqueeze(2).view(torch.int8)
+            else:
+                chunk[layer, part] = read_view(view, places, chunk.shape[4], scale, chunk.dtype)
 
 
 def load_chunk(
@@ -196,7 +201,12 @@ def load_chunk(
     for layer, cache in enumerate(caches):
         given = None if scales is None else scales[layer]
         for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
-            write_view(view, places, chunk[layer, part].to(cache.device), scale)
+            rows = chunk[layer, part].to(cache.device)
+            if rows.dtype == torch.int8 and view.scales is not None:
+                view.write(*places, rows[..., :-4])
+                view.scales[places] = rows[..., -4:].contiguous().view(torch.float32).squeeze(2)
+            else:
+                write_view(view, places, rows, scale)
 
 
 def _places(

@@ -33,7 +33,7 @@ def native_blocks(view: KVView) -> tuple[int, ...]:
 
 
 def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
-    """K's or V's blocks with the rows [..., num_tokens, num_heads, size] that go there or come from there: TokenMove."""
+    """K's or V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
     is_raw = rows.dtype == view.rows.dtype
     row_type, codec = (BITS, 0) if is_raw else (ROW_TYPES[rows.dtype], CODECS[view.rows.dtype])
     scales = (0, 0) if scale is None or is_raw else (scale.data_ptr(), int(len(scale) > 1))
@@ -46,9 +46,10 @@ def native_parts(
     scales: KVScales | None,
 ) -> list[tuple[int, ...]]:
     """native_part of K, and of V where there is one."""
-    parts = [native_part(views[0], rows[0], scales and scales.key)]
+    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
+    parts = [native_part(views[0], rows[0], key_scale)]
     if views[1] is not None and rows[1] is not None:
-        parts.append(native_part(views[1], rows[1], scales and scales.value))
+        parts.append(native_part(views[1], rows[1], value_scale))
     return parts
 
 
@@ -175,6 +176,8 @@ def length_bound(name: str, bound: int | None, counts: list[int] | None, most: i
     if bound < least:
         raise ValueError(f"{name} must be at least {least}, got {bound}")
     return min(bound, most)
+
+
 def _integers(name: str, lengths: Sequence[int]) -> list[int]:
     try:
         return [operator.index(length) for length in lengths]

@@ -24,16 +24,16 @@ from kvpage.token_args import (
     check_device_lengths,
     check_dtype,
     check_open_out,
-    check_pair,
     check_out_pair,
+    check_pair,
     check_rows,
     check_scales,
     check_size,
     check_tensor,
     fp32_number,
     host_lengths,
-    length_bound,
     integer,
+    length_bound,
     native_blocks,
     native_parts,
     native_tables,
@@ -64,7 +64,8 @@ def reshape_and_cache(
     twice; on the host nothing has then been written. On a CUDA device a slot out of range is skipped and reported by
     `check_device`, and of tokens that share a slot any may win. `key` and `value` must not share memory with `cache`.
     """
-    if cache.is_cuda and token_ops_cuda.reshape_as_before(key, value, cache, slot_mapping, layout, scales):
+    is_cuda = isinstance(cache, torch.Tensor) and cache.is_cuda
+    if is_cuda and token_ops_cuda.reshape_as_before(key, value, cache, slot_mapping, layout, scales):
         return
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
