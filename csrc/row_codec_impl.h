@@ -1,4 +1,6 @@
 // The body of row_codec.h's functions, compiled by row_codec_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+#include <type_traits>
+
 #include "row_codec.h"
 #include "simd.h"
 
@@ -13,6 +15,21 @@ constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kNan = 0x7fc000
 inline WordVec choose(WordVec mask, WordVec yes, WordVec no) { return (mask & yes) | (~mask & no); }
 
 inline WordVec as_mask(IntVec condition) { return bit_cast<WordVec>(condition); }
+
+inline void store_codes(std::byte* to, WordVec codes) {
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)  // one instruction, which compilers do not find
+  const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, bit_cast<__m512i>(codes));
+#else
+  const ByteVec bytes = __builtin_convertvector(codes, ByteVec);
+#endif
+  std::memcpy(to, &bytes, sizeof(bytes));
+}
+
+inline WordVec load_codes(const std::byte* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, WordVec);
+}
 
 // --- 8-bit floats ----------------------------------------------------------------------------------------------------
 
@@ -59,10 +76,35 @@ inline WordVec encode_fp8(Vec x) {
   return choose(is_nan, WordVec{} + 0x7fu, code) | ((bits & kSign) >> 24);
 }
 
+// Codes as numbers that are `kUnit` times too small. Half precision holds them all, and where the processor converts it,
+// moving the bits there is all that is left to do, subnormal numbers included.
+#if (KVPAGE_LANES == 16 && defined(__AVX512F__)) || (KVPAGE_LANES == 8 && defined(__F16C__))
+inline HalfVec to_half(E4m3, HalfVec code) {
+  const HalfVec magnitude = code & 0x7f;
+  const HalfVec is_nan = reinterpret_cast<HalfVec>(magnitude == 0x7f);
+  return (magnitude << 7) | (is_nan & 0x7e00) | ((code & 0x80) << 8);
+}
+inline HalfVec to_half(E5m2, HalfVec code) { return code << 8; }
 template <typename Format>
-inline Vec decode_fp8(WordVec code) {
+constexpr float kUnit = std::is_same_v<Format, E4m3> ? 256.0f : 1.0f;
+
+template <typename Format>
+inline Vec decode_fp8(const std::byte* codes) {
+  ByteVec bytes;
+  std::memcpy(&bytes, codes, sizeof(bytes));
+  const HalfVec half = to_half(Format{}, __builtin_convertvector(bytes, HalfVec));
+  return load(reinterpret_cast<const Fp16*>(&half));
+}
+#else
+template <typename Format>
+constexpr float kUnit = 1.0f;
+
+template <typename Format>
+inline Vec decode_fp8(const std::byte* codes) {
+  const WordVec code = load_codes(codes);
   return bit_cast<Vec>(Format::decode(code & 0x7fu) | ((code & 0x80u) << 24));
 }
+#endif
 
 // --- rows, a vector at a time ----------------------------------------------------------------------------------------
 
@@ -87,17 +129,6 @@ inline void store_vector(Fp16* to, Vec from) {
 #endif
 }
 
-inline void store_codes(std::byte* to, WordVec codes) {
-  const ByteVec bytes = __builtin_convertvector(codes, ByteVec);
-  std::memcpy(to, &bytes, sizeof(bytes));
-}
-
-inline WordVec load_codes(const std::byte* from) {
-  ByteVec bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  return __builtin_convertvector(bytes, WordVec);
-}
-
 // Calls whole(d) for each vector of a row, and end(d, count) for what is left.
 template <typename Whole, typename End>
 inline void for_each_vector(int64_t size, const Whole& whole, const End& end) {
@@ -120,12 +151,12 @@ inline void encode_row(const T* row, int64_t size, std::byte* codes, const Encod
 template <typename T, typename Decode>
 inline void decode_row(const std::byte* codes, int64_t size, T* row, const Decode& decode) {
   for_each_vector(
-      size, [&](int64_t d) { store_vector(row + d, decode(load_codes(codes + d))); },
+      size, [&](int64_t d) { store_vector(row + d, decode(codes + d)); },
       [&](int64_t d, int64_t count) {
         std::byte last[kLanes] = {};
         std::memcpy(last, codes + d, static_cast<size_t>(count));
         T elements[kLanes];
-        store_vector(elements, decode(load_codes(last)));
+        store_vector(elements, decode(last));
         std::memcpy(row + d, elements, static_cast<size_t>(count) * sizeof(T));
       });
 }
@@ -184,9 +215,28 @@ inline float encode_int8_row(const T* row, int64_t size, std::byte* codes) {
   return scale;
 }
 
-inline Vec decode_int8(WordVec code) {
-  const IntVec value = bit_cast<IntVec>(code << 24) >> 24;
-  return __builtin_convertvector(value, Vec);
+inline Vec decode_int8(const std::byte* codes) {
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const IntVec values = bit_cast<IntVec>(_mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+#elif KVPAGE_LANES == 8 && defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  const IntVec values = bit_cast<IntVec>(_mm256_cvtepi8_epi32(bytes));
+#else
+  const IntVec values = bit_cast<IntVec>(load_codes(codes) << 24) >> 24;
+#endif
+  return __builtin_convertvector(values, Vec);
+}
+
+// The unit is part of the scale, where that is exact: one product, rounded once.
+template <typename Format, typename T>
+void decode_fp8_row(const std::byte* codes, int64_t size, float scale, T* row) {
+  if (scale < 0x1p119f) {
+    const Vec factor = splat(scale * kUnit<Format>);
+    return decode_row(codes, size, row, [&](const std::byte* at) { return decode_fp8<Format>(at) * factor; });
+  }
+  const Vec factor = splat(scale);
+  decode_row(codes, size, row, [&](const std::byte* at) { return decode_fp8<Format>(at) * kUnit<Format> * factor; });
 }
 
 // --- by type -----------------------------------------------------------------------------------------------------------
@@ -201,12 +251,10 @@ float encode_typed(Codec codec, const T* row, int64_t size, float scale, std::by
 
 template <typename T>
 void decode_typed(Codec codec, const std::byte* codes, int64_t size, float scale, T* row) {
+  if (codec == Codec::kE4m3) return decode_fp8_row<E4m3>(codes, size, scale, row);
+  if (codec == Codec::kE5m2) return decode_fp8_row<E5m2>(codes, size, scale, row);
   const Vec factor = splat(scale);
-  if (codec == Codec::kE4m3)
-    return decode_row(codes, size, row, [&](WordVec code) { return decode_fp8<E4m3>(code) * factor; });
-  if (codec == Codec::kE5m2)
-    return decode_row(codes, size, row, [&](WordVec code) { return decode_fp8<E5m2>(code) * factor; });
-  decode_row(codes, size, row, [&](WordVec code) { return decode_int8(code) * factor; });
+  decode_row(codes, size, row, [&](const std::byte* at) { return decode_int8(at) * factor; });
 }
 
 float encode(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes) {
