@@ -1,4 +1,5 @@
-"""Builds kvpage._C with CMake. Metadata lives in pyproject.toml; `kernels/` is installed as kvpage.kernels.
+"""Builds kvpage._C with CMake. Metadata lives in pyproject.toml; `kernels/` is installed as kvpage.kernels, the
+scripts in `benchmarks/` as kvpage.benchmarks, which `kvpage bench` runs.
 
 Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA architectures), CMAKE_ARGS (passed on).
 """
@@ -45,8 +46,8 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["kvpage", "kvpage.serving", "kvpage.kernels"],
-    package_dir={"kvpage.kernels": "kernels"},
+    packages=["kvpage", "kvpage.serving", "kvpage.kernels", "kvpage.benchmarks"],
+    package_dir={"kvpage.kernels": "kernels", "kvpage.benchmarks": "benchmarks"},
     package_data={"kvpage": ["py.typed", "*.pyi"]},
     ext_modules=[Extension("kvpage._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

@@ -1,4 +1,4 @@
-"""The command line: `kvpage info`, `kvpage demo`, `kvpage replay`. It needs the extra `serve`."""
+"""The command line: `kvpage info`, `demo`, `replay`, `bench`. It needs the extra `serve`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -133,6 +133,28 @@ def replay(
         report.show(configs, reports, Console())
     if plot:
         report.plot(swept, configs, reports, plot)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    context: typer.Context, op: Annotated[str | None, typer.Argument(help="which one; none: list them")] = None
+) -> None:
+    """Runs a microbenchmark: a bound, a peer, a table, a line of JSON. `kvpage bench OP --help` tells its options."""
+    import importlib.util
+    import runpy
+    import sys
+
+    found = importlib.util.find_spec("kvpage.benchmarks")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    scripts = {path.stem.removeprefix("bench_"): path for folder in folders for path in Path(folder).glob("bench_*.py")}
+    if op not in scripts:
+        for name, path in sorted(scripts.items()):
+            print(f"{name:22} {path.read_text().splitlines()[0].strip(chr(34))}")
+        if op is None or op in ("--help", "-h"):
+            return
+        raise SystemExit(f"kvpage bench: OP must be one of {', '.join(sorted(scripts))}, got {op!r}")
+    sys.argv = [f"kvpage bench {op}", *context.args]
+    runpy.run_path(str(scripts[op]), run_name="__main__")
 
 
 def main() -> None:

@@ -174,8 +174,8 @@ def store_chunk(
 ) -> None:
     """chunk [num_layers, parts, num_tokens, num_heads, size] becomes the tokens from `start` on of a sequence's blocks.
 
-    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one. Of a cache
-    with token scales an int8 chunk holds what the cache does: size is padded_head_size and the 4 bytes of the scale.
+    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one. Of a
+    cache with token scales an int8 chunk holds what the cache does: padded_head_size and the scale's 4 bytes.
     """
     places = _places(block_ids, start, chunk.shape[2], layout)
     for layer, cache in enumerate(caches):

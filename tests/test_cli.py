@@ -1,6 +1,9 @@
 """The command line, as a user calls it, right and wrong."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +123,22 @@ def save_model(folder):
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def test_bench_lists_what_there_is_and_refuses_what_there_is_not():
+    listed = CliRunner().invoke(app, ["bench"])
+    assert listed.exit_code == 0
+    for name in ("pool", "prefix", "swap", "reshape_gather", "paged_attention", "serving"):
+        assert name in listed.output
+    refused = CliRunner().invoke(app, ["bench", "everything"])
+    assert refused.exit_code == 1 and "OP must be one of" in str(refused.exception or refused.output)
+
+
+def test_bench_hands_options_on(tmp_path):
+    command = [sys.executable, "-c", "from kvpage.cli import main; main()", "bench", "reshape_gather"]
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert helped.returncode == 0 and "--tokens" in helped.stdout
+    done = subprocess.run([*command, "--tokens", "32", "--rounds", "1"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert {"reshape_and_cache", "gather_cache", "store_chunk device"} <= {result["operation"] for result in results}

@@ -1,0 +1,1 @@
+"""The microbenchmarks; installed as kvpage.benchmarks, run by `kvpage bench`."""
