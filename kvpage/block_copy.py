@@ -16,6 +16,7 @@ import torch
 
 from kvpage import _C, reference
 from kvpage.layout import CacheLayout, check_layout
+from kvpage.tensors import readable
 
 HOST = -1
 MAX_GROUPS = 16
@@ -125,7 +126,7 @@ class BlockCopier:
 
 def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
     check_block_mapping(block_mapping)
-    return block_mapping.contiguous()
+    return readable("block_mapping", block_mapping).contiguous()
 
 
 def check_block_mapping(block_mapping: torch.Tensor) -> None:

@@ -280,7 +280,7 @@ def test_fork_at_a_full_block_copies_nothing():
 def test_append_takes_any_integers(count):
     manager = BlockManager(16, B)
     manager.allocate(0, [1] * B)
-    assert manager.append([0], count).shape == (0, 2)
+    manager.append([0], count)
     assert len(manager.block_ids(0)) == 2
     assert len(manager.slot_mapping(0, np.int32(B), np.int64(B + 2))) == 2
     with pytest.raises(ValueError, match="positions"):
