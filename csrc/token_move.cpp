@@ -42,6 +42,18 @@ void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, con
   }
 }
 
+// Heads that lie side by side on both ends and share one scale are one head, many times as long.
+TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
+  const bool shares_scale = move.codec != Codec::kInt8 && (!move.head_scales || move.head_scale_stride == 0);
+  const bool dense = move.cache.head_stride == move.size * move.cache.element_bytes &&
+                     move.rows.head_stride == move.row_bytes() && is_one_run(move.cache, move.size);
+  if (!shares_scale || !dense) return move;
+  move.size *= num_heads;
+  move.cache.run_size = move.size;
+  num_heads = 1;
+  return move;
+}
+
 // The codes of one head of `count` tokens, in rows of `stride` bytes.
 void encode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
                    const std::byte* rows, std::byte* codes, int64_t stride) {
@@ -94,8 +106,9 @@ void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, in
     return;
   }
   if (one_run) {
+    const TokenMove merged = with_merged_heads(move, num_heads);
     for (int64_t head = 0; head < num_heads; ++head)
-      encode_tokens(move, head, block_id, offset, count, row + head * move.rows.head_stride,
+      encode_tokens(merged, head, block_id, offset, count, row + head * move.rows.head_stride,
                     cache.at(block_id, offset, head), cache.token_stride);
     return;
   }
@@ -123,8 +136,9 @@ void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int
     return;
   }
   if (one_run) {
+    const TokenMove merged = with_merged_heads(move, num_heads);
     for (int64_t head = 0; head < num_heads; ++head)
-      decode_tokens(move, head, block_id, offset, count, cache.at(block_id, offset, head), cache.token_stride,
+      decode_tokens(merged, head, block_id, offset, count, cache.at(block_id, offset, head), cache.token_stride,
                     row + head * move.rows.head_stride);
     return;
   }
