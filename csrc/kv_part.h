@@ -31,9 +31,10 @@ struct KVPart {
 
 // The first `size` elements of one head of `count` tokens that follow each other in a block, whose first is at `place`
 // (KVPart::at): to rows of `out_stride` bytes, or from such rows. What lies behind them in the cache stays.
+// `streaming`: past the processor's cache, where alignment allows; the caller fences.
 void collect_tokens(const KVPart& part, const std::byte* place, int64_t count, int64_t size, std::byte* out,
                     int64_t out_stride);
 void scatter_tokens(const KVPart& part, std::byte* place, int64_t count, int64_t size, const std::byte* in,
-                    int64_t in_stride);
+                    int64_t in_stride, bool streaming);
 
 }  // namespace kvpage

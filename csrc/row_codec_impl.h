@@ -1,4 +1,5 @@
 // The body of row_codec.h's functions, compiled by row_codec_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+#include <algorithm>
 #include <type_traits>
 
 #include "row_codec.h"
@@ -180,19 +181,23 @@ inline void encode_fp8_row(const T* row, int64_t size, float scale, std::byte* c
 // NaN if one is among the elements.
 template <typename T>
 inline float largest_magnitude(const T* row, int64_t size) {
-  Vec most = {};
-  WordVec nans = {};
+  IntVec most = {};  // bits of positive numbers: as integers they have the same order, and a NaN is above them all
   auto take = [&](Vec x) {
-    const WordVec magnitude = bit_cast<WordVec>(x) & ~kSign;
-    nans |= as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(kInfinity));
-    most = max(bit_cast<Vec>(magnitude), most);
+    const IntVec magnitude = bit_cast<IntVec>(bit_cast<WordVec>(x) & ~kSign);
+    most = magnitude > most ? magnitude : most;
   };
   for_each_vector(
       size, [&](int64_t d) { take(load(row + d)); },
       [&](int64_t d, int64_t count) { take(load_partial(row + d, count)); });
-  uint32_t any = 0;
-  for (int lane = 0; lane < kLanes; ++lane) any |= nans[lane];
-  return any ? bit_cast<float>(kNan) : max_lanes(most);
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
+  return bit_cast<float>(_mm512_reduce_max_epi32(bit_cast<__m512i>(most)));
+#else
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &most, sizeof(most));
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = std::max(lanes[lane], lanes[lane + half]);
+  return bit_cast<float>(lanes[0]);
+#endif
 }
 
 // Rounds to the nearest integer, ties to even, for magnitudes up to 2**22.

@@ -16,10 +16,11 @@ float head_scale(const TokenMove& move, int64_t head) {
   return move.head_scales ? move.head_scales[head * move.head_scale_stride] : 1.0f;
 }
 
-// A run of bytes of one token's heads or of one head's tokens: as few copies as lie dense on both ends.
+// Runs of bytes of one token's heads or of one head's tokens: as few copies as lie dense on both ends, in the order in
+// which what is read lies in memory.
 //   copy(cache offset, row offset, bytes), both from the first token's first head
 template <typename Copy>
-void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, const Copy& copy) {
+void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, bool reads_rows, const Copy& copy) {
   const KVPart& cache = move.cache;
   const int64_t bytes = move.row_bytes(), token_bytes = bytes * num_heads;
   const bool dense_heads = num_heads == 1 || (cache.head_stride == bytes && move.rows.head_stride == bytes);
@@ -30,15 +31,22 @@ void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, con
       copy(token * cache.token_stride, token * move.rows.token_stride, token_bytes);
     return;
   }
-  const bool dense_tokens = cache.token_stride == bytes && move.rows.token_stride == bytes;
-  for (int64_t head = 0; head < num_heads; ++head) {
-    const int64_t in_cache = head * cache.head_stride, in_rows = head * move.rows.head_stride;
-    if (dense_tokens) {
-      copy(in_cache, in_rows, bytes * count);
-      continue;
-    }
+  if (cache.token_stride == bytes && move.rows.token_stride == bytes) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      copy(head * cache.head_stride, head * move.rows.head_stride, bytes * count);
+    return;
+  }
+  const auto copy_one = [&](int64_t token, int64_t head) {
+    copy(token * cache.token_stride + head * cache.head_stride,
+         token * move.rows.token_stride + head * move.rows.head_stride, bytes);
+  };
+  const bool by_token = reads_rows ? move.rows.head_stride < move.rows.token_stride : cache.head_stride < cache.token_stride;
+  if (by_token) {
     for (int64_t token = 0; token < count; ++token)
-      copy(in_cache + token * cache.token_stride, in_rows + token * move.rows.token_stride, bytes);
+      for (int64_t head = 0; head < num_heads; ++head) copy_one(token, head);
+  } else {
+    for (int64_t head = 0; head < num_heads; ++head)
+      for (int64_t token = 0; token < count; ++token) copy_one(token, head);
   }
 }
 
@@ -52,6 +60,17 @@ TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
   move.cache.run_size = move.size;
   num_heads = 1;
   return move;
+}
+
+// body(head, first token, number of tokens), in the order in which the cache lies in memory.
+template <typename Body>
+void for_each_head(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
+  if (num_heads > 1 && move.cache.head_stride < move.cache.token_stride) {
+    for (int64_t token = 0; token < count; ++token)
+      for (int64_t head = 0; head < num_heads; ++head) body(head, token, 1);
+  } else {
+    for (int64_t head = 0; head < num_heads; ++head) body(head, 0, count);
+  }
 }
 
 // The codes of one head of `count` tokens, in rows of `stride` bytes.
@@ -95,27 +114,28 @@ void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, in
   const bool one_run = is_one_run(cache, move.size);
   if (move.row_type == RowType::kBits && one_run) {
     std::byte* place = cache.at(block_id, offset, 0);
-    return for_each_dense(move, num_heads, count, [&](int64_t in_cache, int64_t in_rows, int64_t bytes) {
+    return for_each_dense(move, num_heads, count, true, [&](int64_t in_cache, int64_t in_rows, int64_t bytes) {
       copy_bytes(place + in_cache, row + in_rows, bytes, streaming);
     });
   }
   if (move.row_type == RowType::kBits) {
     for (int64_t head = 0; head < num_heads; ++head)
       scatter_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
-                     move.rows.token_stride);
+                     move.rows.token_stride, streaming);
     return;
   }
   if (one_run) {
     const TokenMove merged = with_merged_heads(move, num_heads);
-    for (int64_t head = 0; head < num_heads; ++head)
-      encode_tokens(merged, head, block_id, offset, count, row + head * move.rows.head_stride,
-                    cache.at(block_id, offset, head), cache.token_stride);
-    return;
+    return for_each_head(merged, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
+      encode_tokens(merged, head, block_id, offset + first, num,
+                    row + head * move.rows.head_stride + first * move.rows.token_stride,
+                    cache.at(block_id, offset + first, head), cache.token_stride);
+    });
   }
   for_each_piece(move, num_heads, count, [&](int64_t head, int64_t first, int64_t num, std::byte* codes) {
     encode_tokens(move, head, block_id, offset + first, num,
                   row + head * move.rows.head_stride + first * move.rows.token_stride, codes, move.size);
-    scatter_tokens(cache, cache.at(block_id, offset + first, head), num, move.size, codes, move.size);
+    scatter_tokens(cache, cache.at(block_id, offset + first, head), num, move.size, codes, move.size, false);
   });
 }
 
@@ -125,7 +145,7 @@ void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int
   const bool one_run = is_one_run(cache, move.size);
   if (move.row_type == RowType::kBits && one_run) {
     const std::byte* place = cache.at(block_id, offset, 0);
-    return for_each_dense(move, num_heads, count, [&](int64_t in_cache, int64_t in_rows, int64_t bytes) {
+    return for_each_dense(move, num_heads, count, false, [&](int64_t in_cache, int64_t in_rows, int64_t bytes) {
       copy_bytes(row + in_rows, place + in_cache, bytes, streaming);
     });
   }
@@ -137,10 +157,10 @@ void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int
   }
   if (one_run) {
     const TokenMove merged = with_merged_heads(move, num_heads);
-    for (int64_t head = 0; head < num_heads; ++head)
-      decode_tokens(merged, head, block_id, offset, count, cache.at(block_id, offset, head), cache.token_stride,
-                    row + head * move.rows.head_stride);
-    return;
+    return for_each_head(merged, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
+      decode_tokens(merged, head, block_id, offset + first, num, cache.at(block_id, offset + first, head),
+                    cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride);
+    });
   }
   for_each_piece(move, num_heads, count, [&](int64_t head, int64_t first, int64_t num, std::byte* codes) {
     collect_tokens(cache, cache.at(block_id, offset + first, head), num, move.size, codes, move.size);
