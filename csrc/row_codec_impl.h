@@ -12,10 +12,8 @@ typedef uint8_t ByteVec __attribute__((vector_size(KVPAGE_LANES)));
 
 constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
 
-// One lane of each is all ones where the condition holds.
-inline WordVec choose(WordVec mask, WordVec yes, WordVec no) { return (mask & yes) | (~mask & no); }
-
-inline WordVec as_mask(IntVec condition) { return bit_cast<WordVec>(condition); }
+// Lane by lane. As the compiler's own conditional it becomes one blend.
+inline WordVec choose(IntVec condition, WordVec yes, WordVec no) { return condition ? yes : no; }
 
 inline void store_codes(std::byte* to, WordVec codes) {
 #if KVPAGE_LANES == 16 && defined(__AVX512F__)  // one instruction, which compilers do not find
@@ -42,13 +40,13 @@ struct E4m3 {
   static WordVec encode(WordVec magnitude) {
     const WordVec normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
     const WordVec subnormal = bit_cast<WordVec>(bit_cast<Vec>(magnitude) + 16384.0f) - 0x46800000u;
-    return choose(as_mask(bit_cast<IntVec>(magnitude) < (121 << 23)), subnormal, normal);
+    return choose(bit_cast<IntVec>(magnitude) < (121 << 23), subnormal, normal);
   }
   static WordVec decode(WordVec code) {
     const WordVec normal = (code << 20) + (120u << 23);
     const WordVec subnormal = bit_cast<WordVec>(__builtin_convertvector(code & 7u, Vec) * 0x1p-9f);
-    const WordVec finite = choose(as_mask(bit_cast<IntVec>(code) < 8), subnormal, normal);
-    return choose(as_mask(bit_cast<IntVec>(code) == 0x7f), WordVec{} + kNan, finite);
+    const WordVec finite = choose(bit_cast<IntVec>(code) < 8, subnormal, normal);
+    return choose(bit_cast<IntVec>(code) == 0x7f, WordVec{} + kNan, finite);
   }
 };
 
@@ -57,13 +55,13 @@ struct E5m2 {
   static WordVec encode(WordVec magnitude) {
     const WordVec normal = (magnitude - (112u << 23) + 0xfffffu + ((magnitude >> 21) & 1u)) >> 21;
     const WordVec subnormal = bit_cast<WordVec>(bit_cast<Vec>(magnitude) + 128.0f) - 0x43000000u;
-    return choose(as_mask(bit_cast<IntVec>(magnitude) < (113 << 23)), subnormal, normal);
+    return choose(bit_cast<IntVec>(magnitude) < (113 << 23), subnormal, normal);
   }
   static WordVec decode(WordVec code) {
     const WordVec normal = (code << 21) + (112u << 23);
     const WordVec subnormal = bit_cast<WordVec>(__builtin_convertvector(code & 3u, Vec) * 0x1p-16f);
-    const WordVec finite = choose(as_mask(bit_cast<IntVec>(code) < 4), subnormal, normal);
-    return choose(as_mask(bit_cast<IntVec>(code) >= 0x7c), (code << 21) | kInfinity, finite);
+    const WordVec finite = choose(bit_cast<IntVec>(code) < 4, subnormal, normal);
+    return choose(bit_cast<IntVec>(code) >= 0x7c, (code << 21) | kInfinity, finite);
   }
 };
 
@@ -71,9 +69,9 @@ template <typename Format>
 inline WordVec encode_fp8(Vec x) {
   const WordVec bits = bit_cast<WordVec>(x), magnitude = bits & ~kSign;
   const uint32_t most = bit_cast<uint32_t>(Format::kMost);
-  const WordVec is_nan = as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(kInfinity));
-  const WordVec is_large = as_mask(bit_cast<IntVec>(magnitude) > static_cast<int32_t>(most));
-  const WordVec code = Format::encode(choose(is_large, WordVec{} + most, magnitude));
+  const IntVec is_nan = bit_cast<IntVec>(magnitude) > static_cast<int32_t>(kInfinity);
+  const IntVec least = IntVec{} + static_cast<int32_t>(most), given = bit_cast<IntVec>(magnitude);
+  const WordVec code = Format::encode(bit_cast<WordVec>(given < least ? given : least));
   return choose(is_nan, WordVec{} + 0x7fu, code) | ((bits & kSign) >> 24);
 }
 
@@ -113,8 +111,13 @@ inline void store_vector(float* to, Vec from) { store(to, from); }
 
 inline void store_vector(Bf16* to, Vec from) {
   const WordVec bits = bit_cast<WordVec>(from), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const WordVec is_nan = as_mask(bit_cast<IntVec>(bits & ~kSign) > static_cast<int32_t>(kInfinity));
-  const HalfVec half = __builtin_convertvector(choose(is_nan, WordVec{} + 0x7fc0u, rounded), HalfVec);
+  const IntVec is_nan = bit_cast<IntVec>(bits & ~kSign) > static_cast<int32_t>(kInfinity);
+  const WordVec wide = choose(is_nan, WordVec{} + 0x7fc0u, rounded);
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
+  const __m256i half = _mm512_maskz_cvtepi32_epi16(0xffff, bit_cast<__m512i>(wide));
+#else
+  const HalfVec half = __builtin_convertvector(wide, HalfVec);
+#endif
   std::memcpy(to, &half, sizeof(half));
 }
 
@@ -213,8 +216,7 @@ inline float encode_int8_row(const T* row, int64_t size, std::byte* codes) {
   encode_row(row, size, codes, [&](Vec x) {
     const Vec ratio = x / step;
     const Vec bounded = ratio > most ? most : ratio < -most ? -most : ratio;
-    const WordVec is_number = as_mask(bounded == bounded);
-    const Vec rounded = bit_cast<Vec>(bit_cast<WordVec>(round_even(bounded)) & is_number);
+    const Vec rounded = bounded == bounded ? round_even(bounded) : Vec{};
     return bit_cast<WordVec>(__builtin_convertvector(rounded, IntVec)) & 0xffu;
   });
   return scale;
