@@ -299,25 +299,26 @@ pairs = torch.tensor([[6, 0]])
 """
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", USE + code], text=True, capture_output=True, timeout=120)
+def run(code, folder) -> str:
+    done = subprocess.run([sys.executable, "-c", USE + code], text=True, capture_output=True, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
 
 
-def test_the_interpreter_ends_after_the_transfers():
+def test_the_interpreter_ends_after_the_transfers(tmp_path):
     text = run(
         "import time\n"
         "engine.swap_out(pairs[:0], non_blocking=True)\n"
         "engine._transfers._stream.submit(lambda: time.sleep(0.3))\n"
-        "engine.swap_out(pairs, non_blocking=True, on_done=lambda t: print('done', t.seconds is not None))\n"
+        "engine.swap_out(pairs, non_blocking=True, on_done=lambda t: print('done', t.seconds is not None))\n",
+        tmp_path,
     )
     assert text == "done True\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_starts_anew():
+def test_a_forked_child_starts_anew(tmp_path):
     """The parent's transfer hangs at the fork. The child swaps on a thread of its own and ends, the parent goes on."""
     text = run(
         "gate = threading.Event()\n"
@@ -334,7 +335,8 @@ def test_a_forked_child_starts_anew():
         "    raise SystemExit\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), held.is_done())\n"
         "gate.set(); held.wait()\n"
-        "print(engine.cpu_cache[0][:, 0].unique().tolist(), engine.cpu_cache[0][:, 1].unique().tolist())\n"
+        "print(engine.cpu_cache[0][:, 0].unique().tolist(), engine.cpu_cache[0][:, 1].unique().tolist())\n",
+        tmp_path,
     )
     assert text.splitlines() == ["[3.0] 0", "0 False", "[3.0] [0.0]"]
 
