@@ -14,6 +14,7 @@ class TokenView {
   TokenView(const int64_t* tokens, int64_t size) : wide_(tokens), size_(size) {}
 
   int64_t size() const { return size_; }
+  int64_t at(int64_t i) const { return wide_ ? wide_[i] : narrow_[i]; }
 
   // How many tokens from `start` on equal those at `stored`, one after the other, `count` at most.
   int64_t common_prefix(int64_t start, const int32_t* stored, int64_t count) const;
