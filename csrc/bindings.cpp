@@ -452,16 +452,25 @@ void bind_slot_tree(py::module_& m) {
 }
 
 // alloc and free take less time than pybind11 takes to call them, so they are methods of CPython's own kind. A method's
-// descriptor checks the type of `self`.
-SlotAllocator& slot_allocator(PyObject* self) { return *py::cast<SlotAllocator*>(py::handle(self)); }
+// descriptor checks the type of `self`, which has no subclasses; what it lacks before __init__ is checked here.
+SlotAllocator* slot_allocator(PyObject* self) {
+  const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  if (held.holder_constructed()) return held.value_ptr<SlotAllocator>();
+  PyErr_SetString(PyExc_TypeError, "SlotAllocator.__init__() must be called first");
+  return nullptr;
+}
 
-PyObject* alloc_slot(PyObject* self, PyObject*) { return PyLong_FromLongLong(slot_allocator(self).alloc()); }
+PyObject* alloc_slot(PyObject* self, PyObject*) {
+  SlotAllocator* allocator = slot_allocator(self);
+  return allocator ? PyLong_FromLongLong(allocator->alloc()) : nullptr;
+}
 
 PyObject* free_slot(PyObject* self, PyObject* slot) {
-  const int64_t number = PyLong_AsLongLong(slot);
+  SlotAllocator* allocator = slot_allocator(self);
+  const int64_t number = allocator ? PyLong_AsLongLong(slot) : -1;
   if (number == -1 && PyErr_Occurred()) return nullptr;
   try {
-    slot_allocator(self).free(number);
+    allocator->free(number);
   } catch (const InvalidArgument& e) {
     PyErr_SetString(PyExc_ValueError, e.what());
     return nullptr;
@@ -479,7 +488,8 @@ void add_method(py::handle type, PyMethodDef& method) {
 void bind_slots(py::module_& m) {
   static PyMethodDef alloc{"alloc", alloc_slot, METH_NOARGS, nullptr};
   static PyMethodDef free{"free", free_slot, METH_O, nullptr};
-  py::class_<SlotAllocator> allocator(m, "SlotAllocator", "Hands out whole-sequence slots; see kvpage/_C.pyi.");
+  py::class_<SlotAllocator> allocator(m, "SlotAllocator", py::is_final(),
+                                      "Hands out whole-sequence slots; see kvpage/_C.pyi.");
   add_method(allocator, alloc);
   add_method(allocator, free);
   allocator.def(py::init<int64_t>(), py::arg("max_slots"))
