@@ -169,10 +169,11 @@ class _KVUse:
     all; when one below it goes, it takes that one's place.
     """
 
-    __slots__ = ("clock", "num_kv", "newer", "older")
+    __slots__ = ("clock", "era", "num_kv", "newer", "older")
 
     def __init__(self) -> None:
         self.clock = 0
+        self.era = 0  # the next one begins when a node gets K and V above others, whose keeper it then is
         self.num_kv = 0
         self.newer: Any = self
         self.older: Any = self
@@ -201,7 +202,18 @@ class DynamicTokenTrie(TokenTrie):
     as used when it is added, touched or given K and V, and whenever one below it is.
     """
 
-    __slots__ = ("depth", "last_access", "newer", "num_live", "older", "parent", "_kv", "_use")
+    __slots__ = (
+        "depth",
+        "last_access",
+        "newer",
+        "num_live",
+        "older",
+        "parent",
+        "_keeper",
+        "_keeper_era",
+        "_kv",
+        "_use",
+    )
 
     depth: int
     parent: Self | None
@@ -222,6 +234,8 @@ class DynamicTokenTrie(TokenTrie):
         self.last_access = 0  # by the trie's clock; of a node with others below, one of those may be later
         self.older: Any = None  # neighbours in the ring of _KVUse
         self.newer: Any = None
+        self._keeper: Self | None = None  # what find_keeper found in that era, or what has no K and V any more
+        self._keeper_era = -1
         self._use = _KVUse() if parent is None else parent._use
         self._kv: Any = None
         self.store_kv(past_key_values)
@@ -240,18 +254,16 @@ class DynamicTokenTrie(TokenTrie):
     def touch(self) -> None:
         """This node, and with it all above it, are the last used.
 
-        Goes up only to the nearest node with K and V: what is above that cannot be evicted before it.
+        Only the nearest with K and V takes note: what is above that cannot be evicted before it.
         """
         use = self._use
         use.clock += 1
-        node = self
-        while node._kv is None and node.parent is not None:
-            node.last_access = use.clock
-            node = node.parent
-        node.last_access = use.clock
-        if node._kv is not None:
-            use.unlist(node)
-            use.list_before(use, node)
+        self.last_access = use.clock
+        keeper = self._find_keeper()
+        if keeper._kv is not None:
+            keeper.last_access = use.clock
+            use.unlist(keeper)
+            use.list_before(use, keeper)
 
     def store_kv(self, past_key_values: Any) -> None:
         """Gives the node K and V, unless it has some already or None is given."""
@@ -365,10 +377,22 @@ class DynamicTokenTrie(TokenTrie):
         with_kv = [node for node in nodes if node._kv is not None]
         return sorted(with_kv, key=lambda node: (used[node], -node.depth))
 
+    def _find_keeper(self) -> Self:
+        """The nearest node at or above this one with K and V, or the root. All on the way remember it."""
+        era, passed, node = self._use.era, [], self
+        while node._kv is None and node.parent is not None:
+            passed.append(node)
+            known = node._keeper if node._keeper_era == era else None
+            node = node.parent if known is None else known
+        for below in passed:
+            below._keeper, below._keeper_era = node, era
+        return node
+
     def _keep_kv(self, kv: Any) -> None:
         use = self._use
         if self._kv is None:
             use.num_kv += 1
+            use.era += bool(self.children)
             if self.num_live == 0:
                 self._enliven()
         self._kv = kv
