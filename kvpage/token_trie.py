@@ -10,11 +10,16 @@ slices. So what is evicted is freed.
 No call recurses, so a path may be as long as it likes. None is safe to use from several threads.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 LOGITS_AT_ONCE = 1 << 22  # in log_softmax: what is needed beside the result
 KV_AT_ONCE = 1 << 14  # elements: they stay in the CPU's cache, and torch does not wake its threads for them
@@ -100,7 +105,7 @@ class TokenTrie:
     logprobs: torch.Tensor | None
     past_key_values: Any
 
-    def __init__(self, parent: "TokenTrie | None" = None, logprobs: torch.Tensor | None = None) -> None:
+    def __init__(self, parent: TokenTrie | None = None, logprobs: torch.Tensor | None = None) -> None:
         """A node that is in nobody's `children` yet; add_token makes those. `parent` is not kept."""
         self.children = {}
         self.logprobs = logprobs
@@ -178,17 +183,17 @@ class _KVUse:
         self.newer: Any = self
         self.older: Any = self
 
-    def list_before(self, newer: "_KVUse | DynamicTokenTrie", node: "DynamicTokenTrie") -> None:
+    def list_before(self, newer: _KVUse | DynamicTokenTrie, node: DynamicTokenTrie) -> None:
         older = newer.older
         node.older, node.newer = older, newer
         older.newer = newer.older = node
 
-    def unlist(self, node: "DynamicTokenTrie") -> None:
+    def unlist(self, node: DynamicTokenTrie) -> None:
         if node.newer is not None:
             node.older.newer, node.newer.older = node.newer, node.older
             node.older = node.newer = None
 
-    def oldest_leaf(self) -> "DynamicTokenTrie":
+    def oldest_leaf(self) -> DynamicTokenTrie:
         """Requires one. Unlists nodes that come before their descendants, each once for every time that it was used."""
         while self.newer.num_live > 0:
             self.unlist(self.newer)
@@ -199,7 +204,8 @@ class DynamicTokenTrie(TokenTrie):
     """A TokenTrie whose K and V can be evicted by last use, the nodes and their logprobs remaining.
 
     past_key_values: K and V of the node's token, a tensor of whatever shape or any other object, or None. A node counts
-    as used when it is added, touched or given K and V, and whenever one below it is.
+    as used when it is added, touched or given K and V, and whenever one below it is. `children` is for reading:
+    add_token and extend_cache add to it, and nothing is taken out.
     """
 
     __slots__ = (
