@@ -72,7 +72,8 @@ int64_t SlotAllocator::version(int64_t slot) const {
 }
 
 void SlotAllocator::check_slot(int64_t slot) const {
-  check(slot >= 0 && slot < max_slots(), "slot must be between 0 and max_slots - 1 = ", max_slots() - 1, ", got ", slot);
+  check(slot >= 0 && slot < max_slots(), "slot must be between 0 and max_slots - 1 = ", max_slots() - 1, ", got ",
+        slot);
 }
 
 bool SlotAllocator::has_bit(int64_t slot) const { return levels_[0][slot / kWord] & bit(slot); }
