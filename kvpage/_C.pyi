@@ -329,3 +329,62 @@ class PrefixTree:
         `owned_ids`: the references held outside of the tree, an id once for each. Then also every count must agree with
         them, and free, cached and owned blocks must make up the pool.
         """
+
+# Whole-sequence slots.
+
+@final
+class SlotAllocator:
+    """Which slots of a cache with one slot a sequence are free, and how often each has been handed out.
+
+    All calls take constant time: a bitmap of two levels for 4,096 slots, and one level more for 64 times as many. A
+    slot's version is the number of times that `alloc` has given it out; while it is the same, nobody was given the slot
+    to write something else. Safe to use from several threads.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        """All slots are free, with version 0. ValueError unless 0 <= max_slots < 2**31."""
+    def alloc(self) -> int:
+        """The lowest free slot, with a new version; -1 if none is free."""
+    def free(self, slot: int, /) -> None:
+        """Its version stays, and so does what it holds, until it is handed out again.
+
+        ValueError if it is out of range or free; OverflowError beyond 64 bits.
+        """
+    def occupy(self, slot: int) -> None:
+        """Takes a free slot as it is, without a new version: to go on with what it holds.
+
+        ValueError if it is out of range or taken.
+        """
+    def is_free(self, slot: int) -> bool:
+        """ValueError if out of range."""
+    def version(self, slot: int) -> int:
+        """ValueError if out of range."""
+    @property
+    def free_count(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+
+_SlotMatch = tuple[int, int, int] | tuple[int, None, None]  # prefix_len, slot, slot_ver
+
+class SlotTree:
+    """What kvpage.slots.PrefixCacheManager documents. Safe to use from several threads."""
+
+    def __init__(self, max_capacity: int) -> None: ...
+    def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int: ...
+    def find(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch: ...
+    def pin(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch: ...
+    def release(self, token_ids: _Integers, /) -> None: ...
+    def withdraw(self, slot: int, /) -> bool: ...
+    @property
+    def max_capacity(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_over(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_pins(self) -> int: ...
+    def check(self) -> None: ...

@@ -60,7 +60,9 @@ def test_public_names_exist():
     assert all(hasattr(kvpage, name) for name in kvpage.__all__)
 
 
-NATIVE = pytest.mark.parametrize("native", [_C.BlockPool, _C.PrefixTree, _C.Match, _C.PartMatch, _C.BlockCopier])
+NATIVE = pytest.mark.parametrize(
+    "native", [_C.BlockPool, _C.PrefixTree, _C.Match, _C.PartMatch, _C.BlockCopier, _C.SlotAllocator, _C.SlotTree]
+)
 
 
 @NATIVE
