@@ -45,7 +45,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["kvpage", "kvpage.serving", "kvpage.kernels"],
+    packages=["kvpage", "kvpage.events", "kvpage.serving", "kvpage.kernels"],
     package_dir={"kvpage.kernels": "kernels"},
     package_data={"kvpage": ["py.typed", "*.pyi"]},
     ext_modules=[Extension("kvpage._C", sources=[])],

@@ -18,6 +18,7 @@ from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.events import EventConfig
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.model_check import check_config, verify_model
 from kvpage.serving.model_limits import eos_token_ids, max_model_len, vocab_size
@@ -28,6 +29,8 @@ from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Step
+from kvpage.serving.telemetry import Telemetry
+from kvpage.serving.transfer_meter import TransferMeter
 from kvpage.tokens import Tokens, as_tokens
 
 
@@ -43,6 +46,7 @@ class Engine:
         cache: CacheEngine,
         scheduler: Scheduler,
         max_model_len: int,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.cache = cache
         self.scheduler = scheduler
@@ -55,6 +59,8 @@ class Engine:
         self._undelivered: list[StepOutput] = []
         self._num_arrivals = self._num_steps = self._num_finished = 0
         self._num_computed_tokens = self._num_generated_tokens = 0
+        self._meter = TransferMeter(cache)
+        self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
 
     @classmethod
     def from_model(
@@ -70,6 +76,8 @@ class Engine:
         host_policy: HostPolicy | None = None,
         load_or_compute: bool = True,
         pin_quota: int = 0,
+        events: EventConfig | None = None,
+        residency_sample_rate: float = 0.0,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -79,8 +87,11 @@ class Engine:
         enable_prefix_caching, share_parts, host_policy, pin_quota: see BlockManager. The host tier is as large as
             `cache_config.num_cpu_blocks`: what is evicted goes there, and what is preempted.
         load_or_compute: leave on the host what is expected to be computed faster than loaded, by the speeds measured.
+        events: publish what the cache holds, for routers; then `close` the engine. It needs the extra `events`.
+        residency_sample_rate: the part of the cached blocks, 0 to 1, of which `stats` tells how long they stay.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, and for a cache without any.
+        ModuleNotFoundError and zmq.ZMQError where events cannot be published.
         """
         if cache_config.num_gpu_blocks == 0:
             raise ValueError(
@@ -103,7 +114,14 @@ class Engine:
             pin_quota=pin_quota,
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
-        return cls(runner, cache, scheduler, _model_len(model, max_model_len))
+        length = _model_len(model, max_model_len)
+        return cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+
+    def close(self) -> None:
+        """Publishes the last events, and closes what `events` has opened; the engine goes on without. Without events
+        there is nothing to close.
+        """
+        self.telemetry.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -135,6 +153,7 @@ class Engine:
         return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
+        """May be called in another thread while the engine works; its numbers then are not all of one moment."""
         scheduler = self.scheduler
         return EngineStats(
             num_steps=self._num_steps,
@@ -149,6 +168,10 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_used_blocks=self.manager.num_blocks - self.manager.num_free_blocks,
             num_blocks=self.manager.num_blocks,
+            blocks=self.manager.stats(),
+            transfers=self._meter.stats(),
+            residency=self.telemetry.residency(),
+            num_lost_events=self.telemetry.num_lost_events,
         )
 
     # --- tokens ------------------------------------------------------------------------------------------------------
@@ -269,6 +292,12 @@ class Engine:
             )
 
     def _run_step(self) -> None:
+        try:
+            self._compute_batch()
+        finally:
+            self.telemetry.tell()
+
+    def _compute_batch(self) -> None:
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return
@@ -303,7 +332,7 @@ class Engine:
     def _move_blocks(self) -> None:
         moves, rule = self.manager.take_moves(), self.manager.space.rule
         begin = time.monotonic()
-        self.cache.move(moves)
+        self._meter.move(moves)
         if rule and self.cache.device.type == "cpu" and moves.num_blocks("swap_in"):
             num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
             rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)
