@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-SECONDS = tuple(digit * 10.0**power for power in range(-3, 5) for digit in (1, 3))  # 1 ms to 8 hours
+SECONDS = tuple(float(f"{digit}e{power}") for power in range(-3, 5) for digit in (1, 3))  # 1 ms to 8 hours
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,12 @@ They are read from `Engine.stats()` whenever the registry is asked, in whatever 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    message = "metrics need the extra 'metrics': pip install 'kvpage[metrics]'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 from kvpage.histogram import HistogramStats
 from kvpage.serving.engine import Engine

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvpage.events.config import Encoding
-from kvpage.events.schema import AllBlocksCleared, BlockStored, Event, EventBatch, merge, pack, split, unpack
+from kvpage.events.schema import DEVICE, AllBlocksCleared, BlockStored, Event, EventBatch, merge, pack, split, unpack
 
 
 class EventWindow:
@@ -53,7 +53,7 @@ class EventWindow:
         self._last_folded = seq, batch._replace(events=[])
 
     def _folded_events(self) -> list[Event]:
-        by_medium: dict[str | None, list[BlockStored]] = {}
-        for (medium, _), event in self._stored.items():
-            by_medium.setdefault(medium, []).append(event)
-        return [AllBlocksCleared(), *(event for events in by_medium.values() for event in merge(events))]
+        """The device first: a block on the host may follow one that is there only, but never the other way round."""
+        on_device = [event for event in self._stored.values() if event.medium == DEVICE]
+        elsewhere = [event for event in self._stored.values() if event.medium != DEVICE]
+        return [AllBlocksCleared(), *merge(on_device), *merge(elsewhere)]

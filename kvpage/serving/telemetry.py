@@ -37,12 +37,13 @@ class Telemetry:
 
     def close(self) -> None:
         """Tells what is left, and ends. Closing again does nothing; what was counted stays."""
+        if self._watch is None:
+            return
         self.tell()
         if self._stream is not None:
             self._stream.close()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._watch.close()
+        self._watch = None
 
     def residency(self) -> dict[str, ResidencyStats] | None:
         """By tier; None if it is not sampled."""

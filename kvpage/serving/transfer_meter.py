@@ -25,7 +25,7 @@ class TransferStats:
 
 
 class TransferMeter:
-    """Of one cache. On a GPU nothing is waited for: events on the stream take the time and are read when they are due."""
+    """Of one cache. On a GPU nothing is waited for: events on the stream take the time, and are read when due."""
 
     def __init__(self, cache: CacheEngine) -> None:
         self._cache = cache
