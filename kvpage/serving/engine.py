@@ -29,8 +29,8 @@ from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Step
-from kvpage.serving.telemetry import Telemetry
 from kvpage.serving.transfer_meter import TransferMeter
+from kvpage.telemetry import Telemetry
 from kvpage.tokens import Tokens, as_tokens
 
 

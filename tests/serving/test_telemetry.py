@@ -163,7 +163,7 @@ def test_a_missing_extra_is_named(tmp_path) -> None:
     code = HIDE.format(hidden=["zmq", "prometheus_client"]) + (
         "from kvpage import BlockPool, PrefixTree\n"
         "from kvpage.events import EventConfig\n"
-        "from kvpage.serving.telemetry import Telemetry\n"
+        "from kvpage.telemetry import Telemetry\n"
         "tree = PrefixTree(BlockPool(1), 1)\n"
         "for make in (lambda: Telemetry(tree, EventConfig(), 0.0), lambda: __import__('kvpage.metrics')):\n"
         "    try:\n"
@@ -182,7 +182,7 @@ def test_a_process_that_does_not_close_ends_all_the_same(tmp_path) -> None:
     code = (
         "from kvpage import BlockPool, PrefixTree\n"
         "from kvpage.events import EventConfig\n"
-        "from kvpage.serving.telemetry import Telemetry\n"
+        "from kvpage.telemetry import Telemetry\n"
         f"telemetry = Telemetry(PrefixTree(BlockPool(1), 1), EventConfig({FREE!r}, {FREE!r}), 0.0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=60)

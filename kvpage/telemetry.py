@@ -1,4 +1,4 @@
-"""Telemetry: what an engine tells of its cache besides its counters: events for routers, and how long blocks stay."""
+"""Telemetry: what a serving loop tells of its cache besides counters: events for routers, and how long blocks stay."""
 
 from typing import TYPE_CHECKING
 
