@@ -7,7 +7,10 @@
 namespace kvpage {
 namespace {
 
-int64_t steady_now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+int64_t steady_now() {
+  const auto since_epoch = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count();
+}
 
 // A node's block, as the one before another.
 int64_t reference(const TreeNode* node, int64_t block) {

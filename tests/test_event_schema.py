@@ -119,7 +119,7 @@ def test_hashes_are_a_chain_over_tokens_size_and_namespace():
 
 def test_namespaces_on_the_wire():
     assert events_of(b"", [1, 2]).extra_keys is None
-    assert events_of(b"\xff\x01", [1, 2]).extra_keys == [["ff01"]]
+    assert events_of(b"\xff\x01", [1, 2]).extra_keys == [["0xff01"]]
     event = events_of(b"ns", [1, 2, 3, 4], loras={b"ns": "my-lora"})
     assert (event.lora_name, event.extra_keys) == ("my-lora", [["my-lora"], ["my-lora"]])
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from kvpage.events.schema import DEVICE, HOST, AllBlocksCleared, BlockRemoved, BlockStored, Event, merge
+from kvpage.events.schema import DEVICE, HOST, AllBlocksCleared, BlockRemoved, BlockStored, Event, chains
 from kvpage.tree_watch import ChangeKind, TreeChanges, before
 
 _STORES = {
@@ -30,7 +31,7 @@ class _Block(NamedTuple):
 
     digest: bytes
     parent: int | None
-    tokens: bytes  # uint32
+    tokens: bytes  # uint32, in the machine's order
     namespace: bytes
     hash: int
 
@@ -50,33 +51,35 @@ class BlockEvents:
             self._blocks = {DEVICE: {}, HOST: {}}
             events.append(AllBlocksCleared())
         run = _Run(self, events)
-        tokens, namespaces = iter(changes.tokens), iter(changes.namespaces)
+        tokens, namespaces = _Tokens(changes.tokens), iter(changes.namespaces)
         for kind, block_id, value in changes.changes.tolist():
             if kind in _LEAVES:
                 medium = _LEAVES[kind]
                 run.add(False, medium, self._blocks[medium].pop(block_id))
                 continue
             medium = _STORES[kind]
-            if kind in _SOURCES:
-                block = self._blocks[_SOURCES[kind]][value]
-            else:
-                block = self._hashed(value, next(tokens), namespaces)
+            is_copy = kind in _SOURCES
+            block = self._blocks[_SOURCES[kind]][value] if is_copy else self._hashed(value, tokens, namespaces)
             self._blocks[medium][block_id] = block
             run.add(True, medium, block)
         run.end()
         return events
 
-    def stored(self, block: _Block, medium: str) -> BlockStored:
-        name = self._lora_names.get(block.namespace)
+    def stored(self, row: list[_Block], medium: str) -> BlockStored:
+        """Of blocks of which each is the parent of the next."""
+        parent, namespace = row[0].parent, row[0].namespace
+        name = self._lora_names.get(namespace)
         keys: list[list[str] | None] | None = None
         if name is not None:
-            keys = [[name]]
-        elif block.namespace:  # a salt goes into the first block's hash, and through it into all that follow
-            keys = [[_text(block.namespace)] if block.parent is None else None]
-        tokens = np.frombuffer(block.tokens, np.uint32).tolist()
-        return BlockStored([block.hash], block.parent, tokens, self._block_size, None, medium, name, keys)
+            keys = [[name] for _ in row]
+        elif namespace:  # a salt goes into the first block's hash, and through it into all that follow
+            keys = [None] * len(row)
+            keys[0] = [_text(namespace)] if parent is None else None
+        hashes = [block.hash for block in row]
+        tokens = np.frombuffer(b"".join(block.tokens for block in row), np.uint32).tolist()
+        return BlockStored(hashes, parent, tokens, self._block_size, None, medium, name, keys)
 
-    def _hashed(self, value: int, tokens: np.ndarray, namespaces: Iterator[bytes]) -> _Block:
+    def _hashed(self, value: int, tokens: "_Tokens", namespaces: Iterator[bytes]) -> _Block:
         reference = before(value)
         if reference is None:
             namespace = next(namespaces)
@@ -85,9 +88,25 @@ class BlockEvents:
             is_on_device, block_id = reference
             block = self._blocks[DEVICE if is_on_device else HOST][block_id]
             digest, parent, namespace = block.digest, block.hash, block.namespace
-        digest = hashlib.sha256(digest + tokens.astype("<i8").tobytes()).digest()
-        # Ids below zero stand for content that is no token; unsigned, as routers read tokens.
-        return _Block(digest, parent, tokens.tobytes(), namespace, int.from_bytes(digest[-8:], "big"))
+        wide, narrow = tokens.next_block()
+        digest = hashlib.sha256(digest + wide).digest()
+        return _Block(digest, parent, narrow, namespace, int.from_bytes(digest[-8:], "big"))
+
+
+class _Tokens:
+    """The tokens of inserted blocks, block by block, as bytes: converting all at once is cheaper than one by one."""
+
+    def __init__(self, tokens: npt.NDArray[np.int32]) -> None:
+        self._wide = tokens.astype("<i8").tobytes()
+        self._narrow = tokens.tobytes()
+        self._block_bytes = 4 * tokens.shape[1]
+        self._begin = 0
+
+    def next_block(self) -> tuple[bytes, bytes]:
+        """As int64, to be hashed, and as uint32, to be sent: ids below zero stand for content that is no token."""
+        begin, end = self._begin, self._begin + self._block_bytes
+        self._begin = end
+        return self._wide[2 * begin : 2 * end], self._narrow[begin:end]
 
 
 class _Run:
@@ -110,7 +129,8 @@ class _Run:
             return
         (is_stored, medium), blocks = self._kind, self._blocks
         if is_stored:
-            self._events += merge(self._owner.stored(block, medium) for block in blocks)
+            rows = chains({block.hash: (block.parent, block) for block in blocks})
+            self._events += [self._owner.stored(row, medium) for row in rows]
         else:
             self._events.append(BlockRemoved([block.hash for block in blocks], medium))
         self._kind, self._blocks = None, []
@@ -125,4 +145,4 @@ def _text(namespace: bytes) -> str:
     try:
         return namespace.decode()
     except UnicodeDecodeError:
-        return namespace.hex()
+        return f"0x{namespace.hex()}"

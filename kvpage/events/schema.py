@@ -8,9 +8,9 @@
 Fields that have a default and hold it are left out, in arrays at the end only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -18,6 +18,7 @@ from kvpage.events.config import Encoding
 
 DEVICE = "GPU"  # the medium of the device tier, whatever the device is: what is there needs no transfer
 HOST = "CPU"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +97,25 @@ def split(event: BlockStored) -> list[BlockStored]:
 
 def merge(events: Iterable[BlockStored]) -> list[BlockStored]:
     """As few events as say the same as these of one block each, all of one medium: a parent always before its child."""
-    by_hash = {event.block_hashes[0]: event for event in events}
-    children: dict[int | None, list[BlockStored]] = {}
-    for event in by_hash.values():
-        children.setdefault(event.parent_block_hash if event.parent_block_hash in by_hash else None, []).append(event)
-    merged, heads = [], children.get(None, [])[::-1]
+    blocks = {event.block_hashes[0]: (event.parent_block_hash, event) for event in events}
+    return [_joined(chain) for chain in chains(blocks)]
+
+
+def chains(blocks: Mapping[int, tuple[int | None, T]]) -> list[list[T]]:
+    """Blocks, given by hash with their parent's, in rows in which each is the parent of the next: a row ends where
+    several go on. A parent always comes before its child, also if that is in another row.
+    """
+    children: dict[int | None, list[int]] = {}
+    for block_hash, (parent, _) in blocks.items():
+        children.setdefault(parent if parent in blocks else None, []).append(block_hash)
+    rows, heads = [], children.get(None, [])[::-1]
     while heads:
-        chain = [heads.pop()]
-        while len(after := children.get(chain[-1].block_hashes[0], [])) == 1:
-            chain += after
+        row = [heads.pop()]
+        while len(after := children.get(row[-1], [])) == 1:
+            row.append(after[0])
         heads += after[::-1]
-        merged.append(_joined(chain))
-    return merged
+        rows.append([blocks[block_hash][1] for block_hash in row])
+    return rows
 
 
 def _joined(chain: Sequence[BlockStored]) -> BlockStored:
