@@ -462,6 +462,29 @@ void bind_match(py::module_& m) {
       .def_readonly("is_on_device", &PartMatch::is_on_device);
 }
 
+py::tuple change_arrays(const TreeChanges& taken, py::ssize_t block_size) {
+  py::array_t<int64_t> changes({static_cast<py::ssize_t>(taken.changes.size()), py::ssize_t{3}});
+  int64_t* out = changes.mutable_data();
+  for (const auto& [kind, id, value] : taken.changes) *out++ = static_cast<int64_t>(kind), *out++ = id, *out++ = value;
+  const auto num_tokens = static_cast<py::ssize_t>(taken.tokens.size());
+  py::array_t<int32_t> tokens({num_tokens / block_size, block_size});
+  std::copy(taken.tokens.begin(), taken.tokens.end(), tokens.mutable_data());
+  py::list namespaces;
+  for (const std::string& name : taken.namespaces) namespaces.append(py::bytes(name));
+  return py::make_tuple(taken.is_restart, taken.now, changes, tokens, namespaces);
+}
+
+py::tuple take_changes(PrefixTree& tree) {
+  const int64_t num_blocks = tree.num_cached() + tree.num_host_cached();
+  const TreeChanges taken = maybe_without_gil(num_blocks, [&] { return tree.take_changes(); });
+  try {
+    return change_arrays(taken, tree.block_size());
+  } catch (...) {  // what was taken is gone
+    tree.lose_changes();
+    throw;
+  }
+}
+
 void bind_tree(py::module_& m) {
   py::class_<PrefixTree, std::shared_ptr<PrefixTree>>(m, "PrefixTree", "Cached blocks by tokens; see kvpage/_C.pyi.")
       .def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
@@ -539,6 +562,9 @@ void bind_tree(py::module_& m) {
           },
           py::arg("tokens"), py::arg("namespace") = py::bytes())
       .def("clear", &PrefixTree::clear, py::call_guard<py::gil_scoped_release>())
+      .def("log_changes", &PrefixTree::log_changes, py::arg("max_bytes"))
+      .def("take_changes", &take_changes)
+      .def("lose_changes", &PrefixTree::lose_changes)
       .def("check", &check_tree, py::arg("owned_ids") = py::none(), py::arg("owned_host_ids") = py::none())
       .def_property_readonly("block_size", &PrefixTree::block_size)
       .def_property_readonly("has_host_tier", &PrefixTree::has_host_tier)

@@ -13,6 +13,7 @@
 // each node is passed once.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -37,10 +38,13 @@ class EvictionOrder {
     return a->priority != b->priority ? a->priority < b->priority : a->used_at < b->used_at;
   }
 
+  // The clock counts uses; from now on it also keeps up with the time, if a function is given.
+  void keep_time(int64_t (*now)()) { now_ = now; }
+
   // The node that was used last of all. Its priority stays what it is while it is listed.
   void push_newest(TreeNode* node) noexcept {
     Class& list = of(node);
-    node->used_at = ++clock_;
+    node->used_at = tick();
     list.use.push_newest(node);
     if (node->num_host_blocks > 0) list.host_use.push_newest(node);
     if (!list.on_device && node->num_device_blocks() > 0) list.on_device = node;
@@ -110,7 +114,14 @@ class EvictionOrder {
   }
 
   std::array<Class, kNumPriorities> classes_;
+  uint64_t tick() noexcept {
+    ++clock_;
+    if (now_) clock_ = std::max(clock_, static_cast<uint64_t>(now_()));
+    return clock_;
+  }
+
   uint64_t clock_ = 0;
+  int64_t (*now_)() = nullptr;  // the time, nanoseconds
 };
 
 }  // namespace kvpage

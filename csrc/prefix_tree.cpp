@@ -327,6 +327,7 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   // From here on nothing throws.
   pin_path(end, base.end_, base.priority_);
   fill_device(filled, taken.first(num_filled), nullptr);
+  log_inserted(end, tokens, fresh);
   append_edge(target, tokens, fresh);
   if (child) {
     child->num_pins = 1;
@@ -387,8 +388,9 @@ void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const in
     const int64_t count = std::min<int64_t>(node->num_blocks - begin, static_cast<int64_t>(block_ids.size()));
     const auto ids = block_ids.first(static_cast<size_t>(count));
     std::copy(ids.begin(), ids.end(), node->device_ids.extend(count));
-    if (pairs)
-      for (int64_t i = 0; i < count; ++i) pairs->emplace_back(node->host_ids.data()[begin + i], ids[i]);
+    const int32_t* host_ids = node->host_ids.data() + begin;
+    for (int64_t i = 0; pairs && i < count; ++i) pairs->emplace_back(host_ids[i], ids[i]);
+    for (int64_t i = 0; log_ && i < count; ++i) log_->add(ChangeKind::kPromoted, ids[i], host_ids[i]);
     block_ids = block_ids.subspan(ids.size());
     num_cached_ += count;
   }

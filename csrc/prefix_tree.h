@@ -44,6 +44,7 @@
 #include "eviction_order.h"
 #include "sibling_index.h"
 #include "token_view.h"
+#include "tree_log.h"
 #include "tree_node.h"
 
 namespace kvpage {
@@ -163,6 +164,17 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // if `match` is released or not wholly on the device.
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
+  // Follows what happens to blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
+  // take_changes is the whole tree. InvalidArgument if negative.
+  void log_changes(int64_t max_bytes);
+
+  // What was cached and given up since the last call, in order; or, where that was lost or nobody has asked before, all
+  // that is cached, as a restart. InvalidArgument if no log is kept.
+  TreeChanges take_changes();
+
+  // Makes the next answer a restart.
+  void lose_changes();
+
   // Throws std::runtime_error that names the broken invariant. With the references that the caller holds (an id once
   // for each), also that free, cached and owned blocks make up the pools, which then serve this tree alone.
   void check_invariants(std::optional<std::span<const int32_t>> owned_ids,
@@ -223,6 +235,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 
+  TreeChanges everything() const;
+  void log_inserted(const TreeNode* end, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;
+  void log_left(ChangeKind kind, const TreeNode* node, std::span<const int32_t> ids) noexcept;
+
   void check_nodes();
   void check_tiers();
   void check_siblings();
@@ -247,6 +263,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_evictable_ = 0;
   int64_t num_matches_ = 0;  // live ones
   std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
+  std::unique_ptr<TreeLog> log_;             // null unless it is asked for
+  uint64_t log_begin_ = 0;                   // on the steady clock
 };
 
 inline int64_t Match::num_tokens() const { return num_blocks_ * tree_->block_size(); }

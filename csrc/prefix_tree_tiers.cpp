@@ -201,7 +201,9 @@ void PrefixTree::make_room_before(const TreeNode* node, int64_t num_blocks, Demo
 
 void PrefixTree::leave_device(TreeNode* node, int64_t num_blocks) noexcept {
   if (num_blocks == 0) return;
-  pool_->drop(node->device_ids.span().last(static_cast<size_t>(num_blocks)));
+  const auto dropped = node->device_ids.span().last(static_cast<size_t>(num_blocks));
+  pool_->drop(dropped);
+  log_left(ChangeKind::kLeftDevice, node, dropped);
   num_cached_ -= num_blocks;
   num_evictable_ -= num_blocks;
   node->device_ids.truncate(node->num_device_blocks() - num_blocks);
@@ -233,6 +235,7 @@ bool PrefixTree::set_host_block(TreeNode* node, int64_t block, int32_t id, Demot
   }
   std::fill_n(ids.extend(lacking), lacking, kNoBlock);
   ids.set(block, id);
+  if (log_) log_->add(ChangeKind::kWritten, id, node->device_ids.data()[block]);
   ++num_host_cached_;
   const bool is_first = node->num_host_blocks++ == 0;
   if (node->num_pins > 0) return true;
@@ -285,6 +288,7 @@ void PrefixTree::drop_host(TreeNode* node, int64_t begin) noexcept {
     size_t first = end;
     while (first > 0 && ids[first - 1] != kNoBlock) --first;
     host_pool_->drop(ids.subspan(first, end - first));
+    log_left(ChangeKind::kLeftHost, node, ids.subspan(first, end - first));
     num_dropped += static_cast<int64_t>(end - first);
     end = first;
     while (end > 0 && ids[end - 1] == kNoBlock) --end;
@@ -334,6 +338,7 @@ void PrefixTree::forget_end(TreeNode* node, int64_t num_blocks) noexcept {
   if (num_blocks < node->num_device_blocks()) {
     const auto dropped = device_ids.subspan(static_cast<size_t>(num_blocks));
     pool_->drop(dropped);
+    log_left(ChangeKind::kLeftDevice, node, dropped);
     num_cached_ -= static_cast<int64_t>(dropped.size());
     num_evictable_ -= static_cast<int64_t>(dropped.size());
   }

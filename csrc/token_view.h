@@ -14,6 +14,9 @@ class TokenView {
   TokenView(const int64_t* tokens, int64_t size) : wide_(tokens), size_(size) {}
 
   int64_t size() const { return size_; }
+  TokenView last(int64_t count) const {
+    return wide_ ? TokenView(wide_ + size_ - count, count) : TokenView(narrow_ + size_ - count, count);
+  }
   int64_t at(int64_t i) const { return wide_ ? wide_[i] : narrow_[i]; }
 
   // How many tokens from `start` on equal those at `stored`, one after the other, `count` at most.

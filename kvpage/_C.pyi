@@ -330,6 +330,19 @@ class PrefixTree:
         them, and free, cached and owned blocks must make up the pool.
         """
 
+    # What happens to cached blocks, for TreeWatch: (is_restart, now, changes, tokens, namespaces), see there.
+    def log_changes(self, max_bytes: int) -> None:
+        """Keeps a log from now on, of at most so many bytes; 0 ends it. ValueError if negative."""
+    def take_changes(
+        self,
+    ) -> tuple[bool, int, npt.NDArray[np.int64], npt.NDArray[np.int32], list[bytes]]:
+        """What has happened since the last call, or, at first and where that was lost, all that is cached.
+
+        ValueError if no log is kept.
+        """
+    def lose_changes(self) -> None:
+        """Makes the next answer of take_changes all that is cached."""
+
 # Whole-sequence slots.
 
 @final

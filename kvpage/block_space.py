@@ -61,6 +61,11 @@ class SpaceStats:
     def miss_tokens(self) -> int:
         return self.query_tokens - self.device_hit_tokens - self.host_hit_tokens - self.part_hit_tokens
 
+    @property
+    def host_evicted_blocks(self) -> int:
+        """Cached blocks that have left the host, also those that were dropped."""
+        return self.demoted_blocks + self.written_blocks - self.num_cached_host_blocks
+
 
 class BlockSpace:
     """Pools and tree. Each method gives all or nothing. Not thread-safe."""

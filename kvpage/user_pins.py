@@ -23,7 +23,8 @@ class UserPins:
 
     @property
     def num_blocks(self) -> int:
-        return sum(match.num_blocks for match, _ in self._pins.values())
+        pins = list(self._pins.values())  # all at once: statistics may be asked for in another thread
+        return sum(match.num_blocks for match, _ in pins)
 
     def __len__(self) -> int:
         return len(self._pins)

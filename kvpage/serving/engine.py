@@ -19,6 +19,7 @@ from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import check_namespace
@@ -33,6 +34,8 @@ from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Step
 from kvpage.serving.token_stream import TokenStream
+from kvpage.serving.transfer_meter import TransferMeter
+from kvpage.telemetry import Telemetry
 from kvpage.tokens import Tokens, as_tokens
 
 
@@ -48,6 +51,7 @@ class Engine:
         cache: CacheEngine,
         scheduler: Scheduler,
         max_model_len: int,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.cache = cache
         self.scheduler = scheduler
@@ -62,6 +66,8 @@ class Engine:
         self._is_stepping = False
         self._num_arrivals = self._num_steps = self._num_finished = 0
         self._num_computed_tokens = self._num_generated_tokens = 0
+        self._meter = TransferMeter(cache)
+        self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
 
     @classmethod
     def from_model(
@@ -79,6 +85,8 @@ class Engine:
         pin_quota: int = 0,
         kv_scales: Sequence[KVScales] | Literal["calibrate"] | None = None,
         calibration_tokens: Tokens | None = None,
+        events: EventConfig | None = None,
+        residency_sample_rate: float = 0.0,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -91,9 +99,12 @@ class Engine:
         kv_scales: for a cache of 8-bit floats: one a layer, or "calibrate" to take them from what the model makes of
             calibration_tokens (by default a few of its vocabulary); None means 1. They are fixed before the first
             request, and `cache.kv_scales` tells them.
+        events: publish what the cache holds, for routers; then `close` the engine. It needs the extra `events`.
+        residency_sample_rate: the part of the cached blocks, 0 to 1, of which `stats` tells how long they stay.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
-        for scales that the cache takes none of or that leave nothing of the model.
+        for scales that the cache takes none of or that leave nothing of the model. ModuleNotFoundError and zmq.ZMQError
+        where events cannot be published.
         """
         if not isinstance(cache_config, CacheConfig):
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
@@ -118,7 +129,14 @@ class Engine:
             pin_quota=pin_quota,
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
-        return cls(runner, cache, scheduler, limited_model_len(model, max_model_len))
+        length = limited_model_len(model, max_model_len)
+        return cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+
+    def close(self) -> None:
+        """Publishes the last events, and closes what `events` has opened; the engine goes on without. Without events
+        there is nothing to close.
+        """
+        self.telemetry.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -151,6 +169,7 @@ class Engine:
         return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
+        """May be called in another thread while the engine works; its numbers then are not all of one moment."""
         scheduler = self.scheduler
         return EngineStats(
             num_steps=self._num_steps,
@@ -165,6 +184,10 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_used_blocks=self.manager.num_blocks - self.manager.num_free_blocks,
             num_blocks=self.manager.num_blocks,
+            blocks=self.manager.stats(),
+            transfers=self._meter.stats(),
+            residency=self.telemetry.residency(),
+            num_lost_events=self.telemetry.num_lost_events,
         )
 
     # --- tokens ------------------------------------------------------------------------------------------------------
@@ -298,6 +321,7 @@ class Engine:
         finally:
             self._is_stepping = False
             self._abort_dropped()
+            self.telemetry.tell()
 
     def _compute_batch(self) -> None:
         batch = self.scheduler.schedule()
@@ -334,7 +358,7 @@ class Engine:
     def _move_blocks(self) -> None:
         moves, rule = self.manager.take_moves(), self.manager.space.rule
         begin = time.monotonic()
-        self.cache.move(moves)
+        self._meter.move(moves)
         if rule and self.cache.device.type == "cpu" and moves.num_blocks("swap_in"):
             num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
             rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)

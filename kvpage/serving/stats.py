@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+from kvpage.block_manager import BlockStats
+from kvpage.block_moves import Kind
+from kvpage.block_residency import ResidencyStats
+from kvpage.serving.transfer_meter import TransferStats
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -12,6 +17,10 @@ class EngineStats:
         cache when they were first admitted.
     num_swaps: preemptions that kept on the host what was computed.
     num_used_blocks: held by running requests; cached blocks in nobody's use do not count.
+    blocks: both tiers: use, hits and misses in tokens, evictions, demotions, promotions.
+    transfers: blocks, bytes and seconds of moves, by kind.
+    residency: how long blocks stay, by tier; None unless sampled.
+    num_lost_events: batches of events that were dropped; None without events.
     """
 
     num_steps: int
@@ -26,6 +35,10 @@ class EngineStats:
     num_waiting: int
     num_used_blocks: int
     num_blocks: int
+    blocks: BlockStats
+    transfers: dict[Kind, TransferStats]
+    residency: dict[str, ResidencyStats] | None
+    num_lost_events: int | None
 
     @property
     def hit_rate(self) -> float:

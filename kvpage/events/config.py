@@ -1,0 +1,47 @@
+"""EventConfig: where and how the events of the cache are published."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Encoding = Literal["map", "array"]
+
+
+@dataclass(frozen=True, slots=True)
+class EventConfig:
+    """A stream of cache events over ZeroMQ, for routers. It needs the extra `events`.
+
+    endpoint: of the PUB socket, which binds there; loopback unless another address is given. A port of `*` takes a
+        free one. connect: connect there instead, to a router that has bound its SUB socket.
+    replay_endpoint: of a ROUTER socket that gives past batches again; None for none.
+    topic: the first frame of every message, which subscribers filter by.
+    window: batches that can be had again one by one; older ones as one batch that says what they came to.
+    high_water_mark: batches that may wait for the sending thread, and at the PUB socket for each subscriber.
+    encoding: "map", named fields, as vLLM sends events since its change 42892; "array" as before it, for subscribers
+        that know positions only.
+    data_parallel_rank: sent with every batch.
+    lora_names: the namespaces that are adapters, with their names; any other is sent as a cache salt. Salts and tokens
+        go out in clear: do not publish them to where prompts may not go.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    topic: str = ""
+    window: int = 10_000
+    high_water_mark: int = 100_000
+    encoding: Encoding = "map"
+    connect: bool = False
+    data_parallel_rank: int = 0
+    lora_names: Mapping[bytes, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 0), ("high_water_mark", 1), ("data_parallel_rank", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if "://" not in self.endpoint:
+            raise ValueError(f"endpoint must name a transport, as in tcp://127.0.0.1:5557, got {self.endpoint!r}")
+        if self.replay_endpoint is not None and "://" not in self.replay_endpoint:
+            raise ValueError(f"replay_endpoint must name a transport, or be None, got {self.replay_endpoint!r}")
+        if self.encoding not in ("map", "array"):
+            raise ValueError(f'encoding must be "map" or "array", got {self.encoding!r}')
