@@ -181,9 +181,9 @@ def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host
     assert life.num_refused > 10, "blocks were never scarce"
     assert (stats.hit_tokens > 1000 and stats.evicted_blocks > 100) == enable_prefix_caching, stats
     assert (life.num_parts > 10) == enable_prefix_caching
-    assert num_host_blocks == 0 or (life.model.num_swapped > 100 and life.num_restored > 10)
+    assert num_host_blocks == 0 or (life.model.num_swapped > 40 and life.num_restored > 5)
     if num_host_blocks and enable_prefix_caching:
-        assert stats.space.host_hit_tokens > 100 and stats.space.promoted_blocks > 10
+        assert stats.space.host_hit_tokens > 20 and stats.space.promoted_blocks > 5
         assert (stats.space.written_blocks > 0) == (after_hits is not None)
     for seq_id in list(life.model.tokens):
         life.manager.release(seq_id)

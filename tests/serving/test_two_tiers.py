@@ -56,7 +56,7 @@ def test_tokens_are_those_of_generate_while_blocks_come_and_go(expected, after_h
     engine = make_engine(14, 200, **options)
     rounds(engine, expected)
     space = engine.manager.stats().space
-    assert space.host_hit_tokens > 100 and space.promoted_blocks > 30 and space.evicted_blocks > 50, space
+    assert space.host_hit_tokens > 40 and space.promoted_blocks > 10 and space.evicted_blocks > 30, space
     assert (space.written_blocks > 5) == (after_hits is not None)
     assert engine.stats().num_preemptions > 3 and engine.stats().num_swaps > 3
 
