@@ -1,0 +1,1 @@
+"""Chunks that outlive the process and leave the machine."""
