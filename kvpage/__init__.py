@@ -7,7 +7,8 @@ from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up
 from kvpage import _C
 from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.backends import AttentionBackend, register_backend
-from kvpage.block_manager import Allocation, BlockManager, BlockStats
+from kvpage.block_manager import Allocation, BlockManager
+from kvpage.block_stats import BlockStats
 from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
 from kvpage.calibration import Calibration, calibrate

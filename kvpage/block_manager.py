@@ -18,18 +18,20 @@ CacheEngine.move, before each step:
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpage._C import Match, PartMatch
+from kvpage._C import PartMatch
+from kvpage.block_check import check_blocks, own_ids
 from kvpage.block_moves import BlockMoves
-from kvpage.block_space import BlockSpace, HostPolicy, SpaceStats
+from kvpage.block_space import BlockSpace, HostPolicy
+from kvpage.block_stats import BlockStats
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_counts, as_positions, check_namespace
+from kvpage.sequence_state import SequenceState, SwappedState
 from kvpage.tokens import Tokens, as_tokens
 
 SeqId = Hashable
@@ -45,55 +47,6 @@ class Allocation(NamedTuple):
 
     num_cached_tokens: int
     block_ids: Ids
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStats:
-    """Counters since the manager was made, and the state of the blocks now.
-
-    num_used_blocks: held by sequences, whether their own or pinned in the tree.
-    num_evictable_blocks: cached, in nobody's use.
-    space: the same of both tiers, in more detail.
-    """
-
-    num_blocks: int
-    num_free_blocks: int
-    num_evictable_blocks: int
-    num_used_blocks: int
-    num_sequences: int
-    query_tokens: int
-    hit_tokens: int
-    evicted_blocks: int
-    space: SpaceStats
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
-
-
-@dataclass(slots=True)
-class _Sequence:
-    row: int  # in BlockTables
-    match: Match  # pins the cached part
-    num_tokens: int  # that there is room for
-    num_written: int  # cached or committed
-    pending: Ids  # committed tokens of the last, not yet full block
-    is_forked: bool  # its last own block may be shared
-    namespace: bytes
-    priority: int
-    num_left: int = 0  # first own blocks that are given back, behind a sliding window
-
-
-@dataclass(slots=True)
-class _Swapped:
-    """A sequence that is off the device: what it had cached may be found again, its own blocks are on the host."""
-
-    first_block: int  # the place in the table of the first of host_ids
-    host_ids: Ids
-    num_written: int
-    pending: Ids
-    namespace: bytes
-    priority: int
 
 
 class BlockManager:
@@ -127,8 +80,8 @@ class BlockManager:
         self.space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
         self.pool, self.tree = self.space.pool, self.space.tree
         self._tables = BlockTables(block_size)
-        self._sequences: dict[SeqId, _Sequence] = {}
-        self._swapped: dict[SeqId, _Swapped] = {}
+        self._sequences: dict[SeqId, SequenceState] = {}
+        self._swapped: dict[SeqId, SwappedState] = {}
 
     def take_moves(self) -> BlockMoves:
         """What has to be copied before the next step, in order, for CacheEngine.move. Each is handed out once."""
@@ -161,7 +114,9 @@ class BlockManager:
         row = self._tables.add_row(match.block_ids)
         self._tables.extend(row, taken)
         pending = tokens[match.num_tokens : num_cached].copy()
-        self._sequences[seq_id] = _Sequence(row, match, len(tokens), num_cached, pending, False, namespace, priority)
+        self._sequences[seq_id] = SequenceState(
+            row, match, len(tokens), num_cached, pending, False, namespace, priority
+        )
         self.space.count_query(len(tokens), num_part)
         return Allocation(num_cached, self.block_ids(seq_id))
 
@@ -206,21 +161,30 @@ class BlockManager:
         seq.pending = pending[num_full * self.block_size :].copy() if self.enable_prefix_caching else pending[:0]
         seq.num_written += len(tokens)
 
-    def fork(self, seq_id: SeqId, new_seq_id: SeqId) -> None:
-        """A second sequence with the same tokens and blocks. Every token that there is room for must be committed."""
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
+        """A second sequence with the same tokens, or the first `num_tokens` of them, in the same blocks. Whichever
+        grows first into a block that both hold gets a copy of it.
+
+        ValueError if not every token that there is room for is committed, and for a num_tokens that ends within what
+        the sequence has cached or given back: those blocks are `allocate`'s to find.
+        """
         seq = self._sequences[seq_id]
         self._check_new(new_seq_id)
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
-        self.pool.share(self._own_ids(seq))
+        num_tokens = seq.num_tokens if num_tokens is None else num_tokens
+        fewest = min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
+        if not fewest <= num_tokens <= seq.num_tokens:
+            raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
+        ids = self._tables.ids(seq.row)[: self._blocks_for(num_tokens)].copy()
+        self.pool.share(ids[seq.match.num_blocks + seq.num_left :])
         seq.is_forked = True
-        row = self._tables.add_row(self._tables.ids(seq.row).copy())
-        self._sequences[new_seq_id] = _Sequence(
-            row,
+        self._sequences[new_seq_id] = SequenceState(
+            self._tables.add_row(ids),
             self.tree.pin(seq.match),
-            seq.num_tokens,
-            seq.num_written,
-            seq.pending,
+            num_tokens,
+            num_tokens,
+            seq.pending[: num_tokens - seq.match.num_tokens],
             True,
             seq.namespace,
             seq.priority,
@@ -262,17 +226,15 @@ class BlockManager:
         """Frees the sequence's device blocks: what is committed and not cached goes to host blocks of its own; what is
         cached is left to the tree, which may find it again, on either tier.
 
-        OutOfBlocks if the host lacks room, ValueError for a sequence that has given blocks back behind its window.
+        OutOfBlocks if the host lacks room.
         """
         seq = self._sequences[seq_id]
-        if seq.num_left:
-            raise ValueError(f"swap_out needs all of a sequence's blocks, {seq_id!r} has given {seq.num_left} back")
         own = self._own_ids(seq)
-        written = own[: self._blocks_for(seq.num_written) - seq.match.num_blocks].copy()
+        written = own[: self._blocks_for(seq.num_written) - seq.match.num_blocks - seq.num_left].copy()
         host_ids = self.space.take_host(len(written))
         self.space.move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
-        self._swapped[seq_id] = _Swapped(
-            seq.match.num_blocks, host_ids, seq.num_written, seq.pending, seq.namespace, seq.priority
+        self._swapped[seq_id] = SwappedState(
+            seq.match.num_blocks, host_ids, seq.num_written, seq.pending, seq.namespace, seq.priority, seq.num_left
         )
         self.pool.release(own)
         self.tree.release(seq.match)
@@ -295,7 +257,7 @@ class BlockManager:
             wanted if self.enable_prefix_caching else tokens[:0], swapped.namespace, swapped.priority
         )
         try:
-            taken = self.space.give(match, max(self._blocks_for(len(tokens)), match.num_blocks))
+            taken = self.space.give(match, max(self._blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
         except OutOfBlocks:
             self.tree.release(match)
             raise
@@ -309,10 +271,11 @@ class BlockManager:
                 pending = tokens[match.num_tokens : num_written].copy() if self.enable_prefix_caching else pending
         self.space.release_host(swapped.host_ids)
         row = self._tables.add_row(match.block_ids)
+        self._tables.extend(row, np.zeros(swapped.num_left, np.int32))
         self._tables.extend(row, taken)
         del self._swapped[seq_id]
-        self._sequences[seq_id] = _Sequence(
-            row, match, len(tokens), num_written, pending, False, swapped.namespace, swapped.priority
+        self._sequences[seq_id] = SequenceState(
+            row, match, len(tokens), num_written, pending, False, swapped.namespace, swapped.priority, swapped.num_left
         )
         return Allocation(num_written, self.block_ids(seq_id))
 
@@ -386,24 +349,7 @@ class BlockManager:
 
     def check(self) -> None:
         """Raises RuntimeError if an invariant is broken: of the pool, the tree, or of who owns which block."""
-        self.pool.check()
-        self.tree.check()
-        owned: dict[int, int] = {}
-        for seq_id, seq in self._sequences.items():
-            self._check_sequence(seq_id, seq)
-            for block_id in self._own_ids(seq).tolist():
-                owned[block_id] = owned.get(block_id, 0) + 1
-        for block_id, num_holders in owned.items():
-            if self.pool.ref_count(block_id) != num_holders:
-                raise RuntimeError(
-                    f"block {block_id} has {self.pool.ref_count(block_id)} references and {num_holders} holders"
-                )
-        self.space.check_host([i for swapped in self._swapped.values() for i in swapped.host_ids.tolist()])
-        if self.pool.num_free + self.tree.num_cached + len(owned) != self.num_blocks:
-            raise RuntimeError(
-                f"{self.pool.num_free} free + {self.tree.num_cached} cached + {len(owned)} owned "
-                f"is not {self.num_blocks}"
-            )
+        check_blocks(self.space, self._tables, self._sequences, self._swapped)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -423,10 +369,10 @@ class BlockManager:
             self.tree.release(part.match)
             raise
 
-    def _own_ids(self, seq: _Sequence) -> Ids:
-        return self._tables.ids(seq.row)[seq.match.num_blocks + seq.num_left :]
+    def _own_ids(self, seq: SequenceState) -> Ids:
+        return own_ids(self._tables, seq)
 
-    def _insert(self, seq: _Sequence, tokens: Ids, num_full: int) -> None:
+    def _insert(self, seq: SequenceState, tokens: Ids, num_full: int) -> None:
         begin = seq.match.num_blocks
         seq.match = self.tree.insert(tokens, self._own_ids(seq)[:num_full], after=seq.match)
         self._tables.replace(seq.row, begin, seq.match.block_ids_from(begin))
@@ -451,7 +397,7 @@ class BlockManager:
             if count < 0:
                 raise ValueError(f"num_new_tokens must not be negative, got {count} for {seq_id!r}")
 
-    def _to_copy(self, sequences: list[_Sequence]) -> list[_Sequence]:
+    def _to_copy(self, sequences: list[SequenceState]) -> list[SequenceState]:
         """Those whose partly filled last block another sequence reads too, but for the last holder of each block."""
         holders: dict[int, int] = {}
         copied = []
@@ -465,20 +411,13 @@ class BlockManager:
                 holders[block_id] = left - 1
         return copied
 
-    def _copy_on_write(self, sequences: list[_Sequence], fresh: Ids) -> None:
+    def _copy_on_write(self, sequences: list[SequenceState], fresh: Ids) -> None:
         old = [int(self._tables.ids(seq.row)[-1]) for seq in sequences]
         for seq, block_id in zip(sequences, fresh, strict=True):
             self._tables.replace(seq.row, self._tables.num_blocks(seq.row) - 1, np.array([block_id], np.int32))
             seq.is_forked = False
         self.space.move("copy", zip(old, fresh.tolist(), strict=True))
         self.pool.release(old)
-
-    def _check_sequence(self, seq_id: SeqId, seq: _Sequence) -> None:
-        ids = self._tables.ids(seq.row)
-        if len(ids) != self._blocks_for(seq.num_tokens):
-            raise RuntimeError(f"sequence {seq_id!r} has {len(ids)} blocks for {seq.num_tokens} tokens")
-        if not np.array_equal(ids[: seq.match.num_blocks], seq.match.block_ids):
-            raise RuntimeError(f"sequence {seq_id!r} and the tree differ in its cached blocks")
 
 
 def _some_tokens(tokens: Tokens) -> Ids:

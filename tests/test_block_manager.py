@@ -23,6 +23,7 @@ class Model:
         self.tokens: dict[int, list[int]] = {}
         self.namespaces: dict[int, bytes] = {}
         self.written: dict[int, int] = {}
+        self.left: dict[int, int] = {}  # tokens behind the window, whose blocks are given back
         self.num_swapped = 0
 
     def expected(self, seq_id: int, position: int) -> tuple:
@@ -43,7 +44,8 @@ class Model:
         self.do_moves()
         self.manager.check()
         for seq_id, end in self.written.items():
-            for position, slot in enumerate(self.manager.slot_mapping(seq_id, 0, end).tolist()):
+            start = min(self.left.get(seq_id, 0), end)
+            for position, slot in enumerate(self.manager.slot_mapping(seq_id, start, end).tolist(), start):
                 assert self.memory.device[slot] == self.expected(seq_id, position), (seq_id, position)
 
 
@@ -69,7 +71,7 @@ class RandomLife:
         self.manager = BlockManager(num_blocks, B, enable_prefix_caching, **options)
         self.swapped: dict[int, int] = {}  # tokens written of each
         self.handles: list[int] = []
-        self.num_parts = self.num_restored = 0
+        self.num_parts = self.num_restored = self.num_part_forks = self.num_left_blocks = 0
         self.model = Model(self.manager)
         self.next_id = 0
         self.num_refused = 0
@@ -85,7 +87,8 @@ class RandomLife:
         try:
             operations = [self.allocate, self.write, self.append, self.fork, self.release, self.swap_out, self.swap_in]
             hints = [self.pin, self.unpin, self.prefetch, self.drop]
-            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 1, 1, 1])[0]()
+            operations.append(self.leave)
+            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 1, 1, 1, 1])[0]()
         except OutOfBlocks as error:
             self.num_refused += 1
             assert before == self.state() or num_pinned > len(self.manager.space.pins)
@@ -122,10 +125,23 @@ class RandomLife:
         seq_id = self.any()
         if seq_id is None or self.model.written[seq_id] != len(self.model.tokens[seq_id]):
             return
+        model, num_tokens = self.model, len(self.model.tokens[seq_id])
+        fewest = num_tokens // B * B if self.manager.enable_prefix_caching else model.left.get(seq_id, 0)
+        wanted = self.rng.randint(max(fewest, 1), num_tokens)
+        self.num_part_forks += wanted < num_tokens
         self.next_id += 1
-        self.manager.fork(seq_id, self.next_id)
-        for table in (self.model.tokens, self.model.namespaces, self.model.written):
-            table[self.next_id] = table[seq_id]
+        self.manager.fork(seq_id, self.next_id, self.rng.choice([wanted, None]) if wanted == num_tokens else wanted)
+        model.tokens[self.next_id], model.written[self.next_id] = model.tokens[seq_id][:wanted], wanted
+        model.namespaces[self.next_id], model.left[self.next_id] = model.namespaces[seq_id], model.left.get(seq_id, 0)
+
+    def leave(self) -> None:
+        if (seq_id := self.any()) is not None:
+            num_tokens = self.rng.randint(0, self.model.written[seq_id])
+            num_blocks = self.manager.release_before(seq_id, num_tokens)
+            assert num_blocks == 0 or not self.manager.enable_prefix_caching
+            self.num_left_blocks += num_blocks
+            if num_blocks:
+                self.model.left[seq_id] = num_tokens // B * B
 
     def release(self) -> None:
         if self.swapped and self.rng.random() < 0.2:
@@ -137,6 +153,7 @@ class RandomLife:
             self.manager.release(seq_id)
             for table in (self.model.tokens, self.model.namespaces, self.model.written):
                 del table[seq_id]
+            self.model.left.pop(seq_id, None)
 
     def swap_out(self) -> None:
         if (seq_id := self.any()) is not None:
@@ -181,6 +198,7 @@ def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host
     assert life.num_refused > 10, "blocks were never scarce"
     assert (stats.hit_tokens > 1000 and stats.evicted_blocks > 100) == enable_prefix_caching, stats
     assert (life.num_parts > 10) == enable_prefix_caching
+    assert life.num_part_forks > 3 and (life.num_left_blocks > 5) != enable_prefix_caching
     assert num_host_blocks == 0 or (life.model.num_swapped > 40 and life.num_restored > 5)
     if num_host_blocks and enable_prefix_caching:
         assert stats.space.host_hit_tokens > 20 and stats.space.promoted_blocks > 5
@@ -364,6 +382,8 @@ BAD_CALLS = {
     "commit too much": (lambda m: m.commit(0, [1] * 99), ValueError, "room"),
     "unknown commit": (lambda m: m.commit(9, [1]), KeyError, "9"),
     "fork of uncommitted": (lambda m: m.fork(0, 9), ValueError, "committed"),
+    "fork of part of what is cached": (lambda m: m.fork(1, 9, B - 1), ValueError, r"num_tokens must be in \[4, 4\]"),
+    "fork of too many": (lambda m: m.fork(1, 9, B + 1), ValueError, r"num_tokens must be in \[4, 4\]"),
     "fork onto one in use": (lambda m: m.fork(0, 0), ValueError, "in use"),
     "unknown fork": (lambda m: m.fork(9, 10), KeyError, "9"),
     "unknown release": (lambda m: m.release(9), KeyError, "9"),
@@ -378,6 +398,8 @@ def test_bad_calls_raise_and_change_nothing(case):
     manager = BlockManager(16, B)
     manager.allocate(0, list(range(B + 1)))
     manager.commit(0, list(range(B)))
+    manager.allocate(1, list(range(1, B + 1)))
+    manager.commit(1, list(range(1, B + 1)))
     before = manager.stats(), manager.block_ids(0).tolist(), manager.slot_mapping(0, 0, B + 1).tolist()
     with pytest.raises(error, match=text):
         call(manager)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvpage.block_manager import BlockStats
 from kvpage.block_moves import Kind
 from kvpage.block_residency import ResidencyStats
+from kvpage.block_stats import BlockStats
 from kvpage.serving.transfer_meter import TransferStats
 
 
