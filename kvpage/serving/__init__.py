@@ -1,8 +1,8 @@
 """The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `serve`."""
 
 from kvpage.serving.engine import Engine
-from kvpage.serving.requests import RequestOutput, StepOutput
+from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.stats import EngineStats
 
-__all__ = ["Engine", "EngineStats", "RequestOutput", "SamplingParams", "StepOutput"]
+__all__ = ["Engine", "EngineStats", "RequestOutput", "Sample", "SamplingParams", "StepOutput"]

@@ -119,15 +119,18 @@ def _attend_gathered(
     step: Step,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Sequence by sequence, over K and V copied out of the blocks; those of a sequence that begins are at hand."""
+    """Sequence by sequence, over K and V copied out of the blocks as far as the window reaches; those of a sequence
+    that begins are at hand.
+    """
     layout, outputs, begin = step.layout, [], 0
     for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
         rows = slice(begin, begin + num_queries)
         keys, values = key[rows], value[rows]
         if num_keys > num_queries or layout.dtype != key.dtype:
             tables, dtype = step.block_tables[index : index + 1], _row_dtype(key.dtype, layout)
+            start = 0 if options.window is None else max(num_keys - num_queries - options.window + 1, 0)
             gathered = ops.gather_cache(
-                step.caches[layer], tables, [num_keys], layout, scales=step.scales.get(layer), dtype=dtype
+                step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
             )
             keys, values = (
                 part[..., : rows.shape[-1]].to(rows.dtype)

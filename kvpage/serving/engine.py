@@ -8,7 +8,7 @@ Everything happens inside `step()`: between two steps the caller's model is its 
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -115,7 +115,7 @@ class Engine:
         check_config(model)
         model_config = ModelConfig.from_hf(model.config, model.dtype)
         runner = ModelRunner(model)
-        verify_model(runner, cache_config, model_config)
+        window = verify_model(runner, cache_config, model_config)
         cache = _make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
         block_bytes = CacheEngine.get_cache_block_size(cache_config, model_config)
         manager = BlockManager(
@@ -128,7 +128,7 @@ class Engine:
             rule=LoadOrCompute(block_bytes, cache_config.block_size) if load_or_compute else None,
             pin_quota=pin_quota,
         )
-        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens, window)
         length = limited_model_len(model, max_model_len)
         return cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
 
@@ -158,9 +158,12 @@ class Engine:
         if request_id not in self._requests:
             raise KeyError(f"request_id must be that of an unfinished request, got {request_id!r}")
         request = self._requests.pop(request_id)
-        self.scheduler.finish(request)
+        for one in request.samples:
+            if one.finish_reason is None:
+                self.scheduler.finish(one)
+                one.finish_reason = "abort"
         self._num_finished += 1
-        request.finish_reason = "abort"
+        request.is_aborted = True
         return request.output()
 
     @property
@@ -235,8 +238,10 @@ class Engine:
     def stream(self, tokens: Tokens, params: SamplingParams) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
-        The request is queued at once; closing or dropping the iterator aborts it.
+        The request is queued at once; closing or dropping the iterator aborts it. ValueError for params.n > 1.
         """
+        if check_params(params).n != 1:
+            raise ValueError(f"n must be 1 for a stream, got {params.n}")
         sink: deque[StepOutput] = deque()
         request = self._add(tokens, params, None, b"", sink)
 
@@ -252,7 +257,7 @@ class Engine:
         """Steps until something is in the sink. RuntimeError if one of its requests was aborted by somebody else."""
         while not sink:
             for request in requests:
-                if request.finish_reason == "abort":
+                if request.is_aborted:
                     raise RuntimeError(f"request {request.request_id!r} was aborted")
             self._run_step()
 
@@ -327,14 +332,18 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return
-        sampled = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        due = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        forks = {request: request.forks() for request in due if request.num_forks_due}
+        sampled = due + [fork for each in forks.values() for fork in each]
         begin = time.monotonic()
         try:
-            tokens = sample(self._forward(batch), sampled)
+            tokens = sample(_with_forks(self._forward(batch), due, forks), sampled)
         except BaseException:  # an interrupt too must leave no request without its blocks
             self.scheduler.requeue(batch)
             raise
         self.scheduler.complete(batch)
+        for request, each in forks.items():
+            self.scheduler.fork(request, each)
         self._num_steps += 1
         self._num_computed_tokens += batch.num_tokens
         now = time.monotonic()
@@ -346,7 +355,7 @@ class Engine:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The logits of the last tokens of the chunks that are their request's last: [their number, vocab_size]."""
         self._move_blocks()
-        ids = [chunk.request.request_id for chunk in batch.chunks]
+        ids = [chunk.request.seq_id for chunk in batch.chunks]
         starts, ends = [chunk.start for chunk in batch.chunks], [chunk.end for chunk in batch.chunks]
         last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
         wanted = last_rows[[chunk.is_last for chunk in batch.chunks]]
@@ -365,14 +374,25 @@ class Engine:
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self._num_generated_tokens += 1
-        output = None
-        if request.append(token, now):
+        output, finish_reason = None, request.append(token, now)
+        if finish_reason:
             self.scheduler.finish(request)
+        if request.first.is_over:
             del self._requests[request.request_id]
             self._num_finished += 1
-            output = request.output()
+            output = request.first.output()
         sink = self._undelivered if request.sink is None else request.sink
-        sink.append(StepOutput(request.request_id, token, output))
+        sink.append(StepOutput(request.request_id, token, request.sample_index, finish_reason, output))
+
+
+def _with_forks(
+    logits: torch.Tensor, requests: Sequence[Request], forks: Mapping[Request, Sequence[Request]]
+) -> torch.Tensor:
+    """A row for each request, then one for each of its forks: [len(requests) + number of forks, vocab_size]."""
+    if not forks:
+        return logits
+    rows = {request: row for row, request in enumerate(requests)}
+    return logits[list(rows.values()) + [rows[request] for request, each in forks.items() for _ in each]]
 
 
 def _make_cache(

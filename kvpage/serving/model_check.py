@@ -43,20 +43,24 @@ def check_config(model: PreTrainedModel) -> None:
         raise ValueError(f"layers must be of {', '.join(KNOWN_LAYERS)}, {name} has {', '.join(sorted(unknown))}")
 
 
-def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
-    """Computes a little over a few blocks of its own. ValueError, with the reason, if the model cannot be served."""
+def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
+    """Computes a little over a few blocks of its own. ValueError, with the reason, if the model cannot be served.
+
+    Returns how many tokens, the newest included, the attention of any layer reaches back to, if all layers slide.
+    """
     name = type(runner.model).__name__
-    error, dtype = _paged_error(runner, unquantized(cache_config, model_config), model_config, None)
+    error, dtype, windows = _paged_error(runner, unquantized(cache_config, model_config), model_config, None)
     limit = MAX_ERROR if min(runner.model.dtype.itemsize, dtype.itemsize) >= 4 else MAX_ERROR_HALF
     if not error <= limit:  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 def verify_quantized(
     runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
 ) -> None:
     """ValueError if blocks that quantise with these scales, or their dtype, leave nothing of the model's logits."""
-    error, dtype = _paged_error(runner, cache_config, model_config, kv_scales)
+    error, dtype, _ = _paged_error(runner, cache_config, model_config, kv_scales)
     if not error <= MAX_ERROR_QUANTIZED:
         raise ValueError(
             f"logits over blocks of {dtype} must be near the model's own, with these scales they are {error:.1e} off "
@@ -72,16 +76,16 @@ def unquantized(cache_config: CacheConfig, model_config: ModelConfig) -> CacheCo
 
 def _paged_error(
     runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
-) -> tuple[float, torch.dtype]:
-    """How far the logits over blocks are from the model's own, relatively, and the blocks' dtype."""
+) -> tuple[float, torch.dtype, list[int | None]]:
+    """How far the logits over blocks are from the model's own, relatively, the blocks' dtype, the layers' windows."""
     model = runner.model
     sequences = probe_tokens(vocab_size(model))
     expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
     blocks_each = -(-max(map(len, sequences)) // cache_config.block_size)
     config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
-    found = _paged_logits(runner, engine, sequences, blocks_each)
-    return _relative_error(found, expected), engine.layout.dtype
+    found, windows = _paged_logits(runner, engine, sequences, blocks_each)
+    return _relative_error(found, expected), engine.layout.dtype, windows
 
 
 def probe_tokens(vocab_size: int) -> list[np.ndarray]:
@@ -98,8 +102,8 @@ def _own_logits(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
 
 def _paged_logits(
     runner: ModelRunner, engine: CacheEngine, sequences: list[np.ndarray], blocks_each: int
-) -> torch.Tensor:
-    """The logits of all tokens of all sequences, one sequence after the other."""
+) -> tuple[torch.Tensor, list[int | None]]:
+    """The logits of all tokens of all sequences, one sequence after the other, and the window of each layer."""
     tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for piece in range(len(PIECES[0]) - 1):
@@ -112,7 +116,7 @@ def _paged_logits(
         _check_calls(runner.model, engine, step)
         for kept, part in zip(rows, logits.split([len(tokens) for tokens in pieces]), strict=True):
             kept.append(part)
-    return torch.cat([part for parts in rows for part in parts])
+    return torch.cat([part for parts in rows for part in parts]), [window for _, window in step.calls]
 
 
 def _slots(tables: np.ndarray, starts: list[int], ends: list[int], block_size: int) -> np.ndarray:

@@ -7,11 +7,16 @@
 
 A request waits (it has no blocks: num_computed = num_room = 0) or runs. While num_computed < num_room it is in prefill;
 a decoding request has one token, its newest, that has no room yet: num_room = num_tokens - 1.
+
+A request for n samples is computed as one until its prompt is done; then it is forked into n of them, which share the
+prompt's blocks and go their own ways from the first token on. The one that was there first is the `first` of the others
+and speaks for all.
 """
 
 import secrets
 import time
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,35 +29,57 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What came of a request.
+class Sample:
+    """One continuation of a prompt.
 
     token_ids: the generated tokens, the stop token included.
     finish_reason: "stop" (a stop or end-of-sequence token), "length" (max_tokens) or "abort".
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What came of a request.
+
+    samples: `SamplingParams.n` of them; fewer if it was aborted before its first token.
     num_cached_tokens: leading tokens of the prompt whose K and V were found in the cache when it was first admitted.
     arrival_time, first_token_time, finish_time: seconds of time.monotonic(); None for a first token that never came.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    finish_reason: FinishReason
+    samples: tuple[Sample, ...]
     num_cached_tokens: int
     arrival_time: float
     first_token_time: float | None
     finish_time: float
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """That of the first sample."""
+        return self.samples[0].finish_reason
+
 
 class StepOutput(NamedTuple):
-    """The token that a step gave a request; `output` with its last one."""
+    """The token that a step gave a request.
+
+    sample_index: of the sample that it belongs to. finish_reason: with the sample's last token. output: with the last
+        token of the last sample.
+    """
 
     request_id: str
     token_id: int
+    sample_index: int = 0
+    finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.output.finish_reason if self.output else None
 
 
 class Request:
@@ -69,6 +96,11 @@ class Request:
         sink: deque[StepOutput] | None = None,
     ) -> None:
         self.request_id = request_id
+        self.seq_id: Hashable = request_id  # in the block manager
+        self.sample_index = 0
+        self.first = self
+        self.samples: list[Request] = [self]  # of the first: all that there are by now, itself among them
+        self.is_aborted = False
         self.params = params
         self.arrival = arrival
         self.namespace = namespace
@@ -83,6 +115,18 @@ class Request:
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_forks_due(self) -> int:
+        """How many more requests it will become."""
+        return self.params.n - len(self.samples) if self.first is self else 0
+
+    @property
+    def is_over(self) -> bool:
+        """All samples of its prompt have finished."""
+        return self.is_aborted or not (
+            self.num_forks_due or any(sample.finish_reason is None for sample in self.first.samples)
+        )
 
     @property
     def num_generated(self) -> int:
@@ -114,14 +158,31 @@ class Request:
             self.finish_reason = "length"
         return self.finish_reason
 
+    def forks(self) -> list["Request"]:
+        """The requests that it will become besides itself, each with a seed of its own. They have no blocks, and it
+        does not know of them: the scheduler's fork is what makes them real.
+        """
+        return [self._fork(index) for index in range(len(self.samples), len(self.samples) + self.num_forks_due)]
+
+    def _fork(self, index: int) -> "Request":
+        fork = Request(
+            self.request_id, self.prompt, self.params, self.arrival, self.stop_ids, self.namespace, self.sink
+        )
+        fork.seq_id, fork.sample_index, fork.first = (self.request_id, index), index, self
+        fork.seed = (self.seed + index) % MAX_SEED
+        fork.num_cached_tokens = self.num_cached_tokens
+        return fork
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        return self.tokens[: self.num_prompt_tokens]
+
     def output(self) -> RequestOutput:
-        """What came of a request that has finished."""
-        assert self.finish_reason is not None
+        """What came of a request all of whose samples have finished, or that was aborted. Asked of the first."""
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=self.tokens[: self.num_prompt_tokens].tolist(),
-            token_ids=self.generated_token_ids,
-            finish_reason=self.finish_reason,
+            prompt_token_ids=self.prompt.tolist(),
+            samples=tuple(Sample(one.generated_token_ids, one.finish_reason or "abort") for one in self.samples),
             num_cached_tokens=self.num_cached_tokens or 0,
             arrival_time=self.arrival_time,
             first_token_time=self.first_token_time,

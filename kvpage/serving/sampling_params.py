@@ -19,6 +19,7 @@ class SamplingParams:
     stop_token_ids: a request ends with the first of these; it is the last token of the output.
     ignore_eos: do not end with the end-of-sequence tokens of the model's generation config.
     priority: 0 to 7; what requests of a higher one leave in the cache is evicted later.
+    n: samples of one prompt, which is computed once; sample i draws what a request with the seed `seed + i` would.
     """
 
     max_tokens: int = 16
@@ -29,6 +30,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     priority: int = 0
+    n: int = 1
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
@@ -43,6 +45,10 @@ class SamplingParams:
             raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
         if not _is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
             raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
+        if not _is_int(self.n) or self.n < 1:
+            raise ValueError(f"n must be a positive integer, got {self.n!r}")
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 with a temperature of 0, which draws the same every time, got {self.n}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not all(_is_int(token) for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
@@ -56,10 +62,11 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_params(params: SamplingParams) -> None:
-    """TypeError unless they are SamplingParams."""
+def check_params(params: SamplingParams) -> SamplingParams:
+    """The same. TypeError unless they are SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+    return params
 
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:

@@ -10,7 +10,8 @@ Every request finishes. `add` refuses what does not fit into all blocks together
 decoding requests first, and admits nothing before every running request has got what it wants; so a running prefill
 waits at most for a finite number of decodes. Only the youngest running request is preempted, hence never the oldest
 while another runs, and alone it cannot lack blocks: all others are free or evictable. So the oldest running request
-gets to its end, then the next one. The oldest waiting request is passed over only while another's prefill computes
+gets to its end, then the next one; of the samples of one prompt, each a request from its first token on, the first
+counts as the oldest. The oldest waiting request is passed over only while another's prefill computes
 blocks that it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is
 free.
 """
@@ -49,15 +50,21 @@ class Batch:
 
 
 class Scheduler:
-    """Requests in two lists, their blocks in `manager`. A batch ends in `complete` or in `requeue`."""
+    """Requests in two lists, their blocks in `manager`. A batch ends in `complete` or in `requeue`.
 
-    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    window: of the attention of all layers; None if one of them sees everything.
+    """
+
+    def __init__(
+        self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, window: int | None = None
+    ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.window = window
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -65,7 +72,9 @@ class Scheduler:
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
 
     def add(self, request: Request) -> None:
-        """Queues a request. ValueError if it would not fit even if it had all blocks for itself."""
+        """Queues a request. ValueError if it would not fit even if it had all blocks, or all places, for itself."""
+        if request.params.n > self.max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.params.n}")
         needed = -(-request.max_written_tokens // self.manager.block_size)
         if needed > self.manager.num_blocks:
             raise ValueError(
@@ -97,8 +106,18 @@ class Scheduler:
         for request, _, end in batch.chunks:
             request.num_computed = end
             if end // block_size > request.num_committed // block_size:
-                self.manager.commit(request.request_id, request.tokens[request.num_committed : end])
-                request.num_committed = end
+                self._commit(request)
+                self._leave_window(request)
+
+    def fork(self, request: Request, forks: list[Request]) -> None:
+        """`forks` run from now on beside `request`, whose tokens have all been computed; nothing is copied yet."""
+        self._commit(request)
+        for fork in forks:
+            self.manager.fork(request.seq_id, fork.seq_id)
+            fork.num_computed = fork.num_committed = request.num_computed
+            fork.num_room = request.num_room
+        self.running += forks
+        request.samples += forks
 
     def requeue(self, batch: Batch) -> None:
         """The batch was not computed: its requests go back to the queue, and nothing of it can be found."""
@@ -112,15 +131,15 @@ class Scheduler:
             self._stop(request)
         else:
             self.waiting.remove(request)
-            if self.manager.is_swapped(request.request_id):
-                self.manager.release(request.request_id)
+            if self.manager.is_swapped(request.seq_id):
+                self.manager.release(request.seq_id)
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=_arrival)
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
-        self.manager.release(request.request_id)
+        self.manager.release(request.seq_id)
         request.num_computed = request.num_committed = request.num_room = 0
 
     def _preempt_youngest(self) -> None:
@@ -132,14 +151,23 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Frees its device blocks: what it has computed goes to the host, if there is room, or is computed again."""
-        self.manager.commit(request.request_id, request.tokens[request.num_committed : request.num_computed])
+        self._commit(request)
         request.num_computed = request.num_committed = request.num_room = 0
         try:
-            self.manager.swap_out(request.request_id)
+            self.manager.swap_out(request.seq_id)
         except OutOfBlocks:
-            self.manager.release(request.request_id)
+            self.manager.release(request.seq_id)
         else:
             self.num_swaps += 1
+
+    def _commit(self, request: Request) -> None:
+        self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
+        request.num_committed = request.num_computed
+
+    def _leave_window(self, request: Request) -> None:
+        """Gives back the blocks that no later token looks at: position p attends from p - window + 1 on."""
+        if self.window is not None:
+            self.manager.release_before(request.seq_id, max(request.num_committed - self.window + 1, 0))
 
     def _room_for_decodes(self) -> list[Request]:
         while True:
@@ -147,7 +175,7 @@ class Scheduler:
             if not decodes:
                 return decodes
             try:
-                self.manager.append([request.request_id for request in decodes], 1)
+                self.manager.append([request.seq_id for request in decodes], 1)
                 return decodes
             except OutOfBlocks:
                 assert len(self.running) > 1, "a request alone lacks blocks that `add` has found to suffice"
@@ -160,7 +188,8 @@ class Scheduler:
         prefills = _Prefills(self.manager, self.running)
         num_passed_over = 0
         for request in self.waiting[:]:
-            if not budget or len(self.running) >= self.max_num_seqs or num_passed_over > self.max_num_seqs:
+            num_seqs = self._num_seqs() + 1 + request.num_forks_due
+            if not budget or num_seqs > self.max_num_seqs or num_passed_over > self.max_num_seqs:
                 break
             if prefills.will_share(request):
                 num_passed_over += 1
@@ -170,25 +199,31 @@ class Scheduler:
             budget -= _add_chunk(chunks, request, budget)
             prefills.add(request)
 
+    def _num_seqs(self) -> int:
+        """That run, or will as soon as their prompts are computed."""
+        return sum(1 + request.num_forks_due for request in self.running)
+
     def _allocate(self, request: Request) -> bool:
         """Moves a request from waiting to running; False if blocks lack.
 
-        One block for each running request is left over: else the next decodes would preempt what was just admitted.
+        One block for each request that will run is left over: else the next decodes would preempt what was just
+        admitted.
         """
+        num_spare = self._num_seqs() + request.num_forks_due if self.running else 0
         tokens = request.tokens[: request.num_tokens]
-        was_swapped = self.manager.is_swapped(request.request_id)
+        was_swapped = self.manager.is_swapped(request.seq_id)
         try:
             if was_swapped:
-                given = self.manager.swap_in(request.request_id, tokens)
+                given = self.manager.swap_in(request.seq_id, tokens)
             else:
-                given = self.manager.allocate(request.request_id, tokens, request.namespace, request.params.priority)
+                given = self.manager.allocate(request.seq_id, tokens, request.namespace, request.params.priority)
         except OutOfBlocks:
             return False
-        if self.manager.num_free_blocks < len(self.running):
+        if self.manager.num_free_blocks < num_spare:
             if was_swapped:
                 self._give_back(request)
             else:
-                self.manager.release(request.request_id)
+                self.manager.release(request.seq_id)
             return False
         request.num_computed = request.num_committed = given.num_cached_tokens
         request.num_room = len(tokens)
@@ -247,5 +282,5 @@ def _add_chunk(chunks: list[Chunk], request: Request, budget: int) -> int:
     return num_tokens
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _arrival(request: Request) -> tuple[int, int]:
+    return request.arrival, request.sample_index

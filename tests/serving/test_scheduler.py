@@ -1,6 +1,7 @@
 """The scheduler against slots that remember which prefix was written into them; no model, no tensors."""
 
 import random
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
@@ -14,13 +15,15 @@ from kvpage.serving.scheduler import Batch, Scheduler
 B = 4
 
 
-def make_request(number: int, prompt: list[int], max_tokens: int = 1, namespace: bytes = b"") -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
+def make_request(number: int, prompt: list[int], max_tokens: int = 1, namespace: bytes = b"", n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, n=n)
     return Request(f"r{number}", np.array(prompt, np.int32), params, number, namespace=namespace)
 
 
-def make_scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 64, **options: object) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget)
+def make_scheduler(
+    num_blocks: int, max_num_seqs: int = 8, budget: int = 64, window: int | None = None, **options: object
+) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window)
 
 
 def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
@@ -39,19 +42,21 @@ def plan(batch: Batch) -> list[tuple[str, int, int]]:
 
 
 class Simulation:
-    """Random arrivals, aborts and failed steps; each chunk must find its whole prefix in its slots."""
+    """Random arrivals, forks, aborts and failed steps; each chunk must find its prefix, or its window, in its slots."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.num_blocks = self.rng.randrange(4, 24)
         self.budget = self.rng.choice([1, 3, 7, 64])
-        num_host_blocks = self.rng.choice([0, 3, 40])
-        self.scheduler = make_scheduler(
-            self.num_blocks, self.rng.randrange(1, 6), self.budget, num_host_blocks=num_host_blocks
-        )
+        self.window = self.rng.choice([None, None, 1, B, 2 * B + 1])
+        options = {
+            "num_host_blocks": self.rng.choice([0, 3, 40]),
+            "enable_prefix_caching": self.rng.random() < (0.8 if self.window is None else 0.3),
+        }
+        self.scheduler = make_scheduler(self.num_blocks, self.rng.randrange(1, 6), self.budget, self.window, **options)
         self.memory = SlotMemory(B)
-        self.num_swapped = 0
-        self.unfinished: dict[str, Request] = {}
+        self.num_swapped = self.num_forks = self.num_left = 0
+        self.unfinished: dict[Hashable, Request] = {}
         self.num_arrivals = self.num_failures = 0
 
     def run(self, num_steps: int) -> None:
@@ -74,9 +79,10 @@ class Simulation:
         prompt = [int(rng.random() < 0.05) for _ in range(length)]
         max_tokens = rng.randrange(1, most - length + 2)
         self.num_arrivals += 1
-        request = make_request(self.num_arrivals, prompt, max_tokens, rng.choice([b"", b"other"]))
+        n = rng.choice([1, 1, rng.randint(1, self.scheduler.max_num_seqs)])
+        request = make_request(self.num_arrivals, prompt, max_tokens, rng.choice([b"", b"other"]), n)
         self.scheduler.add(request)
-        self.unfinished[request.request_id] = request
+        self.unfinished[request.seq_id] = request
 
     def step(self, fails: bool) -> None:
         batch = self.scheduler.schedule()
@@ -84,7 +90,7 @@ class Simulation:
         assert batch.num_tokens <= self.budget
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         assert bool(batch.chunks) == bool(self.unfinished)
-        assert len({chunk.request.request_id for chunk in batch.chunks}) == len(batch.chunks)
+        assert len({chunk.request.seq_id for chunk in batch.chunks}) == len(batch.chunks)
         for chunk in batch.chunks:
             self.write(chunk.request, chunk.start, chunk.end)
         for chunk in batch.chunks:
@@ -95,27 +101,37 @@ class Simulation:
         else:
             self.complete(batch)
         self.scheduler.manager.check()
-        arrivals = [request.arrival for request in self.scheduler.waiting]
+        arrivals = [(request.arrival, request.sample_index) for request in self.scheduler.waiting]
         assert arrivals == sorted(arrivals)
 
     def complete(self, batch: Batch) -> None:
         due = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        forks = {request: request.forks() for request in due}
+        num_free = self.scheduler.manager.num_free_blocks
         self.scheduler.complete(batch)
+        self.num_left += self.scheduler.manager.num_free_blocks > num_free
+        for request, each in forks.items():
+            self.scheduler.fork(request, each)
+            assert request.num_forks_due == 0 and len(request.samples) in (1, request.params.n)
+            self.unfinished |= {fork.seq_id: fork for fork in each}
+            self.num_forks += len(each)
+            due += each
         for request in due:
             if request.append(int(self.rng.random() < 0.05), now=0.0):
                 self.scheduler.finish(request)
-                del self.unfinished[request.request_id]
+                del self.unfinished[request.seq_id]
 
     def write(self, request: Request, start: int, end: int) -> None:
         for position, slot in zip(range(start, end), self.slot_ids(request, start, end), strict=True):
             self.memory.device[slot] = self.prefix(request, position)
 
     def read(self, request: Request, end: int) -> None:
-        for position, slot in enumerate(self.slot_ids(request, 0, end)):
+        start = 0 if self.window is None else max(end - self.window, 0)
+        for position, slot in enumerate(self.slot_ids(request, start, end), start):
             assert self.memory.device[slot] == self.prefix(request, position), (request.request_id, position)
 
     def slot_ids(self, request: Request, start: int, end: int) -> list[int]:
-        return self.scheduler.manager.slot_mapping(request.request_id, start, end).tolist()
+        return self.scheduler.manager.slot_mapping(request.seq_id, start, end).tolist()
 
     def prefix(self, request: Request, position: int) -> tuple:
         return request.namespace, tuple(request.tokens[: position + 1].tolist())
@@ -127,7 +143,7 @@ def test_every_request_finishes_and_finds_its_own_prefix(seed: int) -> None:
 
 
 def test_the_simulation_preempts_swaps_caches_and_fails() -> None:
-    simulations = [Simulation(seed) for seed in range(8)]
+    simulations = [Simulation(seed) for seed in range(12)]
     for simulation in simulations:
         simulation.run(150)
     schedulers = [simulation.scheduler for simulation in simulations]
@@ -135,6 +151,8 @@ def test_the_simulation_preempts_swaps_caches_and_fails() -> None:
     assert sum(scheduler.num_cached_tokens for scheduler in schedulers) > 100
     assert sum(simulation.num_failures for simulation in simulations) > 10
     assert sum(simulation.num_swapped for simulation in simulations) > 100
+    assert sum(simulation.num_forks for simulation in simulations) > 50
+    assert sum(simulation.num_left for simulation in simulations) > 20
 
 
 def test_decodes_come_first_then_running_prefills_then_new_ones() -> None:

@@ -160,6 +160,48 @@ def test_requests_that_join_and_end_midway() -> None:
         assert outputs[str(number)].token_ids == tokens[: MAX_TOKENS - number]
 
 
+@pytest.mark.parametrize("gather", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize("kind", ["mistral", "phi3"])
+def test_blocks_behind_the_window_are_free_while_a_request_runs(
+    kind: str, num_host_blocks: int, gather: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models see 6 tokens only. Blocks that nobody owns are poisoned before each step."""
+    if gather:
+        monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
+    prompts, max_tokens = make_prompts([3, 9, 14]), 40
+    config = CacheConfig(block_size=B, num_gpu_blocks=14, num_cpu_blocks=num_host_blocks)
+    engine = Engine.from_model(make_model(kind), config, enable_prefix_caching=False)
+    outputs, most_used = {}, 0
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
+    while engine.has_unfinished:
+        poison_free_blocks(engine)
+        outputs |= {one.request_id: one.output.token_ids for one in engine.step() if one.output}
+        most_used = max(most_used, engine.stats().num_used_blocks)
+        engine.manager.check()
+    assert [outputs[request_id] for request_id in ids] == generate_each(make_model(kind), prompts, max_tokens)
+    assert most_used <= 14 and engine.stats().num_preemptions == 0  # all that they wrote takes 37 blocks
+    check_drained(engine)
+
+
+def poison_free_blocks(engine: Engine) -> None:
+    free = [block for block in range(engine.manager.num_blocks) if engine.manager.pool.ref_count(block) == 0]
+    for layer in engine.cache.gpu_cache:
+        for part in split_kv(engine.cache.layout, layer):
+            part[free] = float("nan")
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_requests_behind_a_window_are_preempted(num_host_blocks: int) -> None:
+    prompts, max_tokens = make_prompts([16, 15, 14, 13]), 12
+    config = CacheConfig(block_size=B, num_gpu_blocks=8, num_cpu_blocks=num_host_blocks)
+    engine = Engine.from_model(make_model("mistral"), config, enable_prefix_caching=False)
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
+    assert [output.token_ids for output in outputs] == generate_each(make_model("mistral"), prompts, max_tokens)
+    assert num_host_blocks == 0 or engine.stats().num_swaps == engine.stats().num_preemptions
+    check_drained(engine)
+
+
 def test_end_of_sequence_ends_as_generate_does() -> None:
     tokens = expected("llama", "different")[4]
     eos = tokens[5]
