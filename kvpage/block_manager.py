@@ -173,7 +173,7 @@ class BlockManager:
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
         num_tokens = seq.num_tokens if num_tokens is None else num_tokens
-        fewest = min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
+        fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
         ids = self._tables.ids(seq.row)[: self._blocks_for(num_tokens)].copy()
@@ -190,6 +190,11 @@ class BlockManager:
             seq.priority,
             seq.num_left,
         )
+
+    def first_forkable(self, seq_id: SeqId) -> int:
+        """The fewest tokens that `fork` takes of the sequence."""
+        seq = self._sequences[seq_id]
+        return min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
 
     def release(self, seq_id: SeqId) -> None:
         """Ends a sequence, also one that is swapped out. Its cached blocks can be found until they are evicted; its

@@ -1,8 +1,22 @@
 """The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `serve`."""
 
+from kvpage.serving.beam_search import Beam, BeamSearchOutput, BeamSearchParams
+from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.engine import Engine
 from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.stats import EngineStats
 
-__all__ = ["Engine", "EngineStats", "RequestOutput", "Sample", "SamplingParams", "StepOutput"]
+__all__ = [
+    "Beam",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "Branch",
+    "Branches",
+    "Engine",
+    "EngineStats",
+    "RequestOutput",
+    "Sample",
+    "SamplingParams",
+    "StepOutput",
+]

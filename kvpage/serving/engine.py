@@ -8,7 +8,8 @@ Everything happens inside `step()`: between two steps the caller's model is its 
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import check_namespace
+from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.kv_calibration import choose_scales
 from kvpage.serving.model_check import check_config, verify_model, verify_quantized
 from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
@@ -32,7 +34,7 @@ from kvpage.serving.sampler import sample
 from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
 from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
-from kvpage.serving.step import Step
+from kvpage.serving.step import Piece, Step
 from kvpage.serving.token_stream import TokenStream
 from kvpage.serving.transfer_meter import TransferMeter
 from kvpage.telemetry import Telemetry
@@ -59,7 +61,7 @@ class Engine:
         self.max_model_len = max_model_len
         self._runner = runner
         self._vocab_size = vocab_size(runner.model)
-        self._eos_token_ids = eos_token_ids(runner.model)
+        self.eos_token_ids = eos_token_ids(runner.model)
         self._requests: dict[str, Request] = {}
         self._undelivered: list[StepOutput] = []
         self._dropped: list[Request] = []  # by streams, during a step
@@ -235,6 +237,17 @@ class Engine:
             self._abort_unfinished(requests)
         return [outputs[request.request_id] for request in requests]
 
+    def beam_search(
+        self, prompts: Sequence[Tokens], params: BeamSearchParams, namespace: bytes = b""
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, as `model.generate(num_beams=...)` finds them.
+
+        Runs to its end before it returns; other requests wait, and are preempted where blocks lack. Beams share the
+        blocks of what they have in common. Raises as `add_request` does, before anything is computed, and OutOfBlocks
+        if the beams of one prompt do not fit into all blocks.
+        """
+        return search_beams(self, prompts, params, namespace)
+
     def stream(self, tokens: Tokens, params: SamplingParams) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
@@ -250,6 +263,41 @@ class Engine:
             return sink.popleft()
 
         return TokenStream(take, lambda: self._abort_unfinished([request]), lambda: self._drop(request))
+
+    # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
+
+    def check_tokens(self, tokens: Tokens) -> np.ndarray:
+        """The same as an array. ValueError for none, and for what are no ids of the vocabulary."""
+        array = as_tokens(tokens)
+        if len(array) == 0:
+            raise ValueError("tokens must hold at least one token, got none")
+        if array.min() < 0 or array.max() >= self._vocab_size:
+            raise ValueError(
+                f"tokens must be ids in [0, {self._vocab_size}), got {int(array.min())} to {int(array.max())}"
+            )
+        return array
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """ValueError if so many would be more than the model takes."""
+        if num_prompt_tokens + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
+                f"got {num_prompt_tokens} + {max_tokens}"
+            )
+
+    def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Computes pieces of sequences that are nobody's requests, for which the manager has given room, in one forward
+        pass; the caller commits. The logits of the wanted ones: [their number, vocab_size].
+        """
+        with self._step():
+            return self._forward(pieces)
+
+    def make_room(self) -> bool:
+        """Preempts the youngest request that runs; False if none does."""
+        if not self.scheduler.running:
+            return False
+        self.scheduler.preempt_youngest()
+        return True
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -288,13 +336,13 @@ class Engine:
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(namespace)
-        prompt = as_tokens(tokens)
-        self._check_prompt(prompt, params)
+        prompt = self.check_tokens(tokens)
+        self.check_length(len(prompt), params.max_tokens)
         if request_id is None:
             request_id = self._new_id()
         if request_id in self._requests:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
-        request = Request(request_id, prompt, params, self._num_arrivals, self._eos_token_ids, namespace, sink)
+        request = Request(request_id, prompt, params, self._num_arrivals, self.eos_token_ids, namespace, sink)
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_arrivals += 1
@@ -306,27 +354,20 @@ class Engine:
             number += 1
         return f"request-{number}"
 
-    def _check_prompt(self, prompt: np.ndarray, params: SamplingParams) -> None:
-        if len(prompt) == 0:
-            raise ValueError("tokens must hold at least one token, got none")
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise ValueError(
-                f"tokens must be ids in [0, {self._vocab_size}), got {int(prompt.min())} to {int(prompt.max())}"
-            )
-        if len(prompt) + params.max_tokens > self.max_model_len:
-            raise ValueError(
-                f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
-                f"got {len(prompt)} + {params.max_tokens}"
-            )
-
-    def _run_step(self) -> None:
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Inside, requests leave the scheduler only as the step itself wants; what else came up is done after it."""
         self._is_stepping = True
         try:
-            self._compute_batch()
+            yield
         finally:
             self._is_stepping = False
             self._abort_dropped()
             self.telemetry.tell()
+
+    def _run_step(self) -> None:
+        with self._step():
+            self._compute_batch()
 
     def _compute_batch(self) -> None:
         batch = self.scheduler.schedule()
@@ -337,32 +378,31 @@ class Engine:
         sampled = due + [fork for each in forks.values() for fork in each]
         begin = time.monotonic()
         try:
-            tokens = sample(_with_forks(self._forward(batch), due, forks), sampled)
+            tokens = sample(_with_forks(self._forward(_pieces(batch)), due, forks), sampled)
         except BaseException:  # an interrupt too must leave no request without its blocks
             self.scheduler.requeue(batch)
             raise
         self.scheduler.complete(batch)
         for request, each in forks.items():
             self.scheduler.fork(request, each)
-        self._num_steps += 1
-        self._num_computed_tokens += batch.num_tokens
         now = time.monotonic()
         if self.manager.space.rule and batch.num_tokens >= 4 * len(batch.chunks):  # prefill, mostly
             self.manager.space.rule.saw_prefill(batch.num_tokens, now - begin)
         for request, token in zip(sampled, tokens, strict=True):
             self._take_token(request, token, now)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """The logits of the last tokens of the chunks that are their request's last: [their number, vocab_size]."""
+    def _forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The logits of the last tokens of the wanted pieces: [their number, vocab_size]."""
         self._move_blocks()
-        ids = [chunk.request.seq_id for chunk in batch.chunks]
-        starts, ends = [chunk.start for chunk in batch.chunks], [chunk.end for chunk in batch.chunks]
+        ids, token_ids, starts, ends, is_wanted = (list(column) for column in zip(*pieces, strict=True))
         last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
-        wanted = last_rows[[chunk.is_last for chunk in batch.chunks]]
-        token_ids = np.concatenate([request.tokens[start:end] for request, start, end in batch.chunks])
         slots, tables = self.manager.slot_mappings(ids, starts, ends), self.manager.block_tables(ids)
         step = Step.make(self.cache, slots, tables, starts, ends)
-        return self._runner.forward(PackedTokens(token_ids, starts, ends, wanted), step)
+        packed = PackedTokens(np.concatenate(token_ids), starts, ends, last_rows[is_wanted])
+        logits = self._runner.forward(packed, step)
+        self._num_steps += 1
+        self._num_computed_tokens += len(packed.token_ids)
+        return logits
 
     def _move_blocks(self) -> None:
         moves, rule = self.manager.take_moves(), self.manager.space.rule
@@ -383,6 +423,13 @@ class Engine:
             output = request.first.output()
         sink = self._undelivered if request.sink is None else request.sink
         sink.append(StepOutput(request.request_id, token, request.sample_index, finish_reason, output))
+
+
+def _pieces(batch: Batch) -> list[Piece]:
+    return [
+        Piece(one.request.seq_id, one.request.tokens[one.start : one.end], one.start, one.end, one.is_last)
+        for one in batch.chunks
+    ]
 
 
 def _with_forks(

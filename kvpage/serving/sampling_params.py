@@ -33,24 +33,24 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a positive integer, got {self.max_tokens!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
-        if not _is_int(self.top_k) or self.top_k < 0:
+        if not is_int(self.top_k) or self.top_k < 0:
             raise ValueError(f"top_k must be a positive integer, or 0 for all tokens, got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
+        if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
             raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
-        if not _is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
+        if not is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
             raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
-        if not _is_int(self.n) or self.n < 1:
+        if not is_int(self.n) or self.n < 1:
             raise ValueError(f"n must be a positive integer, got {self.n!r}")
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 with a temperature of 0, which draws the same every time, got {self.n}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not all(_is_int(token) for token in self.stop_token_ids):
+        if not all(is_int(token) for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
 
     @property
@@ -58,7 +58,7 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -13,10 +13,12 @@ while another runs, and alone it cannot lack blocks: all others are free or evic
 gets to its end, then the next one; of the samples of one prompt, each a request from its first token on, the first
 counts as the oldest. The oldest waiting request is passed over only while another's prefill computes
 blocks that it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is
-free.
+free, or held by somebody who is no request (`Branches`): then the reclaimers are asked to give it back, and if that is
+not enough, `schedule` raises OutOfBlocks.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +69,8 @@ class Scheduler:
         self.window = window
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.reclaimers: list[Callable[[], bool]] = []
+        """Each gives back some blocks that it holds for no request; False if it cannot."""
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept on the host what was computed
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
@@ -85,7 +89,10 @@ class Scheduler:
         self._queue(request)
 
     def schedule(self) -> Batch:
-        """The next step. The blocks of its chunks are allocated; empty only if there are no requests."""
+        """The next step. The blocks of its chunks are allocated; empty only if there are no requests.
+
+        OutOfBlocks, with every request where it was, if what others hold leaves too few for a single one.
+        """
         decodes = self._room_for_decodes()
         prefills = [request for request in self.running if request.num_computed < request.num_room]
         chunks: list[Chunk] = []
@@ -142,7 +149,8 @@ class Scheduler:
         self.manager.release(request.seq_id)
         request.num_computed = request.num_committed = request.num_room = 0
 
-    def _preempt_youngest(self) -> None:
+    def preempt_youngest(self) -> None:
+        """Takes the blocks of the request that runs and arrived last; it waits for its turn again."""
         youngest = max(self.running, key=_arrival)
         self.num_preemptions += 1
         self.running.remove(youngest)
@@ -178,8 +186,10 @@ class Scheduler:
                 self.manager.append([request.seq_id for request in decodes], 1)
                 return decodes
             except OutOfBlocks:
-                assert len(self.running) > 1, "a request alone lacks blocks that `add` has found to suffice"
-                self._preempt_youngest()
+                if len(self.running) > 1:
+                    self.preempt_youngest()
+                elif not self._reclaim():
+                    raise
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Lets waiting requests run, as far as tokens, sequences and blocks go."""
@@ -195,9 +205,22 @@ class Scheduler:
                 num_passed_over += 1
                 continue
             if not self._allocate(request):
-                break
+                if not self.running:
+                    self._allocate_by_reclaiming(request)
+                else:
+                    break
             budget -= _add_chunk(chunks, request, budget)
             prefills.add(request)
+
+    def _reclaim(self) -> bool:
+        return any(reclaim() for reclaim in self.reclaimers)
+
+    def _allocate_by_reclaiming(self, request: Request) -> None:
+        """With nothing running: all blocks are free but for what others hold. OutOfBlocks if that is too much."""
+        while not self._allocate(request):
+            if not self._reclaim():
+                needed = -(-request.num_tokens // self.manager.block_size)
+                raise OutOfBlocks(needed, self.manager.num_free_blocks)
 
     def _num_seqs(self) -> int:
         """That run, or will as soon as their prompts are computed."""

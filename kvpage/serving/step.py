@@ -7,7 +7,9 @@
 It is made once a step and read by every layer.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,19 @@ import torch
 from kvpage.cache_engine import CacheEngine
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+
+
+class Piece(NamedTuple):
+    """The positions [start, end) of a sequence, to be computed in one forward pass.
+
+    seq_id: in the block manager. token_ids: int32 [end - start]. is_wanted: the logits of its last token are asked for.
+    """
+
+    seq_id: Hashable
+    token_ids: npt.NDArray[np.int32]
+    start: int
+    end: int
+    is_wanted: bool
 
 
 @dataclass(slots=True)
