@@ -47,3 +47,26 @@ def test_readme_example_runs(capsys):
     assert len(blocks) == 1
     exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
     assert re.search(r"\[\d+(, \d+)+\]", capsys.readouterr().out)
+
+
+def test_particles_estimate_what_enumeration_finds_and_compute_each_token_once(capsys):
+    """Two tokens after a prompt: all pairs that keep the rule can be summed up."""
+    from kvpage import CacheConfig
+    from kvpage.serving import Engine, PagedTokenTrie
+
+    example = load(ROOT / "examples" / "particles.py")
+    model, prompt = tiny_llama("eager"), [3, 8, 100]
+    engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=512))
+    with PagedTokenTrie(engine) as trie:
+        particles, estimate, asked = example.sample(trie, prompt, num_particles=64, num_tokens=2)
+    assert engine.stats().num_computed_tokens == 3 + len({tuple(tokens) for tokens in asked[1]})
+    for tokens in particles:
+        assert tokens[:3] == prompt and tokens[3] % 2 == 1 and tokens[4] % 2 == 0
+    odd = range(1, 256, 2)
+    with torch.no_grad():
+        first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        second = model(torch.tensor([[*prompt, token] for token in odd])).logits[:, -1].softmax(-1)
+    exact = (first[1::2] * second[:, 0::2].sum(-1)).sum().log().item()
+    assert estimate == pytest.approx(exact, abs=0.15)
+    example.main(num_particles=8, num_tokens=6, num_prompt_tokens=40)
+    assert re.search(r"tokens computed, in \d+ blocks", capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from kvpage.serving.beam_search import Beam, BeamSearchOutput, BeamSearchParams
 from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.engine import Engine
+from kvpage.serving.paged_token_trie import PagedTokenTrie
 from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.stats import EngineStats
@@ -15,6 +16,7 @@ __all__ = [
     "Branches",
     "Engine",
     "EngineStats",
+    "PagedTokenTrie",
     "RequestOutput",
     "Sample",
     "SamplingParams",

@@ -7,7 +7,7 @@ For beam search, particles, grammars, and whoever chooses tokens by more than a 
 have computed is found by requests, and the other way round.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,16 +56,23 @@ class Branch:
 class Branches:
     """The branches of one owner over `engine`. Not thread-safe; calls come between the engine's steps.
 
-    Blocks come before requests: where they lack, running requests are preempted, the youngest first, and go on later.
+    They come before requests: where blocks lack, running requests are preempted, the youngest first, and go on later.
+
+    reclaim: asked before that to give back blocks that it can do without; False if it cannot.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", reclaim: Callable[[], bool] | None = None) -> None:
         self.engine = engine
+        self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager
         self._live: set[Branch] = set()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __contains__(self, branch: Branch) -> bool:
+        """It has not ended."""
+        return branch in self._live
 
     def start(self, tokens: Tokens, namespace: bytes = b"") -> Branch:
         """A branch of `tokens`, at least one, with what of them is cached; the rest is for `compute`.
@@ -79,7 +86,7 @@ class Branches:
                 branch.num_computed = self._manager.allocate(branch, checked, namespace).num_cached_tokens
                 break
             except OutOfBlocks:
-                if not self.engine.make_room():
+                if not (self._reclaim() or self.engine.make_room()):
                     raise
         self._live.add(branch)
         return branch
@@ -102,8 +109,11 @@ class Branches:
         """The fewest tokens that `fork` takes: for less, `start` finds the blocks, which are cached."""
         return self._manager.first_forkable(branch)
 
-    def compute(self, branches: Sequence[Branch]) -> torch.Tensor:
+    def compute(self, branches: Sequence[Branch], wanted: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
         """Computes what is left of each branch; the logits after its last token: [len(branches), vocab_size].
+
+        wanted: for each branch, after how many of its tokens logits are asked for, ascending, of those that are left to
+            compute: [how many in all, vocab_size].
 
         Each branch is named once and has at least one token left. In as many forward passes as the engine's
         max_num_batched_tokens asks for. ValueError for anything else, and if a branch would be longer than the model
@@ -112,9 +122,15 @@ class Branches:
         self._check(branches)
         if not branches:
             raise ValueError("branches must hold at least one, got none")
+        self._check_left(branches)
+        counts = [[len(branch)] for branch in branches] if wanted is None else [list(each) for each in wanted]
+        for branch, each in zip(branches, counts, strict=True):
+            if each != sorted(each) or (each and not branch.num_computed < each[0] <= each[-1] <= len(branch)):
+                first, last = branch.num_computed + 1, len(branch)
+                raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
         self._give_room(branches)
         logits = []
-        for pieces in self._passes(branches):
+        for pieces in self._passes(branches, counts):
             computed = self.engine.compute(pieces)
             self._commit(pieces)
             logits.append(computed)
@@ -145,7 +161,7 @@ class Branches:
             if branch not in self._live:
                 raise KeyError("branch must be one of these Branches that has not ended")
 
-    def _give_room(self, branches: Sequence[Branch]) -> None:
+    def _check_left(self, branches: Sequence[Branch]) -> None:
         for branch in branches:
             if branch.num_tokens > self.engine.max_model_len:
                 raise ValueError(
@@ -154,30 +170,32 @@ class Branches:
             if branch.num_computed == branch.num_tokens:
                 raise ValueError(f"a branch must have tokens left to compute, one of {branch.num_tokens} has none")
             self.engine.check_tokens(branch.token_ids[branch.num_computed :])
+
+    def _give_room(self, branches: Sequence[Branch]) -> None:
         counts = [branch.num_tokens - branch.num_room for branch in branches]
         while True:
             try:
                 self._manager.append(branches, counts)
                 break
             except OutOfBlocks:
-                if not self.engine.make_room():
+                if not (self._reclaim() or self.engine.make_room()):
                     raise
         for branch in branches:
             branch.num_room = branch.num_tokens
 
-    def _passes(self, branches: Sequence[Branch]) -> list[list[Piece]]:
+    def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[Piece]]:
         """What is left of the branches, in order, in passes of at most max_num_batched_tokens."""
         passes: list[list[Piece]] = [[]]
         budget = limit = self.engine.scheduler.max_num_batched_tokens
-        for branch in branches:
+        for branch, each in zip(branches, counts, strict=True):
             start = branch.num_computed
             while start < branch.num_tokens:
                 if budget == 0:
                     passes.append([])
                     budget = limit
                 end = min(start + budget, branch.num_tokens)
-                tokens = branch.token_ids[start:end]
-                passes[-1].append(Piece(branch, tokens, start, end, end == branch.num_tokens))
+                wanted = [count - 1 - start for count in each if start < count <= end]
+                passes[-1].append(Piece(branch, branch.token_ids[start:end], start, end, wanted))
                 budget -= end - start
                 start = end
         return passes

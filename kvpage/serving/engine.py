@@ -60,7 +60,7 @@ class Engine:
         self.manager = scheduler.manager
         self.max_model_len = max_model_len
         self._runner = runner
-        self._vocab_size = vocab_size(runner.model)
+        self.vocab_size = vocab_size(runner.model)
         self.eos_token_ids = eos_token_ids(runner.model)
         self._requests: dict[str, Request] = {}
         self._undelivered: list[StepOutput] = []
@@ -271,9 +271,9 @@ class Engine:
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")
-        if array.min() < 0 or array.max() >= self._vocab_size:
+        if array.min() < 0 or array.max() >= self.vocab_size:
             raise ValueError(
-                f"tokens must be ids in [0, {self._vocab_size}), got {int(array.min())} to {int(array.max())}"
+                f"tokens must be ids in [0, {self.vocab_size}), got {int(array.min())} to {int(array.max())}"
             )
         return array
 
@@ -287,7 +287,7 @@ class Engine:
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Computes pieces of sequences that are nobody's requests, for which the manager has given room, in one forward
-        pass; the caller commits. The logits of the wanted ones: [their number, vocab_size].
+        pass; the caller commits. The logits of the wanted tokens: [their number, vocab_size].
         """
         with self._step():
             return self._forward(pieces)
@@ -392,13 +392,14 @@ class Engine:
             self._take_token(request, token, now)
 
     def _forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The logits of the last tokens of the wanted pieces: [their number, vocab_size]."""
+        """The logits of the wanted tokens: [their number, vocab_size]."""
         self._move_blocks()
-        ids, token_ids, starts, ends, is_wanted = (list(column) for column in zip(*pieces, strict=True))
-        last_rows = np.cumsum(np.array(ends, np.int64) - starts) - 1
+        ids, token_ids, starts, ends, wanted = (list(column) for column in zip(*pieces, strict=True))
+        first_rows = np.cumsum([0, *(len(tokens) for tokens in token_ids)])
+        rows = [first + index for first, indices in zip(first_rows, wanted, strict=False) for index in indices]
         slots, tables = self.manager.slot_mappings(ids, starts, ends), self.manager.block_tables(ids)
         step = Step.make(self.cache, slots, tables, starts, ends)
-        packed = PackedTokens(np.concatenate(token_ids), starts, ends, last_rows[is_wanted])
+        packed = PackedTokens(np.concatenate(token_ids), starts, ends, np.array(rows, np.int64))
         logits = self._runner.forward(packed, step)
         self._num_steps += 1
         self._num_computed_tokens += len(packed.token_ids)
@@ -427,7 +428,13 @@ class Engine:
 
 def _pieces(batch: Batch) -> list[Piece]:
     return [
-        Piece(one.request.seq_id, one.request.tokens[one.start : one.end], one.start, one.end, one.is_last)
+        Piece(
+            one.request.seq_id,
+            one.request.tokens[one.start : one.end],
+            one.start,
+            one.end,
+            [one.end - one.start - 1] if one.is_last else [],
+        )
         for one in batch.chunks
     ]
 

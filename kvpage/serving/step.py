@@ -7,7 +7,7 @@
 It is made once a step and read by every layer.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,14 +23,14 @@ from kvpage.layout import CacheLayout
 class Piece(NamedTuple):
     """The positions [start, end) of a sequence, to be computed in one forward pass.
 
-    seq_id: in the block manager. token_ids: int32 [end - start]. is_wanted: the logits of its last token are asked for.
+    seq_id: in the block manager. token_ids: int32 [end - start]. wanted: indices into them, whose logits are asked for.
     """
 
     seq_id: Hashable
     token_ids: npt.NDArray[np.int32]
     start: int
     end: int
-    is_wanted: bool
+    wanted: Sequence[int]
 
 
 @dataclass(slots=True)
