@@ -91,6 +91,7 @@ void PrefixTree::check_siblings() {
     int64_t num_children = 0;
     const int32_t* before = nullptr;
     std::vector<const TreeNode*> above;
+    require(!parent.children || !parent.children->above, "something is above the first of the siblings");
     for (const TreeNode* node = parent.children; node || !above.empty();) {
       if (node) {
         above.push_back(node);
@@ -102,6 +103,8 @@ void PrefixTree::check_siblings() {
       ++num_children;
       const int32_t* tokens = node->tokens.data();
       require(node->is_live && node->parent == &parent, "a node is among another's children");
+      require((node->left ? node->left->above == node : true) && (node->right ? node->right->above == node : true),
+              "a sibling does not know what is above it");
       require(!before || std::lexicographical_compare(before, before + block_size_, tokens, tokens + block_size_),
               "siblings are out of order");
       before = tokens;

@@ -9,6 +9,17 @@ uint64_t rank(const TreeNode* node) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(node) >> 6) * 0x9e3779b97f4a7c15ull;
 }
 
+// Where a node hangs in the treap: the link that leads to it and the node that has the link.
+struct Place {
+  TreeNode* above;  // null at the top
+  TreeNode** link;
+
+  void put(TreeNode* node) const noexcept {
+    *link = node;
+    if (node) node->above = above;
+  }
+};
+
 }  // namespace
 
 bool SiblingIndex::less(const TreeNode* a, const TreeNode* b) const {
@@ -30,39 +41,42 @@ SiblingIndex::Common SiblingIndex::longest_common(const TreeNode* parent, const 
 }
 
 void SiblingIndex::insert(TreeNode* parent, TreeNode* child) const noexcept {
-  TreeNode** link = &parent->children;
-  while (*link && rank(*link) >= rank(child)) link = less(child, *link) ? &(*link)->left : &(*link)->right;
-  // What stood here is parted into what comes before the child and what comes after it.
-  TreeNode* rest = *link;
-  *link = child;
-  TreeNode** before = &child->left;
-  TreeNode** after = &child->right;
-  while (rest) {
-    TreeNode**& side = less(rest, child) ? before : after;
-    *side = rest;
-    side = &side == &before ? &rest->right : &rest->left;
-    rest = *side;
+  Place place{nullptr, &parent->children};
+  while (*place.link && rank(*place.link) >= rank(child)) {
+    TreeNode* above = *place.link;
+    place = {above, less(child, above) ? &above->left : &above->right};
   }
-  *before = *after = nullptr;
+  // What stood here is parted into what comes before the child and what comes after it.
+  TreeNode* rest = *place.link;
+  place.put(child);
+  Place before{child, &child->left}, after{child, &child->right};
+  while (rest) {
+    const bool is_before = less(rest, child);
+    (is_before ? before : after).put(rest);
+    TreeNode** link = is_before ? &rest->right : &rest->left;
+    (is_before ? before : after) = {rest, link};
+    rest = *link;
+  }
+  *before.link = *after.link = nullptr;
 }
 
 void SiblingIndex::erase(TreeNode* parent, TreeNode* child) const noexcept {
-  TreeNode** link = &parent->children;
-  while (*link != child) link = less(child, *link) ? &(*link)->left : &(*link)->right;
+  TreeNode* above = std::exchange(child->above, nullptr);
+  Place place{above, !above ? &parent->children : above->left == child ? &above->left : &above->right};
   TreeNode* before = std::exchange(child->left, nullptr);
   TreeNode* after = std::exchange(child->right, nullptr);
   while (before && after) {
     if (rank(before) >= rank(after)) {
-      *link = before;
-      link = &before->right;
-      before = *link;
+      place.put(before);
+      place = {before, &before->right};
+      before = before->right;
     } else {
-      *link = after;
-      link = &after->left;
-      after = *link;
+      place.put(after);
+      place = {after, &after->left};
+      after = after->left;
     }
   }
-  *link = before ? before : after;
+  place.put(before ? before : after);
 }
 
 }  // namespace kvpage

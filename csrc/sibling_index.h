@@ -1,6 +1,8 @@
 // SiblingIndex: the children of a node in the order of their first blocks' tokens, so that the one which shares the
 // longest part of a block is found without looking at all of them: it is a neighbour of the place where the wanted
-// tokens would stand. A treap through the nodes themselves; a node's rank in it comes from its address.
+// tokens would stand. A treap through the nodes themselves; a node's rank in it comes from its address. Nodes know what
+// is above them, so that erasing one looks at a few nodes around it, not at the path that leads there: eviction stays
+// O(1) however many siblings there are.
 #pragma once
 
 #include <cstdint>

@@ -54,6 +54,7 @@ struct alignas(64) TreeNode {
   TreeNode* children = nullptr;  // the top of the treap of its children
   TreeNode* left = nullptr;      // in the treap of its siblings
   TreeNode* right = nullptr;
+  TreeNode* above = nullptr;
 
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }
