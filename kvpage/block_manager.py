@@ -89,20 +89,29 @@ class BlockManager:
 
     # --- a sequence's life -------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: SeqId, tokens: Tokens, namespace: bytes = b"", priority: int = 0) -> Allocation:
+    def allocate(
+        self,
+        seq_id: SeqId,
+        tokens: Tokens,
+        namespace: bytes = b"",
+        priority: int = 0,
+        max_cached_tokens: int | None = None,
+    ) -> Allocation:
         """Blocks for all of `tokens`, of which the longest cached prefix is shared: whole blocks, and by a copy the
         longest part of the next one.
 
         priority: 0 to 7; what is cached by a sequence of a higher one is evicted later.
+        max_cached_tokens: share no longer prefix than this.
 
-        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use or no tokens, TypeError for a
-        namespace that is not bytes.
+        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use, no tokens, or max_cached_tokens
+        under 0, TypeError for a namespace that is not bytes.
         """
         check_namespace(namespace)
         self._check_new(seq_id)
         tokens = _some_tokens(tokens)
-        match = self.space.match(tokens if self.enable_prefix_caching else tokens[:0], namespace, priority)
-        part = self.space.tree.match_part(match, tokens) if self.share_parts else None
+        findable = tokens[: self._num_findable(max_cached_tokens)]
+        match = self.space.match(findable, namespace, priority)
+        part = self.space.tree.match_part(match, findable) if self.share_parts else None
         num_blocks = self._blocks_for(len(tokens))
         try:
             taken = self._with_or_without(part, lambda: self.space.give(match, num_blocks))
@@ -155,10 +164,10 @@ class BlockManager:
                 f"got {seq.num_written} + {len(tokens)}"
             )
         pending = np.concatenate([seq.pending, tokens]) if len(seq.pending) else tokens
-        num_full = len(pending) // self.block_size if self.enable_prefix_caching else 0
+        num_full = len(pending) // self.block_size if self._is_shared(seq) else 0
         if num_full:
             self._insert(seq, pending[: num_full * self.block_size], num_full)
-        seq.pending = pending[num_full * self.block_size :].copy() if self.enable_prefix_caching else pending[:0]
+        seq.pending = pending[num_full * self.block_size :].copy() if self._is_shared(seq) else pending[:0]
         seq.num_written += len(tokens)
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
@@ -189,7 +198,13 @@ class BlockManager:
             seq.namespace,
             seq.priority,
             seq.num_left,
+            seq.is_private,
         )
+
+    def make_private(self, seq_id: SeqId) -> None:
+        """What the sequence writes from now on is found by nobody: K and V that its tokens alone do not determine."""
+        seq = self._sequences[seq_id]
+        seq.is_private, seq.pending = True, seq.pending[:0]
 
     def first_forkable(self, seq_id: SeqId) -> int:
         """The fewest tokens that `fork` takes of the sequence."""
@@ -219,7 +234,7 @@ class BlockManager:
             raise ValueError(f"num_tokens must be in [0, {seq.num_written}] committed ones, got {num_tokens}")
         num_left = max(num_tokens // self.block_size - seq.match.num_blocks, seq.num_left)
         ids = self._tables.ids(seq.row)[seq.match.num_blocks + seq.num_left : seq.match.num_blocks + num_left]
-        if self.enable_prefix_caching or not len(ids):
+        if self._is_shared(seq) or not len(ids):
             return 0
         self.pool.release(ids)
         seq.num_left = num_left
@@ -239,7 +254,14 @@ class BlockManager:
         host_ids = self.space.take_host(len(written))
         self.space.move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
         self._swapped[seq_id] = SwappedState(
-            seq.match.num_blocks, host_ids, seq.num_written, seq.pending, seq.namespace, seq.priority, seq.num_left
+            seq.match.num_blocks,
+            host_ids,
+            seq.num_written,
+            seq.pending,
+            seq.namespace,
+            seq.priority,
+            seq.num_left,
+            seq.is_private,
         )
         self.pool.release(own)
         self.tree.release(seq.match)
@@ -258,9 +280,8 @@ class BlockManager:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         # A prefix of whole blocks may have been committed to its last token, which `match` would leave over.
         wanted = tokens if len(tokens) > swapped.num_written else np.append(tokens, np.int32(-1)).astype(np.int32)
-        match = self.space.match(
-            wanted if self.enable_prefix_caching else tokens[:0], swapped.namespace, swapped.priority
-        )
+        num_findable = self._num_findable(swapped.first_block * self.block_size if swapped.is_private else None)
+        match = self.space.match(wanted[:num_findable], swapped.namespace, swapped.priority)
         try:
             taken = self.space.give(match, max(self._blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
         except OutOfBlocks:
@@ -273,14 +294,24 @@ class BlockManager:
             self.space.move("swap_in", zip(kept.tolist(), taken.tolist(), strict=False))
             if match.num_tokens < swapped.num_written:
                 num_written = swapped.num_written
-                pending = tokens[match.num_tokens : num_written].copy() if self.enable_prefix_caching else pending
+                is_shared = self.enable_prefix_caching and not swapped.is_private
+                pending = tokens[match.num_tokens : num_written].copy() if is_shared else pending
         self.space.release_host(swapped.host_ids)
         row = self._tables.add_row(match.block_ids)
         self._tables.extend(row, np.zeros(swapped.num_left, np.int32))
         self._tables.extend(row, taken)
         del self._swapped[seq_id]
         self._sequences[seq_id] = SequenceState(
-            row, match, len(tokens), num_written, pending, False, swapped.namespace, swapped.priority, swapped.num_left
+            row,
+            match,
+            len(tokens),
+            num_written,
+            pending,
+            False,
+            swapped.namespace,
+            swapped.priority,
+            swapped.num_left,
+            swapped.is_private,
         )
         return Allocation(num_written, self.block_ids(seq_id))
 
@@ -357,6 +388,17 @@ class BlockManager:
         check_blocks(self.space, self._tables, self._sequences, self._swapped)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _num_findable(self, max_cached_tokens: int | None) -> int | None:
+        """How many of a sequence's tokens to look up: the last of them is left to compute. None: all."""
+        if max_cached_tokens is not None and max_cached_tokens < 0:
+            raise ValueError(f"max_cached_tokens must not be negative, got {max_cached_tokens}")
+        if not self.enable_prefix_caching:
+            return 0
+        return None if max_cached_tokens is None else max_cached_tokens + 1
+
+    def _is_shared(self, seq: SequenceState) -> bool:
+        return self.enable_prefix_caching and not seq.is_private
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -21,6 +21,7 @@ class SequenceState:
     namespace: bytes
     priority: int
     num_left: int = 0  # first own blocks that are given back, behind a sliding window
+    is_private: bool = False  # what it commits is found by nobody
 
 
 @dataclass(slots=True)
@@ -34,3 +35,4 @@ class SwappedState:
     namespace: bytes
     priority: int
     num_left: int  # own blocks before them that had been given back
+    is_private: bool
