@@ -211,6 +211,14 @@ class BlockManager:
         seq = self._sequences[seq_id]
         return min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
 
+    def give_back_room(self, seq_id: SeqId) -> None:
+        """The sequence has room for its committed tokens only: what was allocated or appended beyond them is free."""
+        seq = self._sequences[seq_id]
+        num_blocks = self._blocks_for(seq.num_written)
+        self.pool.release(self._tables.ids(seq.row)[num_blocks:])
+        self._tables.shorten(seq.row, num_blocks)
+        seq.num_tokens = seq.num_written
+
     def release(self, seq_id: SeqId) -> None:
         """Ends a sequence, also one that is swapped out. Its cached blocks can be found until they are evicted; its
         others are free.

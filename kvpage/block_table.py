@@ -53,6 +53,10 @@ class BlockTables:
         self._ids[row, begin:end] = block_ids
         self._lengths[row] = end
 
+    def shorten(self, row: int, num_blocks: int) -> None:
+        """Keeps the row's first `num_blocks` blocks, of at least as many."""
+        self._lengths[row] = num_blocks
+
     def replace(self, row: int, begin: int, block_ids: Ids) -> None:
         """Puts `block_ids` in place of as many from index `begin` on."""
         self._ids[row, begin : begin + len(block_ids)] = block_ids

@@ -91,8 +91,8 @@ class RandomLife:
         try:
             operations = [self.allocate, self.write, self.append, self.fork, self.release, self.swap_out, self.swap_in]
             hints = [self.pin, self.unpin, self.prefetch, self.drop]
-            operations += [self.leave, self.make_private]
-            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 0.5, 1, 1, 1, 1])[0]()
+            operations += [self.leave, self.make_private, self.give_back_room]
+            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 0.5, 0.5, 1, 1, 1, 1])[0]()
         except OutOfBlocks as error:
             self.num_refused += 1
             assert before == self.state() or num_pinned > len(self.manager.space.pins)
@@ -141,6 +141,13 @@ class RandomLife:
         model.namespaces[self.next_id], model.left[self.next_id] = model.namespaces[seq_id], model.left.get(seq_id, 0)
         if seq_id in model.private:
             model.private[self.next_id] = model.private[seq_id]
+
+    def give_back_room(self) -> None:
+        seq_id = self.any()
+        if seq_id is not None and self.model.written[seq_id]:
+            self.manager.give_back_room(seq_id)
+            self.model.tokens[seq_id] = self.model.tokens[seq_id][: self.model.written[seq_id]]
+            assert len(self.manager.block_ids(seq_id)) == -(-self.model.written[seq_id] // B)
 
     def make_private(self) -> None:
         if (seq_id := self.any()) is not None:

@@ -3,6 +3,8 @@
 from kvpage.serving.beam_search import Beam, BeamSearchOutput, BeamSearchParams
 from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.engine import Engine
+from kvpage.serving.kv_page_pool import KVPagePool
+from kvpage.serving.kvpage_cache import KVPageCache
 from kvpage.serving.paged_token_trie import PagedTokenTrie
 from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
@@ -16,6 +18,8 @@ __all__ = [
     "Branches",
     "Engine",
     "EngineStats",
+    "KVPageCache",
+    "KVPagePool",
     "PagedTokenTrie",
     "RequestOutput",
     "Sample",

@@ -66,11 +66,11 @@ def _write(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step) -> No
     layout = step.layout
     if key.shape[1] != layout.num_kv_heads:
         raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
-    key, value = (rows.to(_row_dtype(rows.dtype, layout)) for rows in (key, value))
+    key, value = (rows.to(row_dtype(rows.dtype, layout)) for rows in (key, value))
     ops.reshape_and_cache(key, value, step.caches[layer], step.slot_mapping, layout, step.scales.get(layer))
 
 
-def _row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
+def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
     """What goes into a cache and comes out of it: rows of its dtype, or, where it quantises, of the model's own."""
     if not layout.is_quantized:
         return layout.dtype
@@ -93,7 +93,7 @@ def _attend_in_place(
 ) -> torch.Tensor:
     """All sequences in one call, whose K and V stay where they are."""
     output = ops.paged_attention(
-        query if query.dtype == _row_dtype(query.dtype, step.layout) else query.float(),
+        query if query.dtype == row_dtype(query.dtype, step.layout) else query.float(),
         step.caches[layer],
         step.block_tables,
         step.device_seq_lens,
@@ -127,7 +127,7 @@ def _attend_gathered(
         rows = slice(begin, begin + num_queries)
         keys, values = key[rows], value[rows]
         if num_keys > num_queries or layout.dtype != key.dtype:
-            tables, dtype = step.block_tables[index : index + 1], _row_dtype(key.dtype, layout)
+            tables, dtype = step.block_tables[index : index + 1], row_dtype(key.dtype, layout)
             start = 0 if options.window is None else max(num_keys - num_queries - options.window + 1, 0)
             gathered = ops.gather_cache(
                 step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
