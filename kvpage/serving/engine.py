@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvpage.serving.sampling_params import SamplingParams, check_params, params_
 from kvpage.serving.scheduler import Batch, Scheduler
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.step import Piece, Step
+from kvpage.serving.store_link import BlockStore, StoreLink
 from kvpage.serving.token_stream import TokenStream
 from kvpage.serving.transfer_meter import TransferMeter
 from kvpage.telemetry import Telemetry
@@ -70,6 +72,8 @@ class Engine:
         self._num_computed_tokens = self._num_generated_tokens = 0
         self._meter = TransferMeter(cache)
         self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
+        self._store_rule: LoadOrCompute | None = None
+        self._link: StoreLink | None = None
 
     @classmethod
     def from_model(
@@ -89,6 +93,9 @@ class Engine:
         calibration_tokens: Tokens | None = None,
         events: EventConfig | None = None,
         residency_sample_rate: float = 0.0,
+        store: BlockStore | None = None,
+        store_deadline: float = 5.0,
+        save_generated: bool = False,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -103,6 +110,9 @@ class Engine:
             request, and `cache.kv_scales` tells them.
         events: publish what the cache holds, for routers; then `close` the engine. It needs the extra `events`.
         residency_sample_rate: the part of the cached blocks, 0 to 1, of which `stats` tells how long they stay.
+        store: a `kvpage.store.KVStore`, asked for what the blocks do not hold, at most `store_deadline` seconds a
+            request, while others compute. Finished prefills are stored in the background; with `save_generated` what
+            was generated, too. It stays its owner's to close, after the engine.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
         for scales that the cache takes none of or that leave nothing of the model. ModuleNotFoundError and zmq.ZMQError
@@ -132,12 +142,42 @@ class Engine:
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens, window)
         length = limited_model_len(model, max_model_len)
-        return cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+        engine = cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+        if store is not None:
+            rule = LoadOrCompute(block_bytes, cache_config.block_size) if load_or_compute else None
+            engine.use_store(store, store_deadline, save_generated, rule)
+        return engine
+
+    def use_store(
+        self,
+        store: BlockStore,
+        deadline: float = 5.0,
+        save_generated: bool = False,
+        rule: LoadOrCompute | None = None,
+    ) -> None:
+        """From now on, what the blocks lack is asked of `store`; see from_model. rule: whether loading is worth it.
+
+        ValueError without prefix caching, or with a store already.
+        """
+        if not self.manager.enable_prefix_caching:
+            raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
+        if self._link:
+            raise ValueError("store must be given once, the engine has one")
+        self._store_rule = rule
+        self._link = StoreLink(
+            store, self.cache, self.manager, self._move_blocks, rule, deadline=deadline, save_generated=save_generated
+        )
+        self.scheduler.is_held = self._link.holds
+        self.scheduler.reclaimers.append(self._link.reclaim)
 
     def close(self) -> None:
-        """Publishes the last events, and closes what `events` has opened; the engine goes on without. Without events
-        there is nothing to close.
+        """Waits for what is on its way to the store, publishes the last events, and closes what `events` has opened;
+        the engine goes on without. Without events and store there is nothing to close.
         """
+        if self._link:
+            self._link.close()
+            self.scheduler.reclaimers.remove(self._link.reclaim)
+            self._link, self.scheduler.is_held = None, lambda request: False
         self.telemetry.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -162,7 +202,7 @@ class Engine:
         request = self._requests.pop(request_id)
         for one in request.samples:
             if one.finish_reason is None:
-                self.scheduler.finish(one)
+                self._end(one)
                 one.finish_reason = "abort"
         self._num_finished += 1
         request.is_aborted = True
@@ -193,6 +233,7 @@ class Engine:
             transfers=self._meter.stats(),
             residency=self.telemetry.residency(),
             num_lost_events=self.telemetry.num_lost_events,
+            store=replace(self._link.stats) if self._link else None,
         )
 
     # --- tokens ------------------------------------------------------------------------------------------------------
@@ -369,8 +410,18 @@ class Engine:
         with self._step():
             self._compute_batch()
 
+    def _schedule(self) -> Batch:
+        if self._link is None:
+            return self.scheduler.schedule()
+        while True:
+            self._link.ask(self.scheduler.waiting)
+            batch = self.scheduler.schedule()
+            if batch.chunks or not self.scheduler.waiting:
+                return batch
+            self._link.wait()
+
     def _compute_batch(self) -> None:
-        batch = self.scheduler.schedule()
+        batch = self._schedule()
         if not batch.chunks:
             return
         due = [chunk.request for chunk in batch.chunks if chunk.is_last]
@@ -386,8 +437,14 @@ class Engine:
         for request, each in forks.items():
             self.scheduler.fork(request, each)
         now = time.monotonic()
-        if self.manager.space.rule and batch.num_tokens >= 4 * len(batch.chunks):  # prefill, mostly
-            self.manager.space.rule.saw_prefill(batch.num_tokens, now - begin)
+        if batch.num_tokens >= 4 * len(batch.chunks):  # prefill, mostly
+            for rule in (self.manager.space.rule, self._store_rule):
+                if rule:
+                    rule.saw_prefill(batch.num_tokens, now - begin)
+        if self._link:
+            for request in due:
+                if request.num_generated == 0:
+                    self._link.save(request, request.num_tokens)
         for request, token in zip(sampled, tokens, strict=True):
             self._take_token(request, token, now)
 
@@ -413,11 +470,18 @@ class Engine:
             num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
             rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)
 
+    def _end(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        if self._link:
+            self._link.forget(request)
+
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self._num_generated_tokens += 1
         output, finish_reason = None, request.append(token, now)
         if finish_reason:
-            self.scheduler.finish(request)
+            if self._link and self._link.save_generated:
+                self._link.save(request, request.num_computed)
+            self._end(request)
         if request.first.is_over:
             del self._requests[request.request_id]
             self._num_finished += 1

@@ -12,9 +12,9 @@ waits at most for a finite number of decodes. Only the youngest running request 
 while another runs, and alone it cannot lack blocks: all others are free or evictable. So the oldest running request
 gets to its end, then the next one; of the samples of one prompt, each a request from its first token on, the first
 counts as the oldest. The oldest waiting request is passed over only while another's prefill computes
-blocks that it will share, and that prefill ends or is preempted; with nothing running it is admitted, for everything is
-free, or held by somebody who is no request (`Branches`): then the reclaimers are asked to give it back, and if that is
-not enough, `schedule` raises OutOfBlocks.
+blocks that it will share, and that prefill ends or is preempted, or while what it needs is on its way from a store,
+which has a deadline; with nothing running it is admitted, for everything is free, or held by somebody who is no request
+(`Branches`): then the reclaimers are asked to give it back, and if that is not enough, `schedule` raises OutOfBlocks.
 """
 
 from bisect import insort
@@ -71,6 +71,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives back some blocks that it holds for no request; False if it cannot."""
+        self.is_held: Callable[[Request], bool] = lambda request: False
+        """Whether a waiting request is to be passed over for now; for a finite time."""
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept on the host what was computed
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
@@ -91,7 +93,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step. The blocks of its chunks are allocated; empty only if there are no requests.
 
-        OutOfBlocks, with every request where it was, if what others hold leaves too few for a single one.
+        OutOfBlocks, with every request where it was, if what others hold leaves too few for a single one. Empty, too,
+        while all that wait are held.
         """
         decodes = self._room_for_decodes()
         prefills = [request for request in self.running if request.num_computed < request.num_room]
@@ -201,7 +204,7 @@ class Scheduler:
             num_seqs = self._num_seqs() + 1 + request.num_forks_due
             if not budget or num_seqs > self.max_num_seqs or num_passed_over > self.max_num_seqs:
                 break
-            if prefills.will_share(request):
+            if self.is_held(request) or prefills.will_share(request):
                 num_passed_over += 1
                 continue
             if not self._allocate(request):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvpage.block_moves import Kind
 from kvpage.block_residency import ResidencyStats
 from kvpage.block_stats import BlockStats
+from kvpage.serving.store_link import StoreLinkStats
 from kvpage.serving.transfer_meter import TransferStats
 
 
@@ -21,6 +22,7 @@ class EngineStats:
     transfers: blocks, bytes and seconds of moves, by kind.
     residency: how long blocks stay, by tier; None unless sampled.
     num_lost_events: batches of events that were dropped; None without events.
+    store: what was asked of the store, loaded from it and stored; None without one.
     """
 
     num_steps: int
@@ -39,6 +41,7 @@ class EngineStats:
     transfers: dict[Kind, TransferStats]
     residency: dict[str, ResidencyStats] | None
     num_lost_events: int | None
+    store: StoreLinkStats | None
 
     @property
     def hit_rate(self) -> float:
