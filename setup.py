@@ -46,7 +46,15 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=["kvpage", "kvpage.events", "kvpage.serving", "kvpage.store", "kvpage.kernels", "kvpage.benchmarks"],
+    packages=[
+        "kvpage",
+        "kvpage.blend",
+        "kvpage.events",
+        "kvpage.serving",
+        "kvpage.store",
+        "kvpage.kernels",
+        "kvpage.benchmarks",
+    ],
     package_dir={"kvpage.kernels": "kernels", "kvpage.benchmarks": "benchmarks"},
     package_data={"kvpage": ["py.typed", "*.pyi"]},
     ext_modules=[Extension("kvpage._C", sources=[])],

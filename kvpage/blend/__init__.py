@@ -1,0 +1,30 @@
+"""CacheBlend (Yao et al., EuroSys 2025): cached segments reused wherever they stand, and repaired."""
+
+from kvpage.blend.executor import CacheBlendImpl
+from kvpage.blend.indices import create_index, indices_to_mask, mask_to_indices
+from kvpage.blend.interfaces import (
+    BlendExecutor,
+    BlendOutput,
+    BlendRetriever,
+    BlendRetrieverResult,
+    BlendRetrieverTask,
+)
+from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+
+__all__ = [
+    "METRICS",
+    "BlendExecutor",
+    "BlendOutput",
+    "BlendRetriever",
+    "BlendRetrieverResult",
+    "BlendRetrieverTask",
+    "CacheBlendImpl",
+    "RotaryTables",
+    "Selection",
+    "create_index",
+    "indices_to_mask",
+    "mask_to_indices",
+    "select_tokens",
+    "token_deviation",
+]

@@ -1,0 +1,178 @@
+"""CacheBlendImpl: blends retrieved K and V with fresh ones.
+
+    layer 0 .. check layer - 1    everything is computed; nothing is blended
+    check layer                   everything is computed; the rows that deviate most are chosen, only they go on
+    later layers                  retrieved K and V, turned to their positions; the chosen rows' fresh ones in place of
+                                  theirs
+
+It keeps nothing between two forward passes: what was chosen lives from one layer 0 to the next.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvpage.blend.indices import as_mask, create_index
+from kvpage.blend.interfaces import BlendExecutor, BlendOutput
+from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+
+Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(positions, q, k) -> (q, k), turned to the positions, or back from them."""
+
+
+class CacheBlendImpl(BlendExecutor):
+    """recompute_ratio: the share of valid rows that is computed again, 0 to 1; one for all requests, or one a request.
+    check_layer: the layer that chooses, at least 1. metric: what it compares, "k", "v" or "kv".
+
+    K is turned by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
+    """
+
+    def __init__(
+        self,
+        recompute_ratio: float | Sequence[float],
+        check_layer: int = 1,
+        metric: str = "v",
+        rotary: RotaryTables | None = None,
+    ) -> None:
+        ratios = [recompute_ratio] if isinstance(recompute_ratio, (int, float)) else list(recompute_ratio)
+        if not all(0 <= ratio <= 1 for ratio in ratios):
+            raise ValueError(f"recompute_ratio must be in [0, 1], got {recompute_ratio}")
+        if isinstance(check_layer, bool) or not isinstance(check_layer, int) or check_layer < 1:
+            raise ValueError(f"check_layer must be an integer of at least 1, got {check_layer!r}")
+        if metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+        self.recompute_ratio = recompute_ratio
+        self.check_layer = check_layer
+        self.metric = metric
+        self.rotary = rotary
+        self.selection: Selection | None = None
+        """What the check layer of the running forward pass has chosen, with the deviation of every row."""
+        self._next_layer = 0
+        self._encode: Encoder | None = None
+        self._decode: Encoder | None = None
+
+    def set_positional_encoder(self, encoder: Encoder) -> None:
+        """Turns q and k to positions, as the model does."""
+        self._encode = encoder
+
+    def set_reverse_positional_encoder(self, encoder: Encoder) -> None:
+        """Turns them back."""
+        self._decode = encoder
+
+    def blend(
+        self,
+        layer_id: int,
+        retrieved_k: torch.Tensor,
+        retrieved_v: torch.Tensor,
+        valid_mask: torch.Tensor,
+        original_positions: torch.Tensor,
+        fresh_q: torch.Tensor,
+        fresh_k: torch.Tensor,
+        fresh_v: torch.Tensor,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_dim: int = 0,
+    ) -> BlendOutput:
+        """See BlendExecutor. ValueError for layers out of order, and for shapes that do not fit each other."""
+        if layer_id == 0:
+            self.selection, self._next_layer = None, 0
+        if layer_id != self._next_layer:
+            raise ValueError(f"layer_id must be {self._next_layer}, or 0 for a new forward pass, got {layer_id}")
+        num_tokens = retrieved_k.shape[token_dim]
+        valid = as_mask(valid_mask).to(retrieved_k.device)
+        if len(valid) != num_tokens or len(original_positions) != num_tokens:
+            raise ValueError(
+                f"valid_mask and original_positions must be of {num_tokens} tokens, "
+                f"got {len(valid)} and {len(original_positions)}"
+            )
+        num_fresh = num_tokens if self.selection is None else len(self.selection.indices)
+        _check_fresh(num_fresh, token_dim, q=fresh_q, k=fresh_k, v=fresh_v)
+        if len(positions) != num_fresh:
+            raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
+        if layer_id < self.check_layer:
+            output = BlendOutput(fresh_q, fresh_k, fresh_v, positions, _all(num_fresh, positions), None)
+        elif layer_id == self.check_layer:
+            retrieved = retrieved_k, retrieved_v, valid, original_positions
+            output = self._choose(retrieved, (fresh_q, fresh_k, fresh_v), positions, query_start_loc, token_dim)
+        else:
+            retrieved = retrieved_k, retrieved_v, valid, original_positions
+            output = self._mix(retrieved, (fresh_q, fresh_k, fresh_v), positions, token_dim)
+        self._next_layer += 1
+        return output
+
+    def _choose(
+        self,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        k, v, valid, original = retrieved
+        fresh_q, fresh_k, fresh_v = fresh
+        bounds = query_start_loc.tolist()
+        ratios = self._ratios(len(bounds) - 1)
+        deviation = torch.zeros(len(valid), device=k.device)
+        if "k" in self.metric:
+            deviation = token_deviation(fresh_k, self._turned(k, original, positions, token_dim), valid, token_dim)
+        if "v" in self.metric:
+            deviation = deviation + token_deviation(fresh_v, v, valid, token_dim)
+        self.selection = select_tokens(deviation, valid, bounds, ratios)
+        self._positions = positions
+        chosen = self.selection.indices
+        return BlendOutput(
+            fresh_q[create_index(fresh_q.dim(), token_dim, chosen)],
+            fresh_k,
+            fresh_v,
+            positions[chosen],
+            chosen,
+            self.selection.query_start_loc.to(query_start_loc.dtype),
+        )
+
+    def _mix(
+        self,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        assert self.selection is not None
+        k, v, _, original = retrieved
+        fresh_q, fresh_k, fresh_v = fresh
+        at = create_index(k.dim(), token_dim, self.selection.indices)
+        mixed_k = self._turned(k, original, self._positions, token_dim).clone()
+        mixed_v = v.clone()
+        mixed_k[at], mixed_v[at] = fresh_k.to(k.dtype), fresh_v.to(v.dtype)
+        return BlendOutput(fresh_q, mixed_k, mixed_v, positions, _all(len(positions), positions), None)
+
+    def _turned(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
+        old = old.to(k.device)
+        if self.rotary is not None:
+            return self.rotary.turn(k, old, new, token_dim)
+        if self._encode is None or self._decode is None:
+            raise ValueError("rotary, or both positional encoders, must be set before K can be turned")
+        rows = k.movedim(token_dim, 0)
+        nothing = torch.zeros_like(rows)
+        turned = self._encode(new, nothing, self._decode(old, nothing, rows)[1])[1]
+        return turned.movedim(0, token_dim)
+
+    def _ratios(self, num_requests: int) -> list[float]:
+        if isinstance(self.recompute_ratio, (int, float)):
+            return [self.recompute_ratio] * num_requests
+        ratios = list(self.recompute_ratio)
+        if len(ratios) != num_requests:
+            raise ValueError(f"recompute_ratio must be one, or one a request, got {len(ratios)} for {num_requests}")
+        return ratios
+
+
+def _check_fresh(num_rows: int, token_dim: int, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.shape[token_dim] != num_rows:
+            raise ValueError(
+                f"fresh_{name} must have {num_rows} rows in dimension {token_dim}, got shape {list(tensor.shape)}"
+            )
+
+
+def _all(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)

@@ -1,0 +1,38 @@
+"""Masks and indices of tokens, and how to take tokens out of any dimension."""
+
+from typing import Any
+
+import torch
+
+
+def create_index(num_dims: int, dim: int, index: Any) -> tuple[Any, ...]:
+    """What selects `index` in dimension `dim` of a tensor of `num_dims` dimensions, and all of the others.
+
+    ValueError for a dimension that there is not.
+    """
+    if not -num_dims <= dim < num_dims:
+        raise ValueError(f"dim must be in [{-num_dims}, {num_dims}), got {dim}")
+    whole: list[Any] = [slice(None)] * num_dims
+    whole[dim] = index
+    return tuple(whole)
+
+
+def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """bool [size], True at the indices. ValueError for one that lies outside."""
+    if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < size):
+        raise ValueError(f"indices must be in [0, {size}), got {int(indices.min())} to {int(indices.max())}")
+    mask = torch.zeros(size, dtype=torch.bool, device=indices.device)
+    mask[indices.long()] = True
+    return mask
+
+
+def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
+    """int64, ascending: where a mask of bools or integers is not 0. ValueError unless it is one-dimensional."""
+    return as_mask(mask).nonzero().flatten()
+
+
+def as_mask(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of bools or integers as bools. ValueError unless it is one-dimensional and of these."""
+    if mask.dim() != 1 or mask.dtype.is_floating_point or mask.dtype.is_complex:
+        raise ValueError(f"a mask must be [num_tokens] of bools or integers, got {mask.dtype} {list(mask.shape)}")
+    return mask != 0

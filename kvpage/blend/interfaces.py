@@ -1,0 +1,93 @@
+"""What blending consists of: a retriever finds the K and V of segments, an executor blends them with fresh ones.
+
+    new_request(tokens) ─► task ─ result(layer) ─► K, V, which rows are valid, where they stood
+                                                            │
+    the model's layer: fresh Q, K, V ─────────────────────► blend ─► Q, K, V to attend with, rows to go on with
+
+The names and arguments are those of the first implementation (LMCache's `lmcache.blend`, 2024).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class BlendOutput:
+    """What a layer attends with, and what it goes on with.
+
+    q: of the rows that are computed from here on. k, v: of all rows. positions: of q's rows.
+    local_indices: int64, which of the rows that came in go on, ascending; all of them before and after the check layer.
+    query_start_loc: where each request's rows of q begin, and the end; None where it has not changed.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    local_indices: torch.Tensor
+    query_start_loc: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class BlendRetrieverResult:
+    """One layer's K and V of the input tokens, the task's own tensors.
+
+    k, v: [num_tokens, hidden] each; None if nothing was found. What stands in invalid rows means nothing.
+    valid_mask: bool [num_tokens], on k's device. original_positions: int64 [num_tokens] there: where each row's K was
+        turned to; 0 for invalid rows.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    valid_mask: torch.Tensor
+    original_positions: torch.Tensor
+
+
+class BlendRetrieverTask(ABC):
+    """A retrieval under way."""
+
+    @abstractmethod
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        """Waits for the layer. ValueError for a layer that there is not."""
+
+
+class BlendRetriever(ABC):
+    """Finds segments of prompts."""
+
+    @abstractmethod
+    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+        """Begins a retrieval, and returns at once.
+
+        input_tokens: integers [num_tokens], of several requests one after the other.
+        query_start_loc: [num_requests + 1], where each begins, and the end.
+        """
+
+
+class BlendExecutor(ABC):
+    """Blends layer by layer, in order; layer 0 begins a new forward pass."""
+
+    @abstractmethod
+    def blend(
+        self,
+        layer_id: int,
+        retrieved_k: torch.Tensor,
+        retrieved_v: torch.Tensor,
+        valid_mask: torch.Tensor,
+        original_positions: torch.Tensor,
+        fresh_q: torch.Tensor,
+        fresh_k: torch.Tensor,
+        fresh_v: torch.Tensor,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        """retrieved_k, retrieved_v, valid_mask, original_positions: as a BlendRetrieverResult has them.
+
+        fresh_q, fresh_k, fresh_v: of the rows that are computed, their tokens in dimension `token_dim`; positions:
+            theirs. As many as retrieved ones up to the check layer, those that it chose after it.
+        query_start_loc: of the retrieved rows.
+
+        Nothing that is given is changed.
+        """

@@ -1,0 +1,93 @@
+"""RotaryTables: K turned from the positions where it was computed to those where it is used.
+
+A rotary embedding turns each pair of a head's dimensions by an angle that grows with the position. From old to new:
+
+    cos = (cos_new cos_old + sin_new sin_old) / a^2          a: what the model scales its tables by (YaRN)
+    sin = (sin_new cos_old - cos_new sin_old) / a^2
+
+composed from the model's own tables, so that what these have been rounded to cancels: cos(difference * frequency) does
+not, and its error grows with the distance. The arithmetic is in fp32, and always begins from the K that was computed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""positions int64 [n] -> cos, sin: fp32 [n, rotary_size / 2], the model's own, its scaling included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """How one kind of layer turns its K.
+
+    head_size: of K. rotary_size: how many dimensions of a head are turned, from `offset` on; even.
+    is_interleaved: pairs are neighbours (0, 1), (2, 3) ..., instead of (0, rotary_size / 2), (1, rotary_size / 2 + 1) ...
+    scaling: `a`.
+    """
+
+    cos_sin: CosSin
+    head_size: int
+    rotary_size: int
+    is_interleaved: bool = False
+    scaling: float = 1.0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rotary_size < 2 or self.rotary_size % 2 or self.offset < 0:
+            raise ValueError(f"rotary_size must be even and positive, got {self.rotary_size} at {self.offset}")
+        if self.offset + self.rotary_size > self.head_size:
+            raise ValueError(
+                f"rotary_size must fit into head_size={self.head_size}, got {self.rotary_size} at {self.offset}"
+            )
+        if not self.scaling > 0:
+            raise ValueError(f"scaling must be positive, got {self.scaling}")
+
+    @classmethod
+    def of_frequencies(
+        cls, frequencies: torch.Tensor, head_size: int, scaling: float = 1.0, **fields: bool
+    ) -> "RotaryTables":
+        """Of plain inverse frequencies, fp32 [rotary_size / 2]."""
+
+        def cos_sin(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            angles = positions.to(frequencies.device, torch.float32)[:, None] * frequencies
+            return angles.cos() * scaling, angles.sin() * scaling
+
+        return cls(cos_sin, head_size, 2 * len(frequencies), is_interleaved, scaling)
+
+    def difference(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the turn from old to new positions: fp32 [n, rotary_size / 2]."""
+        cos_old, sin_old = self.cos_sin(old.long())
+        cos_new, sin_new = self.cos_sin(new.long())
+        square = self.scaling * self.scaling
+        cos = (cos_new * cos_old + sin_new * sin_old) / square
+        sin = (sin_new * cos_old - cos_new * sin_old) / square
+        return cos, sin
+
+    def turn(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int = 0) -> torch.Tensor:
+        """A new tensor: each token's K as it would be at its new position, in k's dtype.
+
+        k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size], its tokens in dimension `token_dim`. old,
+        new: int64 [num_tokens].
+        """
+        rows = k.movedim(token_dim, 0)
+        if rows.dim() < 2 or rows[0].numel() % self.head_size or (rows.dim() > 2 and rows.shape[-1] != self.head_size):
+            raise ValueError(f"k must hold whole heads of {self.head_size} a token, got shape {list(k.shape)}")
+        if not len(old) == len(new) == len(rows):
+            raise ValueError(f"old and new must be of {len(rows)} tokens, got {len(old)} and {len(new)}")
+        heads = rows.reshape(len(rows), -1, self.head_size)
+        cos, sin = (part.to(k.device)[:, None, :] for part in self.difference(old, new))
+        turned = heads.clone()
+        first, second = self._pairs(heads)
+        into = self._pairs(turned)
+        x, y = first.float(), second.float()
+        into[0].copy_(x * cos - y * sin)
+        into[1].copy_(y * cos + x * sin)
+        return turned.reshape(rows.shape).movedim(0, token_dim)
+
+    def _pairs(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second of each pair: views."""
+        part = heads[..., self.offset : self.offset + self.rotary_size]
+        half = self.rotary_size // 2
+        return (part[..., 0::2], part[..., 1::2]) if self.is_interleaved else (part[..., :half], part[..., half:])

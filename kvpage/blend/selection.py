@@ -1,0 +1,71 @@
+"""Which tokens of a blended prompt are computed again: those whose fresh K or V differ most from the retrieved ones.
+
+deviation  [ .0  .1  .9  NaN .2 | .3  .8  .1 ]      two requests; the fourth row is invalid
+always              4 (invalid), 5 and 8 (the last of each request)
+ratio 1/3     1 of 4 valid rows: 3                  1 of 3: 7
+chosen        [  .   .   #   #   # |  .   #   # ]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+METRICS = ("k", "v", "kv")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the check layer has chosen, for the layers behind it.
+
+    indices: int64, the chosen rows, ascending. query_start_loc: int64 [num_requests + 1], where each request's chosen
+        rows begin, and the end. deviation: fp32 [num_tokens], 0 in invalid rows. num_tokens: of all rows.
+    """
+
+    indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    deviation: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.deviation)
+
+
+def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, token_dim: int) -> torch.Tensor:
+    """The mean squared difference of each token, in fp32: [num_tokens]; 0 where `valid` is False, whatever is there.
+
+    fresh, retrieved: one shape. valid: bool [num_tokens].
+    """
+    rows = [part.movedim(token_dim, 0).flatten(1) for part in (fresh, retrieved)]
+    # Masked before any arithmetic: NaN times 0 is NaN.
+    difference = (rows[0].float() - rows[1].float()).masked_fill(~valid[:, None], 0.0)
+    return difference.square().mean(dim=1)
+
+
+def select_tokens(
+    deviation: torch.Tensor, valid: torch.Tensor, query_start_loc: Sequence[int], ratios: Sequence[float]
+) -> Selection:
+    """Of each request: every invalid row, the last row, and the share `ratio` of the valid rows, those of the largest
+    deviation (of equals the first). A ratio over 0 takes at least one, 1 takes all, 0 takes none.
+
+    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request.
+    """
+    chosen = ~valid
+    starts = torch.zeros(len(query_start_loc), dtype=torch.int64, device=deviation.device)
+    for begin, end, ratio in zip(query_start_loc[:-1], query_start_loc[1:], ratios, strict=True):
+        if end > begin:
+            chosen[begin + _largest(deviation[begin:end], valid[begin:end], ratio)] = True
+            chosen[end - 1] = True
+    counts = [
+        int(chosen[begin:end].sum()) for begin, end in zip(query_start_loc[:-1], query_start_loc[1:], strict=True)
+    ]
+    starts[1:] = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+    return Selection(chosen.nonzero().flatten(), starts, deviation)
+
+
+def _largest(deviation: torch.Tensor, valid: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Indices of the valid rows that differ most."""
+    num_valid = int(valid.sum())
+    count = min(num_valid, max(int(num_valid * ratio), 1)) if ratio > 0 else 0
+    ranked = deviation.masked_fill(~valid, -1.0).sort(descending=True, stable=True).indices
+    return ranked[:count]
