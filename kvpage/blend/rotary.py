@@ -9,6 +9,7 @@ composed from the model's own tables, so that what these have been rounded to ca
 not, and its error grows with the distance. The arithmetic is in fp32, and always begins from the K that was computed.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class RotaryTables:
     """How one kind of layer turns its K.
 
     head_size: of K. rotary_size: how many dimensions of a head are turned, from `offset` on; even.
-    is_interleaved: pairs are neighbours (0, 1), (2, 3) ..., instead of (0, rotary_size / 2), (1, rotary_size / 2 + 1) ...
+    is_interleaved: pairs are neighbours, (0, 1), (2, 3) ..., instead of (0, rotary_size / 2), (1, rotary_size / 2 + 1).
     scaling: `a`.
     """
 
@@ -46,7 +47,7 @@ class RotaryTables:
 
     @classmethod
     def of_frequencies(
-        cls, frequencies: torch.Tensor, head_size: int, scaling: float = 1.0, **fields: bool
+        cls, frequencies: torch.Tensor, head_size: int, scaling: float = 1.0, is_interleaved: bool = False
     ) -> "RotaryTables":
         """Of plain inverse frequencies, fp32 [rotary_size / 2]."""
 
@@ -72,11 +73,12 @@ class RotaryTables:
         new: int64 [num_tokens].
         """
         rows = k.movedim(token_dim, 0)
-        if rows.dim() < 2 or rows[0].numel() % self.head_size or (rows.dim() > 2 and rows.shape[-1] != self.head_size):
+        if rows.dim() < 2 or math.prod(rows.shape[1:]) % self.head_size or (rows.dim() > 2 and rows.shape[-1] != self.head_size):
             raise ValueError(f"k must hold whole heads of {self.head_size} a token, got shape {list(k.shape)}")
         if not len(old) == len(new) == len(rows):
             raise ValueError(f"old and new must be of {len(rows)} tokens, got {len(old)} and {len(new)}")
-        heads = rows.reshape(len(rows), -1, self.head_size)
+        num_heads = math.prod(rows.shape[1:]) // self.head_size
+        heads = rows.reshape(len(rows), num_heads, self.head_size)
         cos, sin = (part.to(k.device)[:, None, :] for part in self.difference(old, new))
         turned = heads.clone()
         first, second = self._pairs(heads)

@@ -51,15 +51,12 @@ def select_tokens(
     deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request.
     """
     chosen = ~valid
-    starts = torch.zeros(len(query_start_loc), dtype=torch.int64, device=deviation.device)
     for begin, end, ratio in zip(query_start_loc[:-1], query_start_loc[1:], ratios, strict=True):
         if end > begin:
             chosen[begin + _largest(deviation[begin:end], valid[begin:end], ratio)] = True
             chosen[end - 1] = True
-    counts = [
-        int(chosen[begin:end].sum()) for begin, end in zip(query_start_loc[:-1], query_start_loc[1:], strict=True)
-    ]
-    starts[1:] = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64, device=chosen.device), chosen.cumsum(0)])
+    starts = before[torch.tensor(query_start_loc, device=chosen.device)]
     return Selection(chosen.nonzero().flatten(), starts, deviation)
 
 

@@ -214,10 +214,8 @@ def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: in
     output = forward.blend(executor, check_layer, rows)
     fresh, (old_k, old_v) = forward.fresh[check_layer], forward.retrieved[check_layer]
     deviation = torch.zeros(count)
-    for name, new, old in (
-        ("k", fresh[1], ROTARY.turn(old_k, forward.original, forward.positions)),
-        ("v", fresh[2], old_v),
-    ):
+    turned = ROTARY.turn(old_k, forward.original, forward.positions)
+    for name, new, old in (("k", fresh[1], turned), ("v", fresh[2], old_v)):
         if name in metric:
             deviation += (new.float() - old.float()).square().mean(1).nan_to_num()
     expected = naive_selection(deviation.tolist(), forward.valid.tolist(), forward.bounds, 0.25)
@@ -230,10 +228,8 @@ def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: in
     torch.testing.assert_close(executor.selection.deviation, deviation, rtol=1e-3, atol=1e-6)
     for layer in range(check_layer + 1, 4):
         output = forward.blend(executor, layer, torch.tensor(chosen))
-        k, v = (
-            ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions),
-            forward.retrieved[layer][1].clone(),
-        )
+        k = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+        v = forward.retrieved[layer][1].clone()
         k[chosen], v[chosen] = forward.fresh[layer][1][chosen], forward.fresh[layer][2][chosen]
         assert torch.equal(output.k, forward.shaped(k)) and torch.equal(output.v, forward.shaped(v))
         assert not output.k.isnan().any() and not output.v.isnan().any(), "an invalid row was not computed"
