@@ -73,7 +73,8 @@ class RotaryTables:
         new: int64 [num_tokens].
         """
         rows = k.movedim(token_dim, 0)
-        if rows.dim() < 2 or math.prod(rows.shape[1:]) % self.head_size or (rows.dim() > 2 and rows.shape[-1] != self.head_size):
+        is_shaped = rows.dim() == 2 or (rows.dim() > 2 and rows.shape[-1] == self.head_size)
+        if not is_shaped or math.prod(rows.shape[1:]) % self.head_size:
             raise ValueError(f"k must hold whole heads of {self.head_size} a token, got shape {list(k.shape)}")
         if not len(old) == len(new) == len(rows):
             raise ValueError(f"old and new must be of {len(rows)} tokens, got {len(old)} and {len(new)}")
