@@ -1,1 +1,24 @@
 """Chunks that outlive the process and leave the machine."""
+
+from kvpage.store.block_io import metadata_of
+from kvpage.store.builder import KVStoreBuilder
+from kvpage.store.config import KVStoreConfig
+from kvpage.store.keys import KVStoreMetadata
+from kvpage.store.kv_store import KVStore, KVStoreStats, Pin
+from kvpage.store.tier import Tier, TierError, TierStats
+from kvpage.store.tiers import Placed, register_tier
+
+__all__ = [
+    "KVStore",
+    "KVStoreBuilder",
+    "KVStoreConfig",
+    "KVStoreMetadata",
+    "KVStoreStats",
+    "Pin",
+    "Placed",
+    "Tier",
+    "TierError",
+    "TierStats",
+    "metadata_of",
+    "register_tier",
+]

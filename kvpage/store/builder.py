@@ -1,0 +1,38 @@
+"""KVStoreBuilder: one store an instance id, for code that meets in one process without knowing each other."""
+
+import threading
+
+from kvpage.store.config import KVStoreConfig
+from kvpage.store.keys import KVStoreMetadata
+from kvpage.store.kv_store import KVStore
+
+
+class KVStoreBuilder:
+    """The stores of this process by instance id. Thread-safe."""
+
+    _stores: dict[str, KVStore] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def get_or_create(cls, instance_id: str, config: KVStoreConfig, metadata: KVStoreMetadata) -> KVStore:
+        """ValueError if there is one of another configuration or metadata."""
+        with cls._lock:
+            store = cls._stores.get(instance_id)
+            if store is None:
+                store = cls._stores[instance_id] = KVStore(config, metadata)
+            elif (store.config, store.metadata) != (config, metadata):
+                raise ValueError(f"instance {instance_id!r} must keep its configuration and metadata, got others")
+            return store
+
+    @classmethod
+    def get(cls, instance_id: str) -> KVStore | None:
+        """None if there is none."""
+        with cls._lock:
+            return cls._stores.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Closes it and forgets it. KeyError if there is none."""
+        with cls._lock:
+            store = cls._stores.pop(instance_id)
+        store.close()

@@ -1,0 +1,112 @@
+"""The K and V that callers hand in and get back: nested tuples or one tensor, in either format.
+
+"vllm"          one tensor [layers, parts, tokens, heads, size], or for each layer (K, V) of [tokens, heads, size]
+"huggingface"   one tensor [layers, parts, heads, tokens, size], or for each layer (K, V) of [heads, tokens, size]
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.store.chunk_io import Part
+from kvpage.store.record import Shape
+
+KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
+Parts = list[list[torch.Tensor]]
+"""By layer and part, each [tokens, heads, size] or [heads, tokens, size]."""
+
+
+def token_dim(fmt: str) -> int:
+    """Of one layer's K."""
+    return 0 if fmt == "vllm" else 1
+
+
+def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
+    """ValueError or TypeError for what is neither, and unless all parts have one shape and the dtype."""
+    if isinstance(kv_tensors, torch.Tensor):
+        if kv_tensors.dim() != 5:
+            raise ValueError(f"kv_tensors must have 5 dimensions as one tensor, got shape {list(kv_tensors.shape)}")
+        parts = [list(layer) for layer in kv_tensors]
+    else:
+        parts = [list(layer) if isinstance(layer, (tuple, list)) else [layer] for layer in kv_tensors]
+    flat = [part for layer in parts for part in layer]
+    if not flat:
+        raise ValueError("kv_tensors must hold at least one layer, got none")
+    for part in flat:
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"kv_tensors must be of tensors, got {type(part).__name__}")
+    first = flat[0]
+    if first.dim() != 3 or any(part.shape != first.shape for part in flat) or len({len(layer) for layer in parts}) > 1:
+        shapes = sorted({tuple(part.shape) for part in flat})
+        raise ValueError(f"all parts of kv_tensors must be of one shape of 3 dimensions, got {shapes}")
+    if any(part.dtype != dtype for part in flat):
+        raise ValueError(f"kv_tensors must be of {dtype}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
+    return parts
+
+
+def chunk_shape(parts: Parts, fmt: str, num_tokens: int) -> Shape:
+    """Of a chunk of so many of their tokens."""
+    shape = list(parts[0][0].shape)
+    shape[token_dim(fmt)] = num_tokens
+    return len(parts), len(parts[0]), shape[0], shape[1], shape[2]
+
+
+def with_tokens(shape: Shape, fmt: str, num_tokens: int) -> Shape:
+    """The shape of a chunk of so many tokens instead."""
+    dims = list(shape)
+    dims[2 + token_dim(fmt)] = num_tokens
+    return dims[0], dims[1], dims[2], dims[3], dims[4]
+
+
+def chunk_parts(parts: Parts, fmt: str, begin: int, end: int) -> list[Part]:
+    """The tokens [begin, end) as the runs of a payload."""
+    return [_part(part.narrow(token_dim(fmt), begin, end - begin)) for layer in parts for part in layer]
+
+
+def owned(parts: Parts, fmt: str, begin: int) -> Parts:
+    """The tokens from `begin` on, copied to host memory."""
+    dim = token_dim(fmt)
+    return [
+        [part.narrow(dim, begin, part.shape[dim] - begin).to("cpu", copy=True) for part in layer] for layer in parts
+    ]
+
+
+def empty_chunks(shape: Shape, fmt: str, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room on the host for so many tokens of chunks of that shape."""
+    return torch.empty(with_tokens(shape, fmt, num_tokens), dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def taker(shape: Shape, fmt: str, room: torch.Tensor) -> Callable[[int, memoryview], None]:
+    """Takes the parts of a chunk, [tokens, heads, size] or [heads, tokens, size] each, and puts the last tokens of each
+    into `room`: one tensor of all layers and parts, with as many tokens as are wanted.
+    """
+    dim = token_dim(fmt)
+    num_left = shape[2 + dim] - room.shape[2 + dim]
+
+    def take(index: int, piece: memoryview) -> None:
+        target = as_bytes(room[index // shape[1], index % shape[1]])
+        source = np.frombuffer(piece, np.uint8).reshape(*shape[2:4], target.shape[-1])
+        np.copyto(target, source[num_left:] if dim == 0 else source[:, num_left:])
+
+    return take
+
+
+def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A CPU tensor's elements as bytes, the last dimension so many times longer: a view."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def as_tuple(chunks: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """For each layer (K, V): views."""
+    return tuple(tuple(layer) for layer in chunks)
+
+
+def _part(rows: torch.Tensor) -> Part:
+    def fill(buffer: memoryview) -> None:
+        source: Any = as_bytes(rows.cpu() if rows.stride(-1) == 1 else rows.cpu().contiguous())
+        np.copyto(np.frombuffer(buffer, np.uint8).reshape(source.shape), source)
+
+    return Part(rows.numel() * rows.element_size(), fill)

@@ -1,0 +1,90 @@
+"""Which record goes when room lacks: the least recently used, the least often used, or the first that came."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+
+
+class Policy(ABC):
+    """An order of keys. Everything but walking over the victims is O(1)."""
+
+    @abstractmethod
+    def add(self, key: bytes) -> None:
+        """A new key, of which none is there."""
+
+    @abstractmethod
+    def use(self, key: bytes) -> None:
+        """A key was read."""
+
+    @abstractmethod
+    def remove(self, key: bytes) -> None:
+        """KeyError if it is not there."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[bytes]:
+        """All keys, the one that goes first first. Not to be changed while it is walked over."""
+
+
+class FIFO(Policy):
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, key: bytes) -> None:
+        self._keys[key] = None
+
+    def use(self, key: bytes) -> None:
+        """Changes nothing."""
+
+    def remove(self, key: bytes) -> None:
+        del self._keys[key]
+
+    def victims(self) -> Iterator[bytes]:
+        return iter(self._keys)
+
+
+class LRU(FIFO):
+    def use(self, key: bytes) -> None:
+        self._keys.move_to_end(key)
+
+
+class LFU(Policy):
+    """Of equally often used ones the least recently used.
+
+    counts   1: [c d]   2: [a]   7: [b]       each an LRU; read once, d becomes 2: [a d]
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, int] = {}
+        self._keys: dict[int, OrderedDict[bytes, None]] = {}
+
+    def add(self, key: bytes) -> None:
+        self._put(key, 1)
+
+    def use(self, key: bytes) -> None:
+        count = self._counts[key]
+        self.remove(key)
+        self._put(key, count + 1)
+
+    def remove(self, key: bytes) -> None:
+        count = self._counts.pop(key)
+        del self._keys[count][key]
+        if not self._keys[count]:
+            del self._keys[count]
+
+    def victims(self) -> Iterator[bytes]:
+        for count in sorted(self._keys):
+            yield from self._keys[count]
+
+    def _put(self, key: bytes, count: int) -> None:
+        self._counts[key] = count
+        self._keys.setdefault(count, OrderedDict())[key] = None
+
+
+POLICIES: dict[str, type[Policy]] = {"lru": LRU, "lfu": LFU, "fifo": FIFO}
+
+
+def make_policy(name: str) -> Policy:
+    """ValueError for a name that is none of lru, lfu, fifo."""
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]()

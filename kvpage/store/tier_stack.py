@@ -1,0 +1,249 @@
+"""TierStack: several tiers as one, the fastest first. Their trouble is counted and logged, and is a miss.
+
+put     ─► every tier that lacks it (those written back later, from the first that has it)
+read    ─► the first tier that has it ─► verified ─► copied into the faster ones
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from kvpage.store.chunk_io import Part, RecordKind, copy_record, encoded, write_record
+from kvpage.store.record import CorruptRecord
+from kvpage.store.tier import Key, Reader, TierError, TierStats
+from kvpage.store.tiers import Placed
+
+WINDOW = 8  # records that are open at once
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TierStack:
+    """Thread-safe. num_threads: for the records of one call."""
+
+    def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
+        self.tiers = list(tiers)
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-chunk")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvpage-store")
+        self._pending: set[Future[int]] = set()
+
+    # --- writing ---
+
+    def put(
+        self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Sequence[Part]]], skip_existing: bool
+    ) -> int:
+        """Writes records into the tiers that lack them (or into all); how many were new to one. record(index): what to
+        write.
+        """
+        written: set[int] = set()
+        for at, one in enumerate(self.tiers):
+            there = self.contains(one, keys) if skip_existing else [False] * len(keys)
+            lacking = [index for index in range(len(keys)) if not there[index]]
+            if one.is_written_back and at > 0:
+                self.later(lambda one=one, lacking=lacking: self._copy_down(one, [keys[i] for i in lacking]))  # type: ignore[misc]
+                continue
+            done = self._pool.map(lambda index, one=one: self._put_one(one, *record(index)), lacking)  # type: ignore[misc]
+            written.update(index for index, is_there in zip(lacking, done, strict=True) if is_there)
+        self.count(stored_chunks=len(written))
+        return len(written)
+
+    def later(self, job: Callable[[], int]) -> "Future[int]":
+        """In the background, one after the other."""
+        future = self._worker.submit(job)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    # --- reading ---
+
+    def locate(self, keys: Sequence[Key]) -> list[int | None]:
+        """For each key the first tier that has it; slower ones are asked only for what the faster lack."""
+        located: list[int | None] = [None] * len(keys)
+        for at, one in enumerate(self.tiers):
+            left = [index for index, tier in enumerate(located) if tier is None]
+            if not left:
+                break
+            for index, is_there in zip(left, self.contains(one, [keys[index] for index in left]), strict=True):
+                if is_there:
+                    located[index] = at
+        return located
+
+    def contains(self, one: Placed, keys: Sequence[Key]) -> list[bool]:
+        there = self.ask(one, one.tier.contains, keys, one.deadline) or []
+        return there if len(there) == len(keys) else [False] * len(keys)
+
+    def open(self, keys: Sequence[Key], located: Sequence[int | None]) -> list[Reader | None]:
+        """A reader of each key in its tier, as far as it is still there."""
+        readers: list[Reader | None] = [None] * len(keys)
+        for at, one in enumerate(self.tiers):
+            mine = [index for index, tier in enumerate(located) if tier == at]
+            opened = self._open(one, [keys[index] for index in mine]) if mine else []
+            for index, reader in zip(mine, opened, strict=True):
+                readers[index] = reader
+        return readers
+
+    def read(self, keys: Sequence[Key], read: Callable[[int, Reader], None]) -> int:
+        """Reads records in order until one cannot be had; how many were read. read(index, reader): raises CorruptRecord
+        for what is not the right one, which is dropped.
+        """
+        located = self.locate(keys)
+        count = num_leading(tier is not None for tier in located)
+        for begin in range(0, count, WINDOW):
+            window = range(begin, min(begin + WINDOW, count))
+            readers = self.open([keys[index] for index in window], [located[index] for index in window])
+
+            def read_one(index: int, begin: int = begin, readers: list[Reader | None] = readers) -> bool:
+                return self._read_one(keys[index], located[index] or 0, readers[index - begin], index, read)
+
+            num_read = num_leading(list(self._pool.map(read_one, window)))
+            if num_read < len(window):
+                return begin + num_read
+        return count
+
+    def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
+        """What `read` makes of the first tier's record that it does not find corrupt; None if there is none."""
+        for one in self.tiers:
+            for reader in self._open(one, [key]):
+                if reader is not None:
+                    with reader:
+                        found = self._verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
+                    if found is not None:
+                        return found
+        return None
+
+    # --- all of them ---
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        """How many there were, in the tier that had most."""
+        return max(self.ask(one, one.tier.remove, keys, one.deadline) or 0 for one in self.tiers)
+
+    def clear(self) -> None:
+        for one in self.tiers:
+            self.ask(one, one.tier.clear)
+
+    def flush(self, sync: bool) -> None:
+        self.drain()
+        for one in self.tiers:
+            self.ask(one, one.tier.flush, sync)
+
+    def drain(self) -> None:
+        """Until nothing is written in the background."""
+        while pending := list(self._pending):
+            for future in pending:
+                future.exception()
+
+    def stats(self) -> tuple[TierStats | None, ...]:
+        """None for one that cannot tell."""
+        return tuple(self.ask(one, one.tier.stats) for one in self.tiers)
+
+    def close(self) -> None:
+        self.flush(sync=False)
+        self._worker.shutdown()
+        self._pool.shutdown()
+        for one in self.tiers:
+            self.ask(one, one.tier.close)
+
+    def count(self, **counts: int) -> None:
+        with self._lock:
+            self.counts.update(counts)
+
+    def ask(self, one: Placed, call: Callable[..., T], *args: object) -> T | None:
+        """What the tier answers; None when it is in trouble."""
+        try:
+            return call(*args)
+        except TierError as error:
+            logger.warning("%s: %s", one.tier.name, error)
+            self.count(tier_errors=1)
+            return None
+
+    # --- inside ---
+
+    def _open(self, one: Placed, keys: Sequence[Key]) -> list[Reader | None]:
+        opened = self.ask(one, one.tier.open, keys, one.deadline) or []
+        return opened if len(opened) == len(keys) else [None] * len(keys)
+
+    def _put_one(self, one: Placed, kind: RecordKind, parts: Sequence[Part]) -> bool:
+        head, payload = encoded(kind, parts)
+
+        def put() -> bool:
+            writer = one.tier.create(head.key, head.num_bytes)
+            if writer is None:
+                return False
+            with writer:
+                write_record(writer, head, payload)
+                return one.tier.commit([writer], one.deadline)[0]
+
+        return self.ask(one, put) or False
+
+    def _copy_down(self, one: Placed, keys: Sequence[Key]) -> int:
+        return sum(self._copy_from_another(one, key) for key in keys)
+
+    def _copy_from_another(self, one: Placed, key: Key) -> bool:
+        for source in self.tiers:
+            for reader in self._open(source, [key]) if source is not one else []:
+                if reader is not None:
+                    with reader:
+                        return self._copy_to(one, key, reader)
+        return False
+
+    def _copy_to(self, one: Placed, key: Key, reader: Reader) -> bool:
+        def copy() -> bool:
+            writer = one.tier.create(key, reader.num_bytes)
+            if writer is None:
+                return False
+            with writer:
+                copy_record(reader, writer, key)
+                return one.tier.commit([writer], one.deadline)[0]
+
+        try:
+            return self.ask(one, copy) or False
+        except CorruptRecord:  # it will be found out by whoever reads it
+            return False
+
+    def _read_one(
+        self, key: Key, located: int, reader: Reader | None, index: int, read: Callable[[int, Reader], None]
+    ) -> bool:
+        """From the tier where it was seen, or else from a slower one."""
+        for at in range(located, len(self.tiers)):
+            one = self.tiers[at]
+            found = reader if at == located else self._open(one, [key])[0]
+            if found is None:
+                continue
+            with found:
+                if self._verified(one, key, lambda found=found: _true(read(index, found))):  # type: ignore[misc, func-returns-value]
+                    self._promote(at, key, found)
+                    return True
+        return False
+
+    def _verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
+        try:
+            return self.ask(one, read)
+        except CorruptRecord as error:
+            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
+            self.count(corrupt_records=1)
+            self.ask(one, one.tier.remove, [key], one.deadline)
+            return None
+
+    def _promote(self, at: int, key: Key, reader: Reader) -> None:
+        for one in self.tiers[:at]:
+            if one.promotes and self._copy_to(one, key, reader):
+                self.count(promoted_chunks=1)
+
+
+def num_leading(flags: Iterable[object]) -> int:
+    """How many are true before the first that is not."""
+    count = 0
+    for flag in flags:
+        if not flag:
+            break
+        count += 1
+    return count
+
+
+def _true(_: None) -> bool:
+    return True

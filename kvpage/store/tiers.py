@@ -1,0 +1,99 @@
+"""From a URL to a tier: who makes which, and what all of them have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpage.store.config import KVStoreConfig, TierURL, parse_size
+from kvpage.store.tier import Tier
+
+Factory = Callable[[TierURL], Tier]
+COMMON_OPTIONS = ("write", "promote", "deadline")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tier and its part in the store. deadline: seconds of a call, None for no limit."""
+
+    tier: Tier
+    is_written_back: bool = False
+    promotes: bool = True
+    deadline: float | None = None
+
+
+def _memory(url: TierURL) -> Tier:
+    from kvpage.store.memory import MemoryTier
+
+    check_options(url, "size", "policy")
+    return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")
+
+
+class TierFactories:
+    """Factories by scheme. `register` adds one's own."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, Factory] = {"memory": _memory}
+
+    def register(self, scheme: str, factory: Factory) -> None:
+        """ValueError for a scheme that is taken by another factory."""
+        if self._factories.get(scheme, factory) is not factory:
+            raise ValueError(f"scheme must be a new one, {scheme!r} is taken")
+        self._factories[scheme] = factory
+
+    def make(self, url: TierURL) -> Tier:
+        """ValueError for a scheme that nobody makes, and whatever the factory raises."""
+        if url.scheme not in self._factories:
+            raise ValueError(f"scheme must be one of {', '.join(sorted(self._factories))}, got {url.scheme!r}")
+        return self._factories[url.scheme](url)
+
+
+FACTORIES = TierFactories()
+"""The ones that URLs are looked up in: filled once, at import, like torch's registries."""
+
+register_tier = FACTORIES.register
+
+
+def check_options(url: TierURL, *known: str) -> None:
+    """ValueError for an option that is neither common to all tiers nor among `known`."""
+    for name, _ in url.options:
+        if name not in (*known, *COMMON_OPTIONS):
+            raise ValueError(
+                f"options of {url.scheme}:// must be among {', '.join((*known, *COMMON_OPTIONS))}, got {name!r}"
+            )
+
+
+def place_tiers(config: KVStoreConfig) -> list[Placed]:
+    """The tiers of a configuration. If one cannot be made, those before it are closed, and its error comes through."""
+    placed: list[Placed] = []
+    try:
+        for text in config.tiers:
+            placed.append(_place(TierURL.parse(text), config))
+    except BaseException:
+        for one in placed:
+            one.tier.close()
+        raise
+    return placed
+
+
+def _place(url: TierURL, config: KVStoreConfig) -> Placed:
+    write = _choice(url, "write", {"through": False, "back": True}, "through")
+    promotes = _choice(url, "promote", {"yes": True, "no": False}, "yes")
+    deadline = url.option("deadline")
+    seconds = config.deadline if deadline is None else _seconds(deadline)
+    return Placed(FACTORIES.make(url), write, promotes, seconds)
+
+
+def _choice(url: TierURL, name: str, choices: dict[str, bool], default: str) -> bool:
+    value = url.option(name, default) or ""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"deadline must be positive seconds, got {text!r}")
+    return seconds
