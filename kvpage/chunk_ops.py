@@ -29,6 +29,7 @@ def store_chunk(
     start: int = 0,
     fmt: str = "vllm",
     scales: Sequence[KVScales] | None = None,
+    num_threads: int | None = None,
 ) -> None:
     """`chunk` becomes the tokens from `start` on of the blocks, of all layers.
 
@@ -41,6 +42,7 @@ def store_chunk(
         quantises, fp32, bf16 or fp16, or raw: the 8-bit floats themselves, or for int8 int8 of the size
         padded_head_size + 4, each row with its scale behind it, so that every bit survives.
     scales: of 8-bit floats, one a layer; None means 1.
+    num_threads: of the host; None for torch's number.
 
     On the CPU the copy is done on return. On CUDA it is ordered on the current stream; a chunk on the host must stay
     until the stream has passed.
@@ -50,7 +52,7 @@ def store_chunk(
     reports it. The chunk must not share memory with the caches.
     """
     check_writable("chunk", chunk)
-    _move(caches, block_ids, chunk, layout, start, fmt, scales, to_chunk=True)
+    _move(caches, block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
 
 
 def load_chunk(
@@ -61,6 +63,7 @@ def load_chunk(
     start: int = 0,
     fmt: str = "vllm",
     scales: Sequence[KVScales] | None = None,
+    num_threads: int | None = None,
 ) -> None:
     """The tokens from `start` on of the blocks, of all layers, become `chunk`: the way back of store_chunk.
 
@@ -68,7 +71,7 @@ def load_chunk(
     """
     for layer, cache in enumerate(caches):
         check_writable(f"caches[{layer}]", cache)
-    _move(caches, block_ids, readable("chunk", chunk), layout, start, fmt, scales, to_chunk=False)
+    _move(caches, block_ids, readable("chunk", chunk), layout, start, fmt, scales, num_threads, to_chunk=False)
 
 
 def _move(
@@ -79,6 +82,7 @@ def _move(
     start: int,
     fmt: str,
     scales: Sequence[KVScales] | None,
+    num_threads: int | None,
     to_chunk: bool,
 ) -> None:
     device, num_blocks = _check_caches(caches, layout, scales)
@@ -102,7 +106,7 @@ def _move(
         start,
         num_tokens,
         layout.num_kv_heads,
-        torch.get_num_threads(),
+        num_threads or torch.get_num_threads(),
     )
 
 

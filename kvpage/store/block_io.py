@@ -1,5 +1,6 @@
-"""BlockChunks: an engine's blocks as chunks, one layer at a time, straight from and to the records' bytes."""
+"""BlockChunks: an engine's blocks as chunks, a few layers at a time, straight from and to the records' bytes."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ def metadata_of(
     return KVStoreMetadata(
         model_name, world_size, worker_id, fmt, layout.dtype, _row_layout(engine), scales_digest(engine.kv_scales)
     )
+
+
+RUN_BYTES = 4 << 20  # larger ones leave the cache before they are hashed, smaller ones cost more calls
 
 
 class BlockChunks:
@@ -63,31 +67,35 @@ class BlockChunks:
         return num_layers, self._num_parts, rows, columns, self._row_size
 
     def sizes(self, num_tokens: int) -> list[int]:
-        """The bytes of each layer of such a chunk."""
+        """The bytes of each run of such a chunk: some layers, so many that a run stays in the CPU's cache."""
         shape = self.shape(num_tokens)
-        return [int(np.prod(shape[1:])) * self._item_size] * shape[0]
+        layer_bytes = math.prod(shape[1:]) * self._item_size
+        step = self._layers_a_run(layer_bytes)
+        return [layer_bytes * min(step, shape[0] - first) for first in range(0, shape[0], step)]
 
     def chunk(self, begin: int, end: int) -> tuple[Shape, list[Part]]:
-        """The tokens [begin, end) as the runs of a payload, a layer each."""
+        """The tokens [begin, end) as the runs of a payload."""
         shape = self.shape(end - begin)
 
-        def part(layer: int, num_bytes: int) -> Part:
+        def part(index: int, num_bytes: int) -> Part:
             def fill(buffer: memoryview) -> None:
                 rows = self._rows(buffer, shape)
-                self._between(rows, lambda chunk: self._store(layer, chunk, begin), is_read=False)
+                caches = self._caches(index, shape)
+                self._between(rows, lambda chunk: self._store(caches, chunk, begin), is_read=False)
 
             return Part(num_bytes, fill)
 
-        return shape, [part(layer, size) for layer, size in enumerate(self.sizes(end - begin))]
+        return shape, [part(index, size) for index, size in enumerate(self.sizes(end - begin))]
 
     def taker(self, begin: int, end: int, first: int, last: int) -> Callable[[int, memoryview], None]:
-        """Writes of a chunk's tokens [begin, end) those in [first, last) into the blocks, a layer at a time."""
+        """Writes of a chunk's tokens [begin, end) those in [first, last) into the blocks, a run at a time."""
         shape = self.shape(end - begin)
         dim = 2 if self._fmt == "vllm" else 3
 
-        def take(layer: int, piece: memoryview) -> None:
+        def take(index: int, piece: memoryview) -> None:
             rows = self._rows(piece, shape).narrow(dim, first - begin, last - first)
-            self._between(rows, lambda chunk: self._load(layer, chunk, first), is_read=True)
+            caches = self._caches(index, shape)
+            self._between(rows, lambda chunk: self._load(caches, chunk, first), is_read=True)
 
         return take
 
@@ -108,11 +116,11 @@ class BlockChunks:
         return torch.empty(0, dtype=self._engine.layout.dtype).element_size()
 
     def _rows(self, buffer: memoryview, shape: Shape) -> torch.Tensor:
-        """[1, parts, ...]: a view of one layer's bytes."""
+        """[layers, parts, ...]: a view of some layers' bytes."""
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:  # torch has no read-only tensors, and nobody writes to this one
             array = np.asarray(_Unlocked(array))
-        return torch.from_numpy(array).view(self._engine.layout.dtype).view(1, *shape[1:])
+        return torch.from_numpy(array).view(self._engine.layout.dtype).view(-1, *shape[1:])
 
     def _between(self, rows: torch.Tensor, move: Callable[[torch.Tensor], None], is_read: bool) -> None:
         """Moves between blocks and rows on the host; by way of the device where these are not pinned."""
@@ -124,14 +132,19 @@ class BlockChunks:
         if not is_read:
             rows.copy_(chunk)
 
-    def _store(self, layer: int, chunk: torch.Tensor, start: int) -> None:
-        store_chunk(self._caches(layer), self._ids, chunk, self._engine.layout, start, self._fmt)
+    def _store(self, caches: list[torch.Tensor], chunk: torch.Tensor, start: int) -> None:
+        store_chunk(caches, self._ids, chunk, self._engine.layout, start, self._fmt, num_threads=1)
 
-    def _load(self, layer: int, chunk: torch.Tensor, start: int) -> None:
-        load_chunk(self._caches(layer), self._ids, chunk, self._engine.layout, start, self._fmt)
+    def _load(self, caches: list[torch.Tensor], chunk: torch.Tensor, start: int) -> None:
+        load_chunk(caches, self._ids, chunk, self._engine.layout, start, self._fmt, num_threads=1)
 
-    def _caches(self, layer: int) -> list[torch.Tensor]:
-        return [self._engine.gpu_cache[layer]]
+    def _layers_a_run(self, layer_bytes: int) -> int:
+        return max(RUN_BYTES // layer_bytes, 1)
+
+    def _caches(self, index: int, shape: Shape) -> list[torch.Tensor]:
+        """Of a run's layers."""
+        step = self._layers_a_run(math.prod(shape[1:]) * self._item_size)
+        return self._engine.gpu_cache[index * step : (index + 1) * step]
 
 
 class _Unlocked:
