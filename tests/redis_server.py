@@ -23,8 +23,8 @@ def free_port() -> int:
 class RedisServer:
     """A process, started at once; `arguments` as on its command line. port: the same over restarts."""
 
-    def __init__(self, path: Path, *arguments: str, port: int | None = None, program: str = "redis-server") -> None:
-        self.path, self.port, self.program = path, port or free_port(), program
+    def __init__(self, path: Path, *arguments: str, port: int | None = None, is_sentinel: bool = False) -> None:
+        self.path, self.port, self.is_sentinel = path, port or free_port(), is_sentinel
         self.arguments = arguments
         path.mkdir(parents=True, exist_ok=True)
         self.start()
@@ -32,9 +32,9 @@ class RedisServer:
     def start(self) -> None:
         """Empty: nothing is saved."""
         common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.path)]
-        config = [str(self.path / "sentinel.conf")] if self.program == "redis-sentinel" else ["--save", ""]
+        config = [str(self.path / "sentinel.conf")] if self.is_sentinel else ["--save", ""]
         with (self.path / "log").open("ab") as log:
-            command = [self.program, *config, *common, *self.arguments]
+            command = ["redis-server", *config, *common, *self.arguments, *["--sentinel"] * self.is_sentinel]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self._await()
 

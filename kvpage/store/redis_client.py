@@ -39,24 +39,28 @@ def pack_commands(commands: Sequence[Sequence[Any]]) -> list[bytes | memoryview]
     return [*pieces, bytes(text)]
 
 
-class _Connection(redis.Connection):
+class _Packing:
     def pack_commands(self, commands: Sequence[Sequence[Any]]) -> list[bytes | memoryview]:
         return pack_commands(commands)
 
 
-class _SSLConnection(_Connection, redis.SSLConnection):
+class _Connection(_Packing, redis.Connection):
     pass
 
 
-class _UnixConnection(_Connection, redis.UnixDomainSocketConnection):
+class _SSLConnection(_Packing, redis.SSLConnection):
     pass
 
 
-class _SentinelConnection(_Connection, SentinelManagedConnection):
+class _UnixConnection(_Packing, redis.UnixDomainSocketConnection):
     pass
 
 
-class _SentinelSSLConnection(_Connection, SentinelManagedSSLConnection):
+class _SentinelConnection(_Packing, SentinelManagedConnection):
+    pass
+
+
+class _SentinelSSLConnection(_Packing, SentinelManagedSSLConnection):
     pass
 
 

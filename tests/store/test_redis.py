@@ -210,12 +210,11 @@ def test_killed_amid_large_values(server):
 
 
 class Proxy:
-    """Passes bytes on to a server, so many a second of what the server says; then none."""
+    """Passes bytes on to a server, and what it says one byte each `delay` seconds, if that is not 0."""
 
     def __init__(self, port: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port, self.target, self.delay = self.listener.getsockname()[1], port, 0.0
-        self.limit: int | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -229,12 +228,14 @@ class Proxy:
     def _pass(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
         with contextlib.suppress(OSError), source, sink:
             while True:
-                delay = self.delay if is_slow else 0.0
-                data = source.recv(1 if delay else 1 << 16)
+                data = source.recv(1 << 16)
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return
-                time.sleep(delay)
+                while is_slow and self.delay and data:
+                    time.sleep(self.delay)
+                    sink.sendall(data[:1])
+                    data = data[1:]
                 sink.sendall(data)
 
     def close(self) -> None:
@@ -366,6 +367,7 @@ def cluster(tmp_path_factory):
     for node in nodes:
         await_true(lambda: client(node).cluster("info")["cluster_known_nodes"] == "3")  # noqa: B023
         await_true(lambda: client(node).cluster("info")["cluster_slots_ok"] == "16384")  # noqa: B023
+        await_true(lambda: client(node).cluster("info")["cluster_state"] == "ok")  # noqa: B023
     yield nodes
     for node in nodes:
         node.kill()
@@ -426,7 +428,7 @@ def test_sentinel(tmp_path):
     server = RedisServer(tmp_path / "master")
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch" / "sentinel.conf").write_text(f"sentinel monitor mine 127.0.0.1 {server.port} 1\n")
-    sentinel = RedisServer(tmp_path / "watch", program="redis-sentinel")
+    sentinel = RedisServer(tmp_path / "watch", is_sentinel=True)
     dead = free_port()
     tier = from_url(f"redis+sentinel://127.0.0.1:{dead},127.0.0.1:{sentinel.port}/mine/1?cooldown=0")
     assert put(tier, DATA) == [True] * 12 and get(tier, K) == [DATA[k] for k in K]
