@@ -1,0 +1,219 @@
+"""How near does the redis tier come to redis-py itself with the same values, and does it keep its deadlines?
+
+The bound is redis-py's own SET and GET of ready bytes, with hiredis and its defaults, on the same server over loopback,
+in turns with the tier: create, fill, commit; open, one view of all. Beside them a pipeline that asks
+whether 64 keys are there. Server and client share the machine, so that medians of turns mean more than times. What goes
+in is compared with what comes out before anything is timed.
+
+The deadline: how much later than asked calls return from a server that is stopped (SIGSTOP), worst of several.
+Targets: at least 0.8 of redis-py; at most 50 ms late.
+
+    python benchmarks/bench_store_redis.py [--rounds N] [--plot PATH]        needs redis-server
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+import xxhash
+
+from kvpage.store.record import RecordHead
+from kvpage.store.redis import from_url
+from kvpage.store.tier import Tier, TierError
+
+SIZES = (1 << 16, 1 << 20, 32 << 20)
+BATCH = {1 << 16: 64, 1 << 20: 16, 32 << 20: 1}  # records a call
+NUM_KEYS = 64
+TIMEOUTS = (0.005, 0.05, 0.5)  # seconds
+
+
+@contextmanager
+def redis_server() -> Iterator[tuple[subprocess.Popen, int]]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    with tempfile.TemporaryDirectory() as place:
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", place, "--save", ""]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            while True:
+                try:
+                    redis.Redis(port=port).ping()
+                    break
+                except redis.exceptions.ConnectionError:
+                    time.sleep(0.01)
+            yield process, port
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+def records(size: int, count: int) -> dict[bytes, bytes]:
+    made = {}
+    for i in range(count):
+        key = hashlib.sha256(b"%d %d" % (size, i)).digest()
+        payload = os.urandom(size)
+        data = RecordHead(key, b"", "bfloat16", (1, 2, 1, 1, size // 4), size, size).pack() + payload
+        made[key] = data + xxhash.xxh3_128_digest(data)
+    return made
+
+
+def put(tier: Tier, made: dict[bytes, bytes]) -> None:
+    writers = []
+    for key, data in made.items():
+        writer = tier.create(key, len(data))
+        assert writer is not None
+        writer.piece(0, len(data))[:] = data
+        writers.append(writer)
+    assert all(tier.commit(writers))
+
+
+def get(tier: Tier, keys: list[bytes]) -> list[memoryview]:
+    return [reader.piece(0, reader.num_bytes) for reader in tier.open(keys) if reader is not None]
+
+
+def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median seconds of each, every one once a round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            before = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - before)
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict]:
+    made = records(size, BATCH[size])
+    keys = list(made)
+    put(tier, made)
+    assert get(tier, keys) == list(made.values()), "what came out is not what went in"
+    own = {f"peer:{key.hex()}": data for key, data in made.items()}
+
+    def peer_put() -> None:
+        pipeline = peer.pipeline(transaction=False)
+        for name, data in own.items():
+            pipeline.set(name, data)
+        pipeline.execute()
+
+    def peer_get() -> None:
+        pipeline = peer.pipeline(transaction=False)
+        for name in own:
+            pipeline.get(name)
+        pipeline.execute()
+
+    calls = {"put": (lambda: put(tier, made), peer_put), "get": (lambda: get(tier, keys), peer_get)}
+    for operation, (ours, theirs) in calls.items():
+        times = in_turns({"tier": ours, "redis-py": theirs}, rounds)
+        yield row(operation, size, len(keys), times)
+
+
+def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict:
+    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
+    names = ["kvpage:" + key.hex() for key in keys]
+
+    def peer_exists() -> None:
+        pipeline = peer.pipeline(transaction=False)
+        for name in names:
+            pipeline.exists(name)
+        pipeline.execute()
+
+    times = in_turns({"tier": lambda: tier.contains(keys), "redis-py": peer_exists}, 20 * rounds)
+    return row("contains", 0, NUM_KEYS, times)
+
+
+def row(operation: str, size: int, count: int, times: dict[str, float]) -> dict:
+    return {
+        "operation": operation,
+        "MiB": size / 2**20,
+        "records": count,
+        "ms": times["tier"] * 1e3,
+        "redis-py ms": times["redis-py"] * 1e3,
+        "GB/s": size * count / times["tier"] / 1e9,
+        "of redis-py": times["redis-py"] / times["tier"],
+    }
+
+
+def lateness(url: str, server: subprocess.Popen, rounds: int) -> dict[str, float]:
+    """Milliseconds beyond the timeout, the worst of `rounds`, by timeout in ms."""
+    server.send_signal(signal.SIGSTOP)
+    tier, worst = from_url(url + "?max_failures=1000000&max_calls=64"), {}
+    for timeout in TIMEOUTS:
+        late = []
+        for _ in range(rounds):
+            before = time.perf_counter()
+            try:
+                tier.open([bytes(32)], timeout)
+                raise AssertionError("a stopped server has answered")
+            except TierError:
+                late.append(time.perf_counter() - before - timeout)
+        worst[f"{timeout * 1e3:g}"] = max(late) * 1e3
+    server.send_signal(signal.SIGCONT)
+    tier.close()
+    return worst
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    names = [f"{r['operation']}\n{r['records']} x {r['MiB']:g} MiB" for r in results]
+    axes.bar(names, [r["of redis-py"] for r in results], color="C0")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(ylabel="speed, in redis-py's own", ylim=(0, None))
+    axes.tick_params(axis="x", labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if shutil.which("redis-server") is None:
+        print("skipped: needs redis-server")
+        return
+    results = []
+    print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>9} {'redis-py ms':>12} {'GB/s':>6} {'of redis-py':>12}")
+    with redis_server() as (server, port):
+        url = f"redis://127.0.0.1:{port}/0"
+        tier, peer = from_url(url), redis.Redis(port=port)
+        for size in SIZES:
+            results += measure(tier, peer, size, options.rounds)
+        results.append(measure_contains(tier, peer, options.rounds))
+        tier.close()
+        late = lateness(url, server, 5)
+    for r in results:
+        numbers = "{records:8} {MiB:8.2f} {ms:9.2f} {redis-py ms:12.2f} {GB/s:6.2f} {of redis-py:12.2f}".format(**r)
+        print(f"{r['operation']:10} {numbers}")
+    print("late by, ms, at a timeout of: " + ", ".join(f"{t} ms: {ms:.1f}" for t, ms in late.items()))
+    if options.plot:
+        plot(results, options.plot)
+    versions = {"redis-py": redis.__version__, "python": platform.python_version()}
+    print(
+        json.dumps(
+            {"machine": platform.processor() or platform.machine(), **versions, "results": results, "late ms": late}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

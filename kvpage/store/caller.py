@@ -1,0 +1,112 @@
+"""Caller: calls with a deadline that holds, whatever is called.
+
+    call(function, timeout) ─► an idle thread, or a new one ─► result
+             │ too late
+             └──► the caller goes on; give_up(thread) may close what the thread waits for; it ends with its call
+
+A socket's timeout is one of each read: a server that sends a byte now and then never exceeds it, and looking up a name
+has none at all. So the calls are made on threads of their own, and a late one is left behind. It holds its place among
+`max_threads` until it returns.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.future: Future[T] = Future()
+        self.done = threading.Event()
+        self.is_late = False
+
+
+class Caller:
+    """Threads that make calls. give_up: called with the identity of the thread whose call is late, on yet another
+    thread; None for nothing. Thread-safe.
+    """
+
+    def __init__(self, max_threads: int = 8, give_up: Callable[[int], None] | None = None) -> None:
+        if max_threads < 1:
+            raise ValueError(f"max_threads must be positive, got {max_threads}")
+        self._room = threading.BoundedSemaphore(max_threads)
+        self._give_up = give_up
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._is_closed = False
+
+    def call(self, function: Callable[[], T], timeout: float | None) -> T:
+        """What `function` returns or raises. TimeoutError after `timeout` seconds (None: never), whether it was called
+        in vain or no thread came free.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._room.acquire(timeout=timeout if timeout is None else max(timeout, 0)):
+            raise TimeoutError(f"all threads were busy for {timeout} s")
+        call = _Call(function)
+        worker = self._take_worker()
+        worker.calls.put(call)
+        if not call.done.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
+            self._leave(call, worker, timeout)
+        return call.future.result()
+
+    def close(self) -> None:
+        """Ends idle threads now and the others after their calls. Does not wait."""
+        with self._lock:
+            self._is_closed, idle, self._idle = True, self._idle, []
+        for worker in idle:
+            worker.calls.put(None)
+
+    def _take_worker(self) -> "_Worker":
+        with self._lock:
+            if self._is_closed:
+                self._room.release()
+                raise RuntimeError("the caller is closed")
+            if self._idle:
+                return self._idle.pop()
+        worker = _Worker(self)
+        worker.start()
+        return worker
+
+    def _leave(self, call: _Call[Any], worker: "_Worker", timeout: float | None) -> None:
+        with self._lock:
+            if call.done.is_set():
+                return  # just in time
+            call.is_late = True
+        if self._give_up is not None and worker.ident is not None:
+            threading.Thread(target=self._give_up, args=(worker.ident,), daemon=True).start()
+        raise TimeoutError(f"no answer within {timeout} s")
+
+    def _returned(self, call: _Call[Any], worker: "_Worker") -> bool:
+        """Whether the worker stays for another call."""
+        with self._lock:
+            stays = not call.is_late and not self._is_closed
+            if stays:
+                self._idle.append(worker)
+            call.done.set()
+        self._room.release()
+        return stays
+
+
+class _Worker(threading.Thread):
+    """A daemon: a call that never returns does not keep the process."""
+
+    def __init__(self, caller: Caller) -> None:
+        super().__init__(name="kvpage-store-call", daemon=True)
+        self.calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self._caller = caller
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                call.future.set_result(call.function())
+            except BaseException as error:  # the caller's, who gets it from the future
+                call.future.set_exception(error)
+            if not self._caller._returned(call, self):
+                return
+            del call  # and the buffers that it holds

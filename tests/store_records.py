@@ -1,0 +1,47 @@
+"""Records and keys for tests of tiers, and what is wrong with them."""
+
+import hashlib
+import random
+
+import xxhash
+
+from kvpage.store.record import RecordHead
+from kvpage.store.tier import Reader, Tier
+
+META = b"who wrote it"
+
+
+def key(i: int) -> bytes:
+    return hashlib.sha256(b"%d" % i).digest()
+
+
+def record(name: bytes, payload_bytes: int = 1000, seed: int = 0) -> bytes:
+    """A whole record, right to the last byte."""
+    payload = random.Random(seed).randbytes(payload_bytes)
+    head = RecordHead(name, META, "bfloat16", (1, 2, 1, 1, payload_bytes // 4), payload_bytes, payload_bytes)
+    data = head.pack() + payload
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def put(tier: Tier, records: dict[bytes, bytes], timeout: float | None = None) -> list[bool]:
+    """Each in three pieces, all in one commit."""
+    writers = []
+    for name, data in records.items():
+        writer = tier.create(name, len(data))
+        assert writer is not None
+        cuts = [0, len(data) // 3, len(data) // 3 + 1, len(data)]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            writer.piece(begin, end)[:] = data[begin:end]
+        writers.append(writer)
+    return tier.commit(writers, timeout)
+
+
+def get(tier: Tier, names: list[bytes], timeout: float | None = None) -> list[bytes | None]:
+    readers = tier.open(names, timeout)
+    return [None if reader is None else read(reader) for reader in readers]
+
+
+def read(reader: Reader) -> bytes:
+    with reader:
+        middle = reader.num_bytes // 2
+        return bytes(reader.piece(0, middle)) + bytes(reader.piece(middle, reader.num_bytes))
