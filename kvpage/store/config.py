@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 ENV_PREFIX = "KVPAGE_"
@@ -30,13 +30,15 @@ def parse_size(text: str | int) -> int:
 class TierURL:
     """A tier's URL, taken apart. Those of paths may name several, with commas between: disk:///ssd0/kv,/ssd1/kv?size=1TiB
 
-    text: as given, without what could be a password. options: after the question mark, text by name.
+    text: what may be shown: no user, no password, no options. url: as given. options: after the question mark, text by
+        name.
     """
 
     text: str
     scheme: str
     place: str
     options: tuple[tuple[str, str], ...] = ()
+    url: str = field(default="", repr=False)
 
     @classmethod
     def parse(cls, url: str) -> "TierURL":
@@ -49,7 +51,12 @@ class TierURL:
         if len(set(names)) != len(names):
             raise ValueError(f"options of a tier must be given once, got {url!r}")
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        return cls(shown, parts.scheme, unquote(parts.netloc + parts.path), tuple(options))
+        return cls(shown, parts.scheme, unquote(parts.netloc.rpartition("@")[2] + parts.path), tuple(options), url)
+
+    def without(self, *names: str) -> str:
+        """The URL as given, but for these options."""
+        kept = urlencode([pair for pair in self.options if pair[0] not in names])
+        return urlunsplit(urlsplit(self.url)._replace(query=kept))
 
     def option(self, name: str, default: str | None = None) -> str | None:
         return dict(self.options).get(name, default)

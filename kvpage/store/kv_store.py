@@ -98,7 +98,7 @@ class KVStore:
     ) -> None:
         self.config, self.metadata = config, metadata
         self._keys = ChunkKeys(metadata, config.chunk_size)
-        self._codec = _codec(config.codec, metadata.kv_dtype)
+        self._codec = _codec(config.codec, metadata)
         placed = [_placed(one, config) for one in tiers] if tiers is not None else place_tiers(config)
         if not placed:
             raise ValueError("tiers must be at least one, got none")
@@ -363,12 +363,12 @@ def _done(result: int) -> "Future[int]":
     return future
 
 
-def _codec(name: str, dtype: torch.dtype) -> Codec | None:
+def _codec(name: str, metadata: KVStoreMetadata) -> Codec | None:
     if name == "raw":
         return None
     from kvpage.store.codec import get_codec
 
-    return get_codec(name, dtype)
+    return get_codec(name, metadata.kv_dtype, "vllm" if metadata.fmt == "vllm" else "huggingface")
 
 
 def _num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num_tokens: int) -> int:

@@ -27,11 +27,20 @@ def _memory(url: TierURL) -> Tier:
     return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")
 
 
+def _redis(url: TierURL) -> Tier:
+    from kvpage.store.redis import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
+REDIS = [f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+cluster", "+sentinel")] + ["unix"]
+
+
 class TierFactories:
     """Factories by scheme. `register` adds one's own."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = {"memory": _memory}
+        self._factories: dict[str, Factory] = {"memory": _memory, **dict.fromkeys(REDIS, _redis)}
 
     def register(self, scheme: str, factory: Factory) -> None:
         """ValueError for a scheme that is taken by another factory."""
