@@ -89,7 +89,7 @@ def test_random_lives_against_prefixes(fmt: str, seed: int) -> None:
     """A model that knows which chunks are there: `tokens[:end]` of each."""
     rng = random.Random(seed)
     store, there = make(fmt), set()
-    for _ in range(80):
+    for _ in range(300):
         tokens = [int(rng.random() < 0.05) for _ in range(rng.randint(0, 4 * C))]
         namespace = rng.choice([b"", b"x"])
         ends = [min(begin + C, len(tokens)) for begin in range(0, len(tokens), C)]

@@ -1,0 +1,143 @@
+"""Blocks of an engine to records and back: every layout and dtype, any start, and nothing else is touched."""
+
+import pytest
+import torch
+
+from kvpage import CacheConfig, CacheEngine, KVScales, ModelConfig, ops
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
+from kvpage.store.block_io import BlockChunks
+from kvpage.store.memory import MemoryTier
+
+B, C, L = 4, 12, 3
+BACKENDS = [(name, kv) for name in ("flash", "flashinfer") for kv in ("NHD", "HND")] + [
+    ("paged", "NHD"),
+    ("mla", "NHD"),
+]
+LAYOUTS = [
+    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
+    for backend, kv_layout in BACKENDS
+    for layer_layout in ("separate", "packed")
+]
+TOKENS = list(range(100, 131))  # 31 tokens: 8 blocks, chunks of 12, 12 and 7
+
+
+def make_engine(num_blocks: int = 24, seed: int = 0, scales: list[KVScales] | None = None, **fields) -> CacheEngine:
+    """Random bytes in all blocks, whatever they mean."""
+    use_mla = fields.get("backend") == "mla"
+    model = ModelConfig(24 if use_mla else 10, 1 if use_mla else 2, ("full_attention",) * L, torch.bfloat16, use_mla)
+    engine = CacheEngine(CacheConfig(B, num_blocks, **fields), model, kv_scales=scales)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in engine.gpu_cache:
+        random = torch.randint(0, 250, (layer.numel() * layer.element_size(),), generator=generator, dtype=torch.uint8)
+        layer.copy_(random.view(layer.dtype).view(layer.shape))
+    return engine
+
+
+def tokens_of(engine: CacheEngine, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
+    """The raw bytes of the tokens: [layers, parts, tokens, bytes]."""
+    chunks = BlockChunks(engine, block_ids, metadata_of(engine, "m"))
+    shape = chunks.shape(end - start)
+    chunk = torch.zeros(shape, dtype=engine.layout.dtype)
+    ops.store_chunk(engine.gpu_cache, torch.tensor(block_ids, dtype=torch.int32), chunk, engine.layout, start)
+    return chunk.view(torch.uint8)
+
+
+def make_store(engine: CacheEngine, fmt: str = "vllm", **fields) -> KVStore:
+    tier = MemoryTier(1 << 20, pin_memory=False)
+    return KVStore(KVStoreConfig(C, num_threads=2, **fields), metadata_of(engine, "m", fmt=fmt), [tier])
+
+
+def all_bytes(engine: CacheEngine) -> list[torch.Tensor]:
+    return [layer.contiguous().view(torch.uint8).clone() for layer in engine.gpu_cache]
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp32", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()))
+def test_blocks_come_back_bit_by_bit_and_nothing_else_changes(layout: dict, cache_dtype: str, fmt: str) -> None:
+    fields = {**layout, "cache_dtype": cache_dtype}
+    source, target = make_engine(seed=1, **fields), make_engine(seed=2, **fields)
+    store = make_store(source, fmt)
+    table, other = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
+    assert store.store_blocks(TOKENS, source, table) == len(TOKENS)
+    before = all_bytes(target)
+    for start, num_blocks in ((0, 8), (8, 8), (C, 8), (16, 6), (0, 1), (28, 8)):
+        for layer, saved in zip(target.gpu_cache, before, strict=True):
+            layer.copy_(saved.view(layer.dtype).view(layer.shape))
+        end = min(len(TOKENS), num_blocks * B)
+        assert store.load_blocks(TOKENS, target, torch.tensor(other[:num_blocks]), start) == end
+        found, expected = tokens_of(target, other, 0, 32), tokens_of(make_engine(seed=2, **fields), other, 0, 32)
+        dim = 2
+        expected.narrow(dim, start, end - start).copy_(tokens_of(source, table, start, end))
+        assert torch.equal(found, expected)
+        unused = sorted(set(range(24)) - set(other))
+        after = tokens_of(target, unused, 0, len(unused) * B)
+        assert torch.equal(after, tokens_of(make_engine(seed=2, **fields), unused, 0, len(unused) * B))
+    assert store.stats().corrupt_records == 0
+
+
+def test_as_tensors_and_as_blocks_are_the_same_records() -> None:
+    engine = make_engine()
+    store = make_store(engine)
+    table = list(range(8))
+    store.store_blocks(TOKENS, engine, table)
+    kv, mask = store.retrieve(TOKENS, return_tuple=False)
+    assert mask.all()
+    chunk = torch.empty_like(kv)
+    ops.store_chunk(engine.gpu_cache, torch.arange(8, dtype=torch.int32), chunk, engine.layout)
+    assert torch.equal(kv.view(torch.uint8), chunk.view(torch.uint8))
+    store.clear()
+    store.store(TOKENS, kv)
+    for layer in engine.gpu_cache:
+        layer.zero_()
+    assert store.load_blocks(TOKENS, engine, table) == len(TOKENS)
+    again = torch.empty_like(kv)
+    ops.store_chunk(engine.gpu_cache, torch.arange(8, dtype=torch.int32), again, engine.layout)
+    assert torch.equal(again.view(torch.uint8), chunk.view(torch.uint8))
+
+
+def test_prefixes_and_corrupted_chunks_end_a_load() -> None:
+    engine = make_engine()
+    store = make_store(engine)
+    store.store_blocks(TOKENS[:20], engine, list(range(5)))
+    assert store.load_blocks(TOKENS, engine, list(range(8, 16))) == C  # the second chunk is shorter than asked for
+    assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16))) == 20
+    assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=20) == 20
+    assert store.load_blocks([7, 7], engine, [8]) == 0
+    tier = store._tiers.tiers[0].tier
+    entry = tier._entries[store._keys.of(TOKENS[:20])[1]]
+    tier._slab[entry.begin * 4096 + entry.num_bytes - 20] ^= 1
+    assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16))) == C
+    assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=16) == 16
+    assert store.stats().corrupt_records == 1 and store.lookup(TOKENS[:20]) == C
+
+
+def test_stores_of_other_caches_are_refused() -> None:
+    engine = make_engine()
+    store = make_store(engine)
+    for other, name in (
+        (make_engine(cache_dtype="fp32"), "kv_dtype"),
+        (make_engine(cache_dtype="int8"), "kv_dtype"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of the store must be the engine's"):
+            store.store_blocks(TOKENS, other, list(range(8)))
+    scales = [KVScales.of(1.0, 2.0)] * L
+    scaled = make_engine(cache_dtype="fp8_e4m3", scales=scales)
+    plain = KVStore(KVStoreConfig(C, ("memory://?size=1MiB",)), KVStoreMetadata("m", kv_dtype=torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="scales_digest of the store must be the engine's"):
+        plain.load_blocks(TOKENS, scaled, list(range(8)))
+    own = KVStore(KVStoreConfig(C, ("memory://?size=1MiB",)), metadata_of(scaled, "m"))
+    assert own.store_blocks(TOKENS, scaled, list(range(8))) == len(TOKENS)
+
+
+def test_bad_tables_and_starts() -> None:
+    engine = make_engine()
+    store = make_store(engine)
+    with pytest.raises(ValueError, match="block_table must have room for 31 tokens, got 28"):
+        store.store_blocks(TOKENS, engine, list(range(7)))
+    with pytest.raises(ValueError, match="block"):
+        store.store_blocks(TOKENS, engine, [99] * 8)
+    for start in (-1, 32):
+        with pytest.raises(ValueError, match=r"start must be in \[0, 31\]"):
+            store.load_blocks(TOKENS, engine, list(range(8)), start)
+    assert store.load_blocks([], engine, []) == 0 and store.store_blocks([], engine, []) == 0
