@@ -52,6 +52,24 @@ class Extents:
             size += after
         self._add(begin, size)
 
+    def take(self, begin: int, num_units: int) -> None:
+        """Gives out the very run. ValueError unless all of it is free."""
+        at = max((first for first in self._by_begin if first <= begin), default=None)
+        if num_units < 1 or at is None or at + self._by_begin[at] < begin + num_units:
+            raise ValueError(f"a run of {num_units} units at {begin} must be free")
+        size = self._by_begin[at]
+        self._take(at, size)
+        if begin > at:
+            self._add(at, begin - at)
+        if at + size > begin + num_units:
+            self._add(begin + num_units, at + size - begin - num_units)
+        self._used[begin] = num_units
+        self.num_free -= num_units
+
+    def free_at(self, begin: int) -> int:
+        """How long the free run is that begins there; 0 if none does."""
+        return self._by_begin.get(begin, 0)
+
     def check(self) -> None:
         """RuntimeError unless runs in use and free ones make up the slab, and no two free ones touch."""
         runs = sorted([(begin, size, True) for begin, size in self._used.items()] + [

@@ -27,6 +27,17 @@ def _memory(url: TierURL) -> Tier:
     return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")
 
 
+def _disk(url: TierURL) -> Tier:
+    from kvpage.store.disk import SEGMENT_BYTES, DiskTier
+
+    check_options(url, "size", "policy", "segment")
+    paths = [path for path in url.place.split(",") if path]
+    segment_bytes = parse_size(url.option("segment", str(SEGMENT_BYTES)) or "")
+    return DiskTier(
+        paths, parse_size(url.option("size", "10GiB") or ""), url.option("policy", "lru") or "", segment_bytes
+    )
+
+
 def _redis(url: TierURL) -> Tier:
     from kvpage.store.redis import from_url
 
@@ -40,7 +51,7 @@ class TierFactories:
     """Factories by scheme. `register` adds one's own."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = {"memory": _memory, **dict.fromkeys(REDIS, _redis)}
+        self._factories: dict[str, Factory] = {"memory": _memory, "disk": _disk, **dict.fromkeys(REDIS, _redis)}
 
     def register(self, scheme: str, factory: Factory) -> None:
         """ValueError for a scheme that is taken by another factory."""
