@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+IDLE_SECONDS = 30.0  # until an idle thread ends
 
 
 class _Call(Generic[T]):
@@ -92,6 +93,14 @@ class Caller:
         self._room.release()
         return stays
 
+    def _dismissed(self, worker: "_Worker") -> bool:
+        """Takes it from the idle ones; not if it was taken for a call, which then is on its way."""
+        with self._lock:
+            if worker not in self._idle:
+                return False
+            self._idle.remove(worker)
+            return True
+
 
 class _Worker(threading.Thread):
     """A daemon: a call that never returns does not keep the process."""
@@ -102,7 +111,7 @@ class _Worker(threading.Thread):
         self._caller = caller
 
     def run(self) -> None:
-        while (call := self.calls.get()) is not None:
+        while (call := self._next()) is not None:
             try:
                 call.future.set_result(call.function())
             except BaseException as error:  # the caller's, who gets it from the future
@@ -110,3 +119,12 @@ class _Worker(threading.Thread):
             if not self._caller._returned(call, self):
                 return
             del call  # and the buffers that it holds
+
+    def _next(self) -> _Call[Any] | None:
+        """None when there is none for so long that the thread is not worth keeping, nor the caller for its sake."""
+        while True:
+            try:
+                return self.calls.get(timeout=IDLE_SECONDS)
+            except Empty:
+                if self._caller._dismissed(self):
+                    return None

@@ -26,6 +26,7 @@ LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+PIECE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
 ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
 
 
@@ -112,10 +113,10 @@ class Fp8Codec(Codec):
         scales, codes = self._split(out, shape)
         elements = _parts(np.frombuffer(raw, np.uint8), self._dtype, shape)
         for part, scale, code in zip(elements, scales, codes, strict=True):
-            floats = part.float()
-            scale.copy_(_scale_of(floats, self._head_axis))
-            floats.div_(scale).clamp_(-FP8_MAX, FP8_MAX)
-            code.copy_(floats.to(FP8).view(torch.uint8))
+            pieces = self._pieces(part)
+            scale.copy_(_scale_of(pieces, scale.shape))
+            for piece, coded in zip(pieces, self._pieces(code), strict=True):
+                coded.copy_((piece.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
         return out.data
 
     def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
@@ -128,8 +129,17 @@ class Fp8Codec(Codec):
         out = np.empty(raw_bytes, np.uint8)
         most = torch.finfo(self._dtype).max
         for part, scale, code in zip(_parts(out, self._dtype, shape), scales, codes, strict=True):
-            part.copy_(_floats_of(code).mul_(scale).clamp_(-most, most))
+            for piece, coded in zip(self._pieces(part), self._pieces(code), strict=True):
+                piece.copy_(_floats_of(coded).mul_(scale).clamp_(-most, most))
         return out.data
+
+    def _pieces(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Runs of tokens, so small that torch keeps to this thread: its others cost ten times as much as they bring
+        where the cores have work already.
+        """
+        axis = 1 - self._head_axis
+        of_token = max(part.numel() // max(part.shape[axis], 1), 1)
+        return part.split(max(PIECE_ELEMENTS // of_token, 1), axis)
 
     def _scale_bytes(self, shape: Shape) -> int:
         return 4 * shape[0] * shape[1] * shape[2 + self._head_axis]
@@ -222,14 +232,16 @@ def _parts(data: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.
     return _tensor(data, dtype).view(shape[0] * shape[1], *shape[2:])
 
 
-def _scale_of(floats: torch.Tensor, head_axis: int) -> torch.Tensor:
-    """The least power of two, at least 2**-126, that brings each head's finite values within 448."""
-    if floats.numel() == 0:
-        return torch.ones(())
-    axes = [axis for axis in range(3) if axis != head_axis]
-    most = floats.abs().amax(axes, keepdim=True)
-    if not most.isfinite().all():
-        most = floats.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
+def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """[.., heads, .., 1]: the least powers of two, at least 2**-126, that bring finite values within 448."""
+    most = torch.zeros(shape)
+    axes = [axis for axis, size in enumerate(shape) if size == 1 or axis == 2]
+    for piece in pieces if most.numel() else ():
+        if piece.numel():
+            found = piece.abs().amax(axes, keepdim=True)
+            if not found.isfinite().all():
+                found = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
+            most = torch.maximum(most, found)
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 7/8 * 2**9
     exponent = exponent - 9 + (mantissa > 0.875).to(torch.int32)
     exponent = torch.where(most > 0, exponent, 0).clamp(min=-126)

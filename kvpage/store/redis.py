@@ -163,7 +163,7 @@ def from_url(url: str) -> RemoteTier:
 
 def _value(answer: object) -> object:
     """None for an empty one, which GETRANGE gives where there is none, and for what could not be had."""
-    return answer if isinstance(answer, bytes) and answer else None
+    return answer if isinstance(answer, bytes | memoryview) and len(answer) else None
 
 
 def _is_of_another_type(answer: object) -> bool:

@@ -26,6 +26,7 @@ from kvpage.store.remote_options import MAC_BYTES, MIN_RECORD_BYTES, RemoteOptio
 from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 T = TypeVar("T")
+CLOSE_SECONDS = 5.0
 
 
 class RemoteTier(Tier):
@@ -107,14 +108,14 @@ class RemoteTier(Tier):
             return TierStats(self.name, None, None, None, corrupted=self._num_corrupted, errors=self._num_errors)
 
     def close(self) -> None:
-        """Does not wait for calls that are late."""
+        """Waits for the backend to close, but not for longer than CLOSE_SECONDS: a TierError then."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
             return
         self._caller.close()
         try:
-            self._backend.close()
+            Caller(1).call(self._backend.close, CLOSE_SECONDS)
         except Exception as error:  # as in _call
             raise TierError(f"{self.name}: {type(error).__name__}: {error}") from error
 

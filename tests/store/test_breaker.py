@@ -153,6 +153,19 @@ def test_calls_from_many_threads_get_their_own_results():
     caller.close()
 
 
+def test_idle_threads_end_and_calls_go_on(monkeypatch):
+    monkeypatch.setattr("kvpage.store.caller.IDLE_SECONDS", 0.001)
+    caller, seen = Caller(2), set()
+    for i in range(200):
+        assert caller.call(lambda: (seen.add(threading.current_thread()), i)[1], SOON) == i  # noqa: B023
+        time.sleep(0.0005 * (i % 5))
+    for thread in seen:
+        thread.join(SOON)
+    assert len(seen) > 1 and not any(thread.is_alive() for thread in seen)
+    assert caller.call(lambda: 7, SOON) == 7
+    caller.close()
+
+
 def test_a_caller_that_cannot_be():
     with pytest.raises(ValueError, match="max_threads"):
         Caller(0)
