@@ -1,4 +1,4 @@
-"""The command line: `kvpage info`, `demo`, `replay`, `bench`. It needs the extra `serve`."""
+"""The command line: `kvpage info`, `demo`, `replay`, `store`, `bench`. It needs the extra `serve`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,10 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"the command line needs the extra 'serve': pip install 'kvpage[serve]' ({error})") from error
 
+from kvpage.store.cli import store_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(store_app, name="store")
 
 
 @app.callback()
@@ -65,6 +68,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
     cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
+    store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
 ) -> None:
     """Serves conversations with shared system prompts, and shows that the tokens are those of model.generate."""
     from kvpage.demo import DemoOptions, run
@@ -72,7 +76,7 @@ def demo(
     try:
         options = DemoOptions(
             model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
-            cache_dtype,
+            cache_dtype, store,
         )  # fmt: skip
         identical = run(options, Console())
     except (ValueError, OSError) as error:

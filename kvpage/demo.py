@@ -6,12 +6,14 @@ that was said before. What a served request has written is found again by the ne
 """
 
 import ast
+import hashlib
 import importlib.metadata
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from rich.table import Table
 
 from kvpage.config import CacheConfig, DeviceConfig
 from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 NUM_SYSTEM_PROMPTS = 4
 SYSTEM_BYTES, TURN_BYTES = 768, 96
@@ -43,6 +46,7 @@ class DemoOptions:
     device: str = "cpu"
     plot: Path = Path("kvpage-demo.png")
     cache_dtype: str = "auto"
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         if torch.device(DeviceConfig(self.device).device).type == "cuda" and not torch.cuda.is_available():
@@ -90,7 +94,10 @@ def run(options: DemoOptions, console: Console) -> bool:
     is_fp8 = options.cache_dtype.startswith("fp8")
     engine = Engine.from_model(model, config, kv_scales="calibrate" if is_fp8 else None)
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
+    store = open_store(engine, model, options) if options.store else None
     record = serve(engine, conversations, params, console)
+    if store:
+        show_store(engine, store, options, console)
     num_equal, num_compared = compare(model, record.outputs, options, console)
     show(engine, record, console)
     draw(record, options)
@@ -100,6 +107,39 @@ def run(options: DemoOptions, console: Console) -> bool:
         return num_equal == num_compared
     console.print(f"a cache of {options.cache_dtype} rounds keys and values: tokens may differ")
     return True
+
+
+def open_store(engine: Engine, model: Any, options: DemoOptions) -> KVStore:
+    """A store in the folder, under a name that no other weights have."""
+    metadata = metadata_of(engine.cache, weights_digest(model))
+    store = KVStore(
+        KVStoreConfig(64, (f"disk://{quote(str((options.store or Path()).absolute()))}?size=1GiB",)), metadata
+    )
+    engine.use_store(store)
+    return store
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 over the config and a few numbers of each weight."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, weight in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+
+
+def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Console) -> None:
+    stats = engine.stats()
+    engine.close()
+    assert stats.store is not None
+    computed = stats.num_computed_tokens
+    console.print(
+        f"from {options.store}: {stats.store.num_loaded_tokens} tokens loaded in {stats.store.load_seconds:.2f} s that "
+        f"would have been computed; {computed} were"
+    )
+    store.flush(sync=True)
+    console.print(f"kept there: {store.stats().tiers[0]}")
+    store.close()
 
 
 def cache_config(options: DemoOptions) -> CacheConfig:

@@ -1,0 +1,131 @@
+"""Looking into a store: what lies there, whether it is whole, and making room. `kvpage store ls|stat|verify|gc URL`."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from kvpage.store.config import KVStoreConfig
+from kvpage.store.keys import decode_meta
+from kvpage.store.record import CHECKSUM_BYTES, HEADER, MAX_META_BYTES, CorruptRecord, RecordHead
+from kvpage.store.tier import Reader, RecordInfo, Tier
+from kvpage.store.tiers import place_tiers
+
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSummary:
+    """One record. model and namespace are None where the head cannot be read. num_tokens: of the chunk.
+
+    age: seconds since it was last used, as far as the tier knows.
+    """
+
+    key: str
+    num_bytes: int
+    model: str | None = None
+    namespace: bytes | None = None
+    num_tokens: int | None = None
+    codec: str | None = None
+    fmt: str | None = None
+    age: float | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        return self.model is not None
+
+
+def open_tier(url: str) -> Tier:
+    """The one tier of a URL. ValueError, with the reason, if it cannot be opened: a server may have it."""
+    return place_tiers(KVStoreConfig(tiers=(url,)))[0].tier
+
+
+def summaries(tier: Tier) -> Iterator[RecordSummary]:
+    """Of all records, from their heads. TierError comes through."""
+    now = time.time()
+    for info in tier.infos():
+        for reader in tier.open([info.key]):
+            if reader is not None:
+                with reader:
+                    yield _summary(info, reader, now)
+
+
+def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
+    """How many records are whole, and the keys of those that are not. Reads every byte."""
+    num_whole, broken = 0, []
+    for info in list(tier.infos()):
+        for reader in tier.open([info.key]):
+            if reader is not None:
+                with reader:
+                    if is_whole(reader, info.key):
+                        num_whole += 1
+                    else:
+                        broken.append(info.key)
+        progress(1)
+    return num_whole, broken
+
+
+def is_whole(reader: Reader, key: bytes) -> bool:
+    """Whether it is the record of the key, to its last byte."""
+    try:
+        if _head(reader).key != key:
+            return False
+    except CorruptRecord:
+        return False
+    checksum, end = xxhash.xxh3_128(), reader.num_bytes - CHECKSUM_BYTES
+    for begin in range(0, end, PIECE):
+        checksum.update(reader.piece(begin, min(begin + PIECE, end)))
+    return bytes(reader.piece(end, reader.num_bytes)) == checksum.digest()
+
+
+def free(tier: Tier, num_bytes: int) -> int:
+    """Removes the records that were not used for the longest time until so many bytes are gone; how many records."""
+    infos = sorted(tier.infos(), key=lambda info: info.last_used or 0.0)
+    keys, total = [], 0
+    for info in infos:
+        if total >= num_bytes:
+            break
+        keys.append(info.key)
+        total += info.num_bytes
+    return tier.remove(keys)
+
+
+def remove_older(tier: Tier, seconds: float) -> int:
+    """Removes records that were not used for so long; how many. Those whose age nobody knows stay."""
+    limit = time.time() - seconds
+    return tier.remove([info.key for info in tier.infos() if info.last_used is not None and info.last_used < limit])
+
+
+def by_model(records: list[RecordSummary]) -> list[tuple[str, int, int, int]]:
+    """(model, records, tokens, bytes) of each, the largest first."""
+    counts: dict[str, Counter[str]] = {}
+    for record in records:
+        count = counts.setdefault(record.model if record.model is not None else "(unreadable)", Counter())
+        count.update(records=1, tokens=record.num_tokens or 0, bytes=record.num_bytes)
+    rows = [(model, count["records"], count["tokens"], count["bytes"]) for model, count in counts.items()]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def _summary(info: RecordInfo, reader: Reader, now: float) -> RecordSummary:
+    age = None if info.last_used is None else now - info.last_used
+    try:
+        head = _head(reader)
+        fields = decode_meta(head.meta)
+        num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
+    except (CorruptRecord, ValueError, KeyError):
+        return RecordSummary(info.key.hex(), info.num_bytes, age=age)
+    model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
+    return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age)
+
+
+def _head(reader: Reader) -> RecordHead:
+    """Of whatever meta it has. CorruptRecord."""
+    if reader.num_bytes < HEADER.size + CHECKSUM_BYTES:
+        raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no head")
+    num_meta = HEADER.unpack_from(reader.piece(0, HEADER.size))[2]
+    end = -(-(HEADER.size + num_meta) // 64) * 64
+    if num_meta > MAX_META_BYTES or end > reader.num_bytes:
+        raise CorruptRecord(f"meta of {num_meta} bytes does not fit")
+    return RecordHead.unpack(reader.piece(0, end), reader.num_bytes)
