@@ -50,7 +50,11 @@ class Caller:
         if not self._room.acquire(timeout=timeout if timeout is None else max(timeout, 0)):
             raise TimeoutError(f"all threads were busy for {timeout} s")
         call = _Call(function)
-        worker = self._take_worker()
+        try:
+            worker = self._take_worker()
+        except BaseException:
+            self._room.release()
+            raise
         worker.calls.put(call)
         if not call.done.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
             self._leave(call, worker, timeout)
@@ -66,7 +70,6 @@ class Caller:
     def _take_worker(self) -> "_Worker":
         with self._lock:
             if self._is_closed:
-                self._room.release()
                 raise RuntimeError("the caller is closed")
             if self._idle:
                 return self._idle.pop()

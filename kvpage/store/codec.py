@@ -116,6 +116,7 @@ class Fp8Codec(Codec):
             pieces = self._pieces(part)
             scale.copy_(_scale_of(pieces, scale.shape))
             for piece, coded in zip(pieces, self._pieces(code), strict=True):
+                # clamped, since older versions of torch make NaN of what is too large
                 coded.copy_((piece.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
         return out.data
 

@@ -4,8 +4,9 @@
     redis+cluster://host:7000,host:7001                    rediss+cluster:// with TLS
     redis+sentinel://host:26379,host:26380/mymaster/0      rediss+sentinel:// with TLS
 
-The key is a prefix and the record's key in hexadecimal. A value is asked for by GETRANGE, which gives no more than a
-record may have, whatever somebody else has put there, in the one round trip that GET would need too.
+The password is the server's; sentinels are asked without one. The key is a prefix and the record's key in hexadecimal.
+A value is asked for by GETRANGE, which gives no more than a record may have, whatever somebody else has put there, in
+the one round trip that GET would need too.
 """
 
 import re

@@ -30,7 +30,9 @@ CLOSE_SECONDS = 5.0
 
 
 class RemoteTier(Tier):
-    """A Tier over a Backend, which it owns."""
+    """A Tier over a Backend, which it owns. A call that was late may take effect all the same: what it stores is whole,
+    and what it removes is a miss. A forked process needs a tier of its own.
+    """
 
     def __init__(
         self,

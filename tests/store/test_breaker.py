@@ -166,6 +166,16 @@ def test_idle_threads_end_and_calls_go_on(monkeypatch):
     caller.close()
 
 
+def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
+    caller = Caller(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no more threads")))
+        with pytest.raises(RuntimeError, match="no more"):
+            caller.call(lambda: 7, SOON)
+    assert caller.call(lambda: 7, SOON) == 7
+    caller.close()
+
+
 def test_a_caller_that_cannot_be():
     with pytest.raises(ValueError, match="max_threads"):
         Caller(0)
