@@ -44,6 +44,18 @@ def _redis(url: TierURL) -> Tier:
     return from_url(url.without(*COMMON_OPTIONS))
 
 
+def _s3(url: TierURL) -> Tier:
+    from kvpage.store.s3 import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
+def _mooncake(url: TierURL) -> Tier:
+    from kvpage.store.mooncake import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
 REDIS = [f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+cluster", "+sentinel")] + ["unix"]
 
 
@@ -51,7 +63,13 @@ class TierFactories:
     """Factories by scheme. `register` adds one's own."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = {"memory": _memory, "disk": _disk, **dict.fromkeys(REDIS, _redis)}
+        self._factories: dict[str, Factory] = {
+            "memory": _memory,
+            "disk": _disk,
+            "s3": _s3,
+            "mooncake": _mooncake,
+            **dict.fromkeys(REDIS, _redis),
+        }
 
     def register(self, scheme: str, factory: Factory) -> None:
         """ValueError for a scheme that is taken by another factory."""
