@@ -173,10 +173,10 @@ void bind_token_ops(py::module_& m) {
         const RowCodec& chosen = name.empty() ? row_codec() : row_codec(name.c_str());
         if (encodes) {
           return chosen.encode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(row), size,
-                               scale, pointer<std::byte>(codes));
+                               scale, pointer<std::byte>(codes), false);
         }
         chosen.decode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(codes), size, scale,
-                      pointer<std::byte>(row));
+                      pointer<std::byte>(row), false);
         return scale;
       },
       "One row through the codec of an instruction set, for tests.");

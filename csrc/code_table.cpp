@@ -1,5 +1,6 @@
 #include "code_table.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <numeric>
@@ -14,7 +15,7 @@ void codes_of(Codec codec, float scale, uint16_t first, int64_t count, uint8_t* 
   std::array<uint16_t, kMantissa> magnitudes;
   std::iota(magnitudes.begin(), magnitudes.begin() + count, first);
   row_codec().encode(codec, RowType::kBfloat16, reinterpret_cast<const std::byte*>(magnitudes.data()), count, scale,
-                     reinterpret_cast<std::byte*>(codes));
+                     reinterpret_cast<std::byte*>(codes), false);
 }
 
 // What to add to the magnitudes of a cell, whose codes these are: the first code, and one more from the step on.
@@ -44,9 +45,14 @@ std::optional<EncodeTable> make_encode_table(Codec codec, float scale) {
     const int first = cell * kFine % kMantissa;
     table.normal[cell] = cell_offset(&codes[first], kFine, static_cast<uint16_t>(one + first), shift);
   }
+  table.normal_base = *std::min_element(table.normal, table.normal + EncodeTable::kNormalCells);
+  for (int cell = 0; cell < EncodeTable::kNormalCells; ++cell)
+    table.normal_bytes[cell] = static_cast<uint8_t>(table.normal[cell] - table.normal_base);
   for (uint16_t first = table.least; first < table.split; first += kCoarse) {
     codes_of(codec, scale, first, kCoarse, codes.data());
-    table.subnormal[first / kCoarse % EncodeTable::kSubnormalCells] = cell_offset(codes.data(), kCoarse, first, shift);
+    const uint16_t offset = cell_offset(codes.data(), kCoarse, first, shift);
+    table.subnormal[first / kCoarse % EncodeTable::kSubnormalCells] = offset;
+    table.subnormal_bytes[(first - table.least) / kCoarse] = static_cast<uint8_t>(offset + first);
   }
   const float largest = (e4m3 ? 448.0f : 57344.0f) * scale;  // what is not below it has the largest code
   table.most = static_cast<uint16_t>((std::bit_cast<uint32_t>(largest) + 0xffff) >> 16);
@@ -58,7 +64,11 @@ DecodeTable make_decode_table(Codec codec, RowType type, float scale) {
   std::iota(codes.begin(), codes.end(), 0);
   DecodeTable table;
   row_codec().decode(codec, type, reinterpret_cast<const std::byte*>(codes.data()), codes.size(), scale,
-                     reinterpret_cast<std::byte*>(table.numbers));
+                     reinterpret_cast<std::byte*>(table.numbers), false);
+  for (int i = 0; i < 128; ++i) {
+    table.halves[i / 16][0][i % 16] = static_cast<uint8_t>(table.numbers[i]);
+    table.halves[i / 16][1][i % 16] = static_cast<uint8_t>(table.numbers[i] >> 8);
+  }
   return table;
 }
 

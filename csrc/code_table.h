@@ -32,10 +32,16 @@ struct EncodeTable {
   uint16_t subnormal[kSubnormalCells];
   uint16_t least, split, most;  // magnitudes below or above `least` and `most` have the codes of these
   uint16_t shift;
+  // For lookups of bytes: what the normal cells' offsets are above normal_base, and the subnormal cells' from the first
+  // on, to which the magnitudes' last 4 bits are added alone.
+  uint16_t normal_base;
+  alignas(16) uint8_t normal_bytes[kNormalCells];
+  uint8_t subnormal_bytes[48];
 };
 
 struct DecodeTable {
   alignas(64) uint16_t numbers[128];
+  uint8_t halves[8][2][16];  // the low bytes of 16 of them, and the high ones
 };
 
 // Nothing for scales so far from one that quotients leave fp32's normal numbers. `codec` is that of an 8-bit float.

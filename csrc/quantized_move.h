@@ -1,9 +1,7 @@
 // Tokens' rows encoded into a cache of 8-bit numbers, and decoded from it. Whoever moves tokens asks token_move.h.
 //
-//   small moves           rows ── codec ──► cache
-//   past the processor's  rows ── codec ──► a piece in the processor's cache, arranged as its target ── stream ──► cache
-//   cache                                   (what a codec stores is too short and too crooked to be streamed)
-//   backend "paged"       rows ── codec ──► rows of codes ── turned around ──► cache
+//   one run of a head     rows ── codec ──► cache
+//   backend "paged"       rows ── codec ──► rows of codes in the processor's cache ── turned around ──► cache
 #pragma once
 
 #include <vector>

@@ -21,15 +21,20 @@ inline int64_t row_element_bytes(RowType type, int64_t cache_element_bytes) {
 struct EncodeTable;
 struct DecodeTable;
 
+// `streaming`: whole vectors are stored past the processor's cache where they can be; the caller fences.
 struct RowCodec {
   const char* name;
   // The codes of `size` elements. `scale` is given for fp8; returns the row's scale (int8's own).
-  float (*encode)(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes);
-  void (*decode)(Codec codec, RowType type, const std::byte* codes, int64_t size, float scale, std::byte* row);
+  float (*encode)(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes,
+                  bool streaming);
+  void (*decode)(Codec codec, RowType type, const std::byte* codes, int64_t size, float scale, std::byte* row,
+                 bool streaming);
   // The same for many rows with one scale, by code_table.h: rows of bf16 encoded, of bf16 or fp16 decoded. Null where
   // the instruction set has no such lookups.
-  void (*encode_by_table)(const EncodeTable& table, const std::byte* row, int64_t size, std::byte* codes);
-  void (*decode_by_table)(const DecodeTable& table, const std::byte* codes, int64_t size, std::byte* row);
+  void (*encode_by_table)(const EncodeTable& table, const std::byte* row, int64_t size, std::byte* codes,
+                          bool streaming);
+  void (*decode_by_table)(const DecodeTable& table, const std::byte* codes, int64_t size, std::byte* row,
+                          bool streaming);
 };
 
 // The best for this machine; or the one of that name, for tests (InvalidArgument if this machine lacks it).

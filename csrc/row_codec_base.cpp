@@ -1,7 +1,7 @@
 // What every machine of the architecture has.
 #define KVPAGE_LANES 4
 #include "row_codec_impl.h"
-#include "row_table_impl.h"
+#include "row_words_impl.h"
 
 namespace kvpage {
 const RowCodec row_codec_base = {"base", encode, decode, encode_by_table, decode_by_table};
