@@ -1,6 +1,7 @@
 #include "quantized_move.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "kv_part.h"
 
@@ -89,8 +90,41 @@ void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, con
       body(head, first, std::min(at_once, count - first), codes);
 }
 
+// int8 of bf16: `num` heads of a token or tokens of a head at once.
+void encode_batch(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, const RowBatch& batch,
+                  int64_t scale_stride) {
+  constexpr int64_t kAtOnce = 64;
+  float scales[kAtOnce];
+  std::byte* place = reinterpret_cast<std::byte*>(move.cache.scale_at(block_id, offset, head));
+  for (int64_t first = 0; first < batch.num_rows; first += kAtOnce) {
+    const int64_t num = std::min(kAtOnce, batch.num_rows - first);
+    row_codec().encode_int8_bf16(batch.part(first, num), scales);
+    for (int64_t i = 0; i < num; ++i) std::memcpy(place + (first + i) * scale_stride, &scales[i], sizeof(float));
+  }
+}
+
+void write_int8_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
+                    const std::byte* row) {
+  const KVPart& cache = move.cache;
+  if (move.rows.head_stride < move.rows.token_stride) {
+    for (int64_t token = 0; token < count; ++token)
+      encode_batch(move, 0, block_id, offset + token,
+                   {row + token * move.rows.token_stride, move.rows.head_stride, cache.at(block_id, offset + token, 0),
+                    cache.head_stride, num_heads, move.size},
+                   cache.scale_head_stride);
+  } else {
+    for (int64_t head = 0; head < num_heads; ++head)
+      encode_batch(move, head, block_id, offset,
+                   {row + head * move.rows.head_stride, move.rows.token_stride, cache.at(block_id, offset, head),
+                    cache.token_stride, count, move.size},
+                   cache.scale_token_stride);
+  }
+}
+
 void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                    const std::byte* row, bool streaming) {
+  if (move.codec == Codec::kInt8 && move.row_type == RowType::kBfloat16)
+    return write_int8_run(move, num_heads, block_id, offset, count, row);
   const TokenMove merged = with_merged_heads(move, num_heads);
   for_each_head(move.rows.head_stride, move.rows.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
     encode_tokens(merged, head, block_id, offset + first, num,

@@ -5,6 +5,6 @@
 #include "row_words_impl.h"
 
 namespace kvpage {
-const RowCodec row_codec_avx2 = {"avx2", encode, decode, encode_by_table, decode_by_table};
+const RowCodec row_codec_avx2 = {"avx2", encode, decode, encode_int8_bf16, encode_by_table, decode_by_table};
 }
 #endif

@@ -4,5 +4,5 @@
 #include "row_words_impl.h"
 
 namespace kvpage {
-const RowCodec row_codec_base = {"base", encode, decode, encode_by_table, decode_by_table};
+const RowCodec row_codec_base = {"base", encode, decode, encode_int8_bf16, encode_by_table, decode_by_table};
 }

@@ -243,23 +243,41 @@ inline uint16_t largest_bf16(const std::byte* row, int64_t size) {
 // integers is more than 2**-16 of it, or none: |127 x / largest - (k + 1/2)| has 254 times x's significand below the
 // line. None is for all of them if the scale is a power of two: then products are exact. Else it is for half of the
 // largest alone, 127 being prime: a step of 2**-20 takes that to the side where the division puts it.
-inline float int8_inverse(float largest, float scale) {
-  const float inverse = 1.0f / scale;
-  if ((bit_cast<uint32_t>(scale) & 0x7fffffu) == 0) return inverse;
-  return inverse * (largest * 0.5f / scale < 63.5f ? 1.0f - 0x1p-20f : 1.0f + 0x1p-20f);
+inline Vec int8_inverses(Vec largest, Vec scale) {
+  const Vec inverse = 1.0f / scale;
+  const Vec stepped = inverse * (largest * 0.5f / scale < 63.5f ? splat(1.0f - 0x1p-20f) : splat(1.0f + 0x1p-20f));
+  return (bit_cast<WordVec>(scale) & 0x7fffffu) == 0 ? inverse : stepped;
 }
 
-float encode_int8_bf16(const std::byte* row, int64_t size, std::byte* codes) {
-  const float largest = bit_cast<float>(static_cast<uint32_t>(largest_bf16(row, size)) << 16), scale = largest / 127.0f;
-  if (!(scale >= 0x1p-100f && scale <= 0x1p100f))
-    return encode_int8_row(reinterpret_cast<const Bf16*>(row), size, codes);
-  const Vec inverse = splat(int8_inverse(largest, scale));
+// A row whose scale is an ordinary number.
+inline void encode_int8_by(float inverse, const std::byte* row, int64_t size, std::byte* codes) {
+  const Vec factor = splat(inverse);
   constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: the sum's low bits are the integer, ties to even
   convert_row<WordBytes, Words>(row, size, codes, false, [&](Words numbers) {
-    const Vec even = even_floats(numbers) * inverse + kRound, odd = odd_floats(numbers) * inverse + kRound;
+    const Vec even = even_floats(numbers) * factor + kRound, odd = odd_floats(numbers) * factor + kRound;
     return narrow(interleave(bit_cast<WordVec>(even), bit_cast<WordVec>(odd)));
   });
-  return scale;
+}
+
+// At most kLanes rows: all their magnitudes first, since a row by itself is mostly waiting for its scale.
+void encode_int8_few(const RowBatch& batch, float* scales) {
+  uint32_t bits[kLanes] = {};
+  for (int64_t i = 0; i < batch.num_rows; ++i)
+    bits[i] = static_cast<uint32_t>(largest_bf16(batch.row(i), batch.size)) << 16;
+  const Vec largest = bit_cast<Vec>(bits), scale = largest / 127.0f, inverse = int8_inverses(largest, scale);
+  for (int64_t i = 0; i < batch.num_rows; ++i) {
+    scales[i] = scale[i];
+    if (scales[i] >= 0x1p-100f && scales[i] <= 0x1p100f) {
+      encode_int8_by(inverse[i], batch.row(i), batch.size, batch.codes_of(i));
+    } else {
+      encode_int8_row(reinterpret_cast<const Bf16*>(batch.row(i)), batch.size, batch.codes_of(i));
+    }
+  }
+}
+
+void encode_int8_bf16(const RowBatch& batch, float* scales) {
+  for (int64_t i = 0; i < batch.num_rows; i += kLanes)
+    encode_int8_few(batch.part(i, std::min<int64_t>(kLanes, batch.num_rows - i)), scales + i);
 }
 
 void decode_int8_bf16(const std::byte* codes, int64_t size, float scale, std::byte* row, bool streaming) {
@@ -295,7 +313,10 @@ void decode_typed(Codec codec, const std::byte* codes, int64_t size, float scale
 
 float encode(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes,
              bool streaming) {
-  if (codec == Codec::kInt8 && type == RowType::kBfloat16) return encode_int8_bf16(row, size, codes);
+  if (codec == Codec::kInt8 && type == RowType::kBfloat16) {
+    encode_int8_bf16({row, 0, codes, 0, 1, size}, &scale);
+    return scale;
+  }
   switch (type) {
     case RowType::kBfloat16: return encode_typed(codec, reinterpret_cast<const Bf16*>(row), size, scale, codes);
     case RowType::kFloat16: return encode_typed(codec, reinterpret_cast<const Fp16*>(row), size, scale, codes);
