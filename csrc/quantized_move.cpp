@@ -8,7 +8,7 @@
 namespace kvpage {
 namespace {
 
-constexpr int64_t kCodesAtOnce = 16 << 10;  // bytes that a thread turns around in its first-level cache
+constexpr int64_t kCodesAtOnce = 64 << 10;  // bytes that a thread turns around in its second-level cache
 constexpr int64_t kTabledElements = 16 << 10;  // a scale: making its table takes as long as encoding a fourth of them
 
 float head_scale(const TokenMove& move, int64_t head) {
@@ -80,16 +80,6 @@ void decode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_
   }
 }
 
-// body(head, first token, number of tokens, codes) for pieces whose codes fit into the scratch.
-template <typename Body>
-void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
-  const int64_t at_once = std::clamp<int64_t>(kCodesAtOnce / move.size, 1, count);
-  std::byte* codes = scratch(at_once * move.size);
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t first = 0; first < count; first += at_once)
-      body(head, first, std::min(at_once, count - first), codes);
-}
-
 // int8 of bf16: `num` heads of a token or tokens of a head at once.
 void encode_batch(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, const RowBatch& batch,
                   int64_t scale_stride) {
@@ -142,6 +132,26 @@ void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, in
   });
 }
 
+// The move with codes that lie dense, token by token, in place of the cache's from the token at `offset` on. Their scales
+// are still the cache's.
+TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_t offset, std::byte* codes) {
+  KVPart& cache = move.cache;
+  if (cache.scales) cache.scales = reinterpret_cast<std::byte*>(cache.scale_at(block_id, offset, 0));
+  cache.data = codes;
+  cache.token_stride = num_heads * move.size;
+  cache.head_stride = cache.run_size = move.size;
+  return move;
+}
+
+// body(first token, number of tokens, codes) for pieces of a block's tokens whose codes fit into the scratch.
+template <typename Body>
+void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
+  const int64_t token_codes = num_heads * move.size;
+  const int64_t at_once = std::clamp<int64_t>(kCodesAtOnce / token_codes, 1, count);
+  std::byte* codes = scratch(at_once * token_codes);
+  for (int64_t first = 0; first < count; first += at_once) body(first, std::min(at_once, count - first), codes);
+}
+
 bool is_worth_tables(const TokenMove& move, int64_t num_heads, int64_t num_tokens) {
   return is_fp8(move.codec) && num_tokens * num_heads * move.size >= kTabledElements * num_scales(move, num_heads);
 }
@@ -173,20 +183,24 @@ std::vector<DecodeTable> decode_tables(const TokenMove& move, int64_t num_heads,
 void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                      const std::byte* row, bool streaming) {
   if (is_one_run(move)) return write_one_run(move, num_heads, block_id, offset, count, row, streaming);
-  for_each_piece(move, num_heads, count, [&](int64_t head, int64_t first, int64_t num, std::byte* codes) {
-    encode_tokens(move, head, block_id, offset + first, num,
-                  row + head * move.rows.head_stride + first * move.rows.token_stride, codes, move.size, false);
-    scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size, codes, move.size, streaming);
+  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
+    const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
+    write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, false);
+    for (int64_t head = 0; head < num_heads; ++head)
+      scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
+                     codes + head * move.size, num_heads * move.size, streaming);
   });
 }
 
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                     std::byte* row, bool streaming) {
   if (is_one_run(move)) return read_one_run(move, num_heads, block_id, offset, count, row, streaming);
-  for_each_piece(move, num_heads, count, [&](int64_t head, int64_t first, int64_t num, std::byte* codes) {
-    collect_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size, codes, move.size);
-    decode_tokens(move, head, block_id, offset + first, num, codes, move.size,
-                  row + head * move.rows.head_stride + first * move.rows.token_stride, streaming);
+  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      collect_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
+                     codes + head * move.size, num_heads * move.size);
+    const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
+    read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, streaming);
   });
 }
 
