@@ -50,9 +50,14 @@ void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64
       copy_bytes(place + in_cache, row + in_rows, bytes, streaming);
     });
   }
-  for (int64_t head = 0; head < num_heads; ++head)
+  // Meanwhile the rows arrive that mostly come next, in order.
+  const std::byte* next = row + count * move.rows.token_stride;
+  const int64_t share = count * move.row_bytes();
+  for (int64_t head = 0; head < num_heads; ++head) {
+    if (streaming) prefetch(next + head * share, share);
     scatter_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
                    move.rows.token_stride, streaming);
+  }
 }
 
 void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
