@@ -279,7 +279,7 @@ void expand_tile(const AttentionTask& task, const TileSource& source, int64_t he
       const bool own_scale = source.codec == Codec::kInt8;
       const float scale = own_scale ? *part.scale_at(block_id, offset + i, head) : source.scale(head);
       row_codec().decode(source.codec, RowType::kFloat32, rows + i * stride, size, scale,
-                         reinterpret_cast<std::byte*>(to));
+                         reinterpret_cast<std::byte*>(to), false);
     }
     token += count;
   }

@@ -16,8 +16,9 @@
 
 #include "block_copier.h"
 #include "block_pool.h"
-#include "chunk_copy.h"
 #include "check.h"
+#include "chunk_copy.h"
+#include "code_table.h"
 #include "copy_blocks.h"
 #include "gather_cache.h"
 #include "host_copy.h"
@@ -116,6 +117,42 @@ const int64_t* numbers(const Numbers& list, const std::array<int64_t, 6>& table)
   return list.data();
 }
 
+const RowCodec& codec_of(const std::string& name) { return name.empty() ? row_codec() : row_codec(name.c_str()); }
+
+// Rows through the codec of an instruction set, for tests.
+void bind_codecs(py::module_& m) {
+  m.def("_codec_row", [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size,
+                         float scale, int64_t codes, bool streaming) {
+    const auto kind = static_cast<Codec>(codec);
+    const auto row_type = static_cast<RowType>(type);
+    const RowCodec& chosen = codec_of(name);
+    if (encodes)
+      return chosen.encode(kind, row_type, pointer<const std::byte>(row), size, scale, pointer<std::byte>(codes), streaming);
+    chosen.decode(kind, row_type, pointer<const std::byte>(codes), size, scale, pointer<std::byte>(row), streaming);
+    return scale;
+  });
+  m.def("_codec_row_by_table", [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size,
+                                  float scale, int64_t codes, bool streaming) {
+    const auto kind = static_cast<Codec>(codec);
+    const RowCodec& chosen = codec_of(name);
+    const std::optional<EncodeTable> table = make_encode_table(kind, scale);
+    if (!chosen.encode_by_table || (encodes && !table)) return false;
+    if (encodes) {
+      chosen.encode_by_table(*table, pointer<const std::byte>(row), size, pointer<std::byte>(codes), streaming);
+    } else {
+      chosen.decode_by_table(make_decode_table(kind, static_cast<RowType>(type), scale), pointer<const std::byte>(codes),
+                             size, pointer<std::byte>(row), streaming);
+    }
+    return true;
+  });
+  m.def("_codec_int8_rows", [](const std::string& name, int64_t rows, int64_t row_stride, int64_t codes,
+                               int64_t code_stride, int64_t num_rows, int64_t size, int64_t scales) {
+    codec_of(name).encode_int8_bf16({pointer<const std::byte>(rows), row_stride, pointer<std::byte>(codes), code_stride,
+                                     num_rows, size},
+                                    pointer<float>(scales));
+  });
+}
+
 void bind_token_ops(py::module_& m) {
   using Rows = std::array<int64_t, 3>;
   m.def(
@@ -167,19 +204,7 @@ void bind_token_ops(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg("kernel") = "", "See kvpage.ops.paged_attention, which checks what needs a tensor.");
-  m.def(
-      "_codec_row",
-      [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size, float scale, int64_t codes) {
-        const RowCodec& chosen = name.empty() ? row_codec() : row_codec(name.c_str());
-        if (encodes) {
-          return chosen.encode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(row), size,
-                               scale, pointer<std::byte>(codes));
-        }
-        chosen.decode(static_cast<Codec>(codec), static_cast<RowType>(type), pointer<const std::byte>(codes), size, scale,
-                      pointer<std::byte>(row));
-        return scale;
-      },
-      "One row through the codec of an instruction set, for tests.");
+  bind_codecs(m);
   m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
 

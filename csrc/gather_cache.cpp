@@ -7,6 +7,7 @@
 #include "check.h"
 #include "host_copy.h"
 #include "parallel.h"
+#include "quantized_move.h"
 
 namespace kvpage {
 namespace {
@@ -14,15 +15,15 @@ namespace {
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 // Copies tokens [begin, end) of one sequence, counted from its start, block by block.
-void gather_tokens(const GatherCache& args, int64_t seq, int64_t begin, int64_t end, bool streaming) {
+void gather_tokens(const GatherCache& args, const TabledMoves& parts, int64_t seq, int64_t begin, int64_t end, bool streaming) {
   const int64_t block_size = args.tables.block_size;
   while (begin < end) {
     const int64_t position = args.seq_starts[seq] + begin;
     const int64_t block_id = args.tables.row(seq)[position / block_size], offset = position % block_size;
     const int64_t count = std::min(end - begin, block_size - offset);
     for (int i = 0; i < args.num_parts; ++i)
-      read_tokens(args.parts[i], args.num_heads, block_id, offset, count,
-                  args.parts[i].rows.row(begin) + args.row_offsets[i][seq], streaming);
+      read_tokens(parts[i], args.num_heads, block_id, offset, count,
+                  parts[i].rows.row(begin) + args.row_offsets[i][seq], streaming);
     begin += count;
   }
 }
@@ -50,11 +51,12 @@ void gather_cache(const GatherCache& args) {
   int64_t work = 0;
   for (int i = 0; i < args.num_parts; ++i) work += total * args.num_heads * args.parts[i].row_bytes();
   const bool streaming = work >= streaming_threshold();
+  const TabledMoves parts = TabledMoves::for_reads(args.parts, args.num_parts, args.num_heads, total);
   parallel_for(total, useful_threads(work, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
     auto seq = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     for (; begin < end; ++seq) {
       const int64_t first = ends[seq] - args.seq_lens[seq], last = std::min(end, ends[seq]);
-      gather_tokens(args, seq, begin - first, last - first, streaming);
+      gather_tokens(args, parts, seq, begin - first, last - first, streaming);
       begin = last;
     }
     if (streaming) end_streaming();

@@ -29,6 +29,11 @@ struct KVPart {
   }
 };
 
+// Asks for memory that is soon read, into the second-level cache. It may be anybody's, or nobody's.
+inline void prefetch(const std::byte* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 // The first `size` elements of one head of `count` tokens that follow each other in a block, whose first is at `place`
 // (KVPart::at): to rows of `out_stride` bytes, or from such rows. What lies behind them in the cache stays.
 // `streaming`: past the processor's cache, where alignment allows; the caller fences.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -43,12 +44,18 @@ void run_shares(int num_shares, const Body& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// Runs body(begin, end) on num_shares equal parts of [0, num_items).
+// Runs body(begin, end) on equal parts of [0, num_items), several for each of `num_threads`: threads take them as they
+// come, so that one which the system holds up does not hold up all.
 template <typename Body>
-void parallel_for(int64_t num_items, int num_shares, const Body& body) {
-  run_shares(num_shares, [&](int share) {
-    const int64_t begin = num_items * share / num_shares, end = num_items * (share + 1) / num_shares;
-    if (begin < end) body(begin, end);
+void parallel_for(int64_t num_items, int num_threads, const Body& body) {
+  constexpr int64_t kPartsPerThread = 8;
+  const int64_t num_parts = num_threads == 1 ? 1 : std::clamp<int64_t>(num_items, 1, kPartsPerThread * num_threads);
+  std::atomic<int64_t> next = 0;
+  run_shares(num_threads, [&](int) {
+    for (int64_t part = next++; part < num_parts; part = next++) {
+      const int64_t begin = num_items * part / num_parts, end = num_items * (part + 1) / num_parts;
+      if (begin < end) body(begin, end);
+    }
   });
 }
 

@@ -6,6 +6,7 @@
 #include "check.h"
 #include "host_copy.h"
 #include "parallel.h"
+#include "quantized_move.h"
 
 namespace kvpage {
 namespace {
@@ -57,6 +58,7 @@ void reshape_and_cache(const ReshapeCache& args) {
   int64_t work = 0;
   for (int i = 0; i < args.num_parts; ++i) work += args.num_tokens * args.num_heads * args.parts[i].row_bytes();
   const bool streaming = work >= streaming_threshold();
+  const TabledMoves parts = TabledMoves::for_writes(args.parts, args.num_parts, args.num_heads, args.num_tokens);
   parallel_for(args.num_tokens, useful_threads(work, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin, count; token < end; token += count) {
       const int64_t slot = args.slot_mapping[token];
@@ -64,8 +66,8 @@ void reshape_and_cache(const ReshapeCache& args) {
       if (slot == kPadSlot) continue;
       count = run_length(args, token, end);
       for (int i = 0; i < args.num_parts; ++i)
-        write_tokens(args.parts[i], args.num_heads, slot / args.block_size, slot % args.block_size, count,
-                     args.parts[i].rows.row(token), streaming);
+        write_tokens(parts[i], args.num_heads, slot / args.block_size, slot % args.block_size, count,
+                     parts[i].rows.row(token), streaming);
     }
     if (streaming) end_streaming();
   });

@@ -107,29 +107,28 @@ inline Vec decode_fp8(const std::byte* codes) {
 
 // --- rows, a vector at a time ----------------------------------------------------------------------------------------
 
-inline void store_vector(float* to, Vec from) { store(to, from); }
+inline Vec packed(Vec from, const float*) { return from; }
 
-inline void store_vector(Bf16* to, Vec from) {
+inline HalfVec packed(Vec from, const Bf16*) {
   const WordVec bits = bit_cast<WordVec>(from), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const IntVec is_nan = bit_cast<IntVec>(bits & ~kSign) > static_cast<int32_t>(kInfinity);
   const WordVec wide = choose(is_nan, WordVec{} + 0x7fc0u, rounded);
 #if KVPAGE_LANES == 16 && defined(__AVX512F__)
-  const __m256i half = _mm512_maskz_cvtepi32_epi16(0xffff, bit_cast<__m512i>(wide));
+  return bit_cast<HalfVec>(_mm512_maskz_cvtepi32_epi16(0xffff, bit_cast<__m512i>(wide)));
 #else
-  const HalfVec half = __builtin_convertvector(wide, HalfVec);
+  return __builtin_convertvector(wide, HalfVec);
 #endif
-  std::memcpy(to, &half, sizeof(half));
 }
 
-inline void store_vector(Fp16* to, Vec from) {
+inline HalfVec packed(Vec from, const Fp16*) {
 #if KVPAGE_LANES == 16 && defined(__AVX512F__)
-  const auto half = _mm512_maskz_cvtps_ph(0xffff, bit_cast<__m512>(from), _MM_FROUND_TO_NEAREST_INT);
-  std::memcpy(to, &half, sizeof(half));
+  return bit_cast<HalfVec>(_mm512_maskz_cvtps_ph(0xffff, bit_cast<__m512>(from), _MM_FROUND_TO_NEAREST_INT));
 #elif KVPAGE_LANES == 8 && defined(__F16C__)
-  const auto half = _mm256_cvtps_ph(bit_cast<__m256>(from), _MM_FROUND_TO_NEAREST_INT);
-  std::memcpy(to, &half, sizeof(half));
+  return bit_cast<HalfVec>(_mm256_cvtps_ph(bit_cast<__m256>(from), _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int lane = 0; lane < kLanes; ++lane) store_element(to + lane, from[lane]);
+  Fp16 elements[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) store_element(elements + lane, from[lane]);
+  return bit_cast<HalfVec>(elements);
 #endif
 }
 
@@ -153,15 +152,22 @@ inline void encode_row(const T* row, int64_t size, std::byte* codes, const Encod
 }
 
 template <typename T, typename Decode>
-inline void decode_row(const std::byte* codes, int64_t size, T* row, const Decode& decode) {
+inline void decode_row(const std::byte* codes, int64_t size, T* row, bool streaming, const Decode& decode) {
+  using Packed = decltype(packed(Vec{}, row));
+  std::byte* const to = reinterpret_cast<std::byte*>(row);
+  const bool streams = streaming && can_stream<Packed>(to, size * static_cast<int64_t>(sizeof(T)));
   for_each_vector(
-      size, [&](int64_t d) { store_vector(row + d, decode(codes + d)); },
+      size,
+      [&](int64_t d) {
+        const Packed elements = packed(decode(codes + d), row);
+        std::byte* const place = to + d * static_cast<int64_t>(sizeof(T));
+        streams ? stream(place, elements) : store_whole(place, elements);
+      },
       [&](int64_t d, int64_t count) {
         std::byte last[kLanes] = {};
         std::memcpy(last, codes + d, static_cast<size_t>(count));
-        T elements[kLanes];
-        store_vector(elements, decode(last));
-        std::memcpy(row + d, elements, static_cast<size_t>(count) * sizeof(T));
+        const Packed elements = packed(decode(last), row);
+        std::memcpy(row + d, &elements, static_cast<size_t>(count) * sizeof(T));
       });
 }
 
@@ -237,47 +243,13 @@ inline Vec decode_int8(const std::byte* codes) {
 
 // The unit is part of the scale, where that is exact: one product, rounded once.
 template <typename Format, typename T>
-void decode_fp8_row(const std::byte* codes, int64_t size, float scale, T* row) {
+void decode_fp8_row(const std::byte* codes, int64_t size, float scale, T* row, bool streaming) {
   if (scale < 0x1p119f) {
     const Vec factor = splat(scale * kUnit<Format>);
-    return decode_row(codes, size, row, [&](const std::byte* at) { return decode_fp8<Format>(at) * factor; });
+    return decode_row(codes, size, row, streaming, [&](const std::byte* at) { return decode_fp8<Format>(at) * factor; });
   }
   const Vec factor = splat(scale);
-  decode_row(codes, size, row, [&](const std::byte* at) { return decode_fp8<Format>(at) * kUnit<Format> * factor; });
-}
-
-// --- by type -----------------------------------------------------------------------------------------------------------
-
-template <typename T>
-float encode_typed(Codec codec, const T* row, int64_t size, float scale, std::byte* codes) {
-  if (codec == Codec::kInt8) return encode_int8_row(row, size, codes);
-  if (codec == Codec::kE4m3) encode_fp8_row<E4m3>(row, size, scale, codes);
-  if (codec == Codec::kE5m2) encode_fp8_row<E5m2>(row, size, scale, codes);
-  return scale;
-}
-
-template <typename T>
-void decode_typed(Codec codec, const std::byte* codes, int64_t size, float scale, T* row) {
-  if (codec == Codec::kE4m3) return decode_fp8_row<E4m3>(codes, size, scale, row);
-  if (codec == Codec::kE5m2) return decode_fp8_row<E5m2>(codes, size, scale, row);
-  const Vec factor = splat(scale);
-  decode_row(codes, size, row, [&](const std::byte* at) { return decode_int8(at) * factor; });
-}
-
-float encode(Codec codec, RowType type, const std::byte* row, int64_t size, float scale, std::byte* codes) {
-  switch (type) {
-    case RowType::kBfloat16: return encode_typed(codec, reinterpret_cast<const Bf16*>(row), size, scale, codes);
-    case RowType::kFloat16: return encode_typed(codec, reinterpret_cast<const Fp16*>(row), size, scale, codes);
-    default: return encode_typed(codec, reinterpret_cast<const float*>(row), size, scale, codes);
-  }
-}
-
-void decode(Codec codec, RowType type, const std::byte* codes, int64_t size, float scale, std::byte* row) {
-  switch (type) {
-    case RowType::kBfloat16: return decode_typed(codec, codes, size, scale, reinterpret_cast<Bf16*>(row));
-    case RowType::kFloat16: return decode_typed(codec, codes, size, scale, reinterpret_cast<Fp16*>(row));
-    default: return decode_typed(codec, codes, size, scale, reinterpret_cast<float*>(row));
-  }
+  decode_row(codes, size, row, streaming, [&](const std::byte* at) { return decode_fp8<Format>(at) * kUnit<Format> * factor; });
 }
 
 }  // namespace

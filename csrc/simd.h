@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 // SHUFFLE(a, b, i...): lanes of a (from 0) and b (from KVPAGE_LANES).
@@ -53,7 +56,11 @@ inline Vec load(const float* from) {
 inline Vec load(const Bf16* from) {
   HalfVec bits;
   std::memcpy(&bits, from, sizeof(bits));
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)  // one instruction, which GCC 12 does not find
+  return bit_cast<Vec>(bit_cast<WordVec>(_mm512_maskz_cvtepu16_epi32(0xffff, bit_cast<__m256i>(bits))) << 16);
+#else
   return bit_cast<Vec>(__builtin_convertvector(bits, WordVec) << 16);
+#endif
 }
 
 inline Vec load(const Fp16* from) {
@@ -154,6 +161,40 @@ inline Vec tanh(Vec x) {
   const Vec power = exp_negative(magnitude * -2.0f);
   const Vec far = bit_cast<Vec>(bit_cast<WordVec>((1.0f - power) / (1.0f + power)) | sign);
   return magnitude < 0.625f ? near : far;
+}
+
+// --- stores past the processor's cache, after which the thread has to fence -----------------------------------------------
+
+template <typename T>
+inline void store_whole(std::byte* to, const T& from) {
+  std::memcpy(to, &from, sizeof(from));
+}
+
+// Whether `bytes` from `to` on are worth streaming in vectors of this size: whole cache lines, since a part of one is
+// written to memory by itself.
+template <typename T>
+inline bool can_stream(const std::byte* to, int64_t bytes) {
+#if defined(__SSE2__)
+  return sizeof(T) >= 16 && reinterpret_cast<uintptr_t>(to) % 64 == 0 && bytes % 64 == 0;
+#else
+  static_cast<void>(to), static_cast<void>(bytes);
+  return false;
+#endif
+}
+
+// `to` is a multiple of the vector's size.
+template <typename T>
+inline void stream(std::byte* to, const T& from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bit_cast<__m512i>(from));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bit_cast<__m256i>(from));
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof(T) == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bit_cast<__m128i>(from));
+#endif
+  store_whole(to, from);
 }
 
 // --- one element, rounded to the nearest, ties to even ---------------------------------------------------------------

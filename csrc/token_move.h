@@ -19,13 +19,17 @@ struct TokenMove {
   // fp32 [1] or [num_heads], null: 1. Of fp8.
   const float* head_scales;
   int64_t head_scale_stride;  // elements; 0 for one scale
+  // One a scale, or null: without tables the same comes out, slower. See quantized_move.h.
+  const EncodeTable* encode_tables = nullptr;
+  const DecodeTable* decode_tables = nullptr;
 
   int64_t row_bytes() const { return size * row_element_bytes(row_type, cache.element_bytes); }
 };
 
+inline bool is_one_run(const TokenMove& move) { return move.cache.run_size >= move.size; }
 
 // Moves `count` tokens that follow each other in a block, from `offset` on, and whose rows follow each other from
-// `row` on (the first head's address). `streaming`: past the cache, where rows are copied whole; the caller fences.
+// `row` on (the first head's address). `streaming`: past the processor's cache, where runs are long; the caller fences.
 void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                   const std::byte* row, bool streaming);
 void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,

@@ -82,8 +82,14 @@ def paged_attention(
     kernel: str = "",  # one of attention_kernels(); "": the best
 ) -> None: ...
 def _codec_row(
-    name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int
+    name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int, streaming: bool, /
 ) -> float: ...
+def _codec_row_by_table(
+    name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int, streaming: bool, /
+) -> bool: ...  # False: the instruction set or the scale has no table, nothing was written
+def _codec_int8_rows(
+    name: str, rows: int, row_stride: int, codes: int, code_stride: int, num_rows: int, size: int, scales: int, /
+) -> None: ...
 def attention_kernels() -> list[str]: ...
 
 # --- blocks: moving them ---
