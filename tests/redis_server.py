@@ -1,5 +1,6 @@
 """Real servers of Redis for tests: on loopback, in a directory of their own, gone with the test."""
 
+import atexit
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ class RedisServer:
         self.path, self.port, self.is_sentinel = path, port or free_port(), is_sentinel
         self.arguments = arguments
         path.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.kill)  # whatever becomes of the test
         self.start()
 
     def start(self) -> None:
@@ -55,5 +57,6 @@ class RedisServer:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
+        """Also if it is paused, or dead."""
         self.process.kill()
         self.process.wait()
