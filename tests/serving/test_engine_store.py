@@ -79,6 +79,18 @@ def test_corrupted_records_are_computed_again(tmp_path) -> None:
         assert store.stats().corrupt_records >= 3
 
 
+@pytest.mark.parametrize("save_decode_cache", [False, True])
+def test_the_stores_configuration_decides_whether_what_is_generated_is_kept(save_decode_cache: bool) -> None:
+    engine = make_engine()
+    config = KVStoreConfig(C, ("memory://?size=4MiB",), save_decode_cache=save_decode_cache)
+    with KVStore(config, metadata_of(engine.cache, "m")) as store:
+        tokens, _ = serve(engine, store)
+        assert (
+            store.lookup(PROMPTS[0] + tokens[0])
+            == (len(PROMPTS[0]) + MAX_TOKENS - 1 if save_decode_cache else 5 * C) // B * B
+        )
+
+
 def test_other_weights_are_another_model() -> None:
     first = make_engine()
     with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(first.cache, "one")) as store:
