@@ -6,7 +6,7 @@ same run, alternating with the operation. Beside it what torch offers: index_cop
 
 On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls
 that wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's
-time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device ("device" in the format
+time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device ("device" in format
 "vllm", "hf" in "huggingface"), and in pinned host memory (against one large copy_ over the bus). Scales are 1, or with
 "heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens. Where others keep a
 machine's processors busy, one thread (--threads 1) tells more than several.
