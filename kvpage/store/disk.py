@@ -1,447 +1,536 @@
 """DiskTier: records in segment files, in one directory or in several (on several drives).
 
-    directory    lock           held while the tier is open: a second process is refused
-                 0000.segment   made when it is needed, until the capacity is reached
+    keys ─► index ─► Entry ─► Space (who has which slots) ─► Segment (a file)        a Directory has several of them
+                       └► DiskReader, DiskWriter
 
 What lies where is kept in memory and found again by walking the segments' headers; there is no index to lose. Of two
 records of one key, as a crash between writing the new and freeing the old may leave, the one of the higher generation
 counts. Files are 0600, new directories 0700. Nothing is mapped into memory: there a read error would be a signal.
+
+Two locks. `_lock` guards what is in memory and is never held while the disk is waited for, so that looking up is quick
+whatever the disk does. `_changes` is held by whoever writes headers, which `_lock` is taken within.
 """
 
-import fcntl
+import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
-from kvpage.store.disk_segment import Run, Segment, as_tier_error, slots_for
-from kvpage.store.extents import Extents
+from kvpage.store.disk_directory import MIN_SEGMENT_SLOTS, Directory
+from kvpage.store.disk_io import STAGING_BYTES, Buffers, DiskReader, DiskWriter
+from kvpage.store.disk_segment import EndOfFile, Run
+from kvpage.store.disk_space import Drive, Entry, Space
 from kvpage.store.policy import make_policy
 from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 SLOT_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
-MIN_SEGMENT_SLOTS = 16
-SUFFIX = ".segment"
-T = TypeVar("T")
-
-
-class _Place:
-    """A segment with what of it is free. Slot 0 is its header, so that extents begin at 1 of its slots."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.extents = Extents(segment.num_slots - 1)
-
-    def take(self, run: Run) -> None:
-        """A run that is in use already, as opening finds it."""
-        self.extents.take(run.slot - 1, run.num_slots)
-
-
-class _Entry:
-    """A record's place. It is freed when nobody reads it and no key leads to it."""
-
-    def __init__(self, place: _Place, run: Run) -> None:
-        self.place, self.run = place, run
-        self.num_readers = 0
-        self.is_findable = False
-        self.is_marked_free = False
-        self.last_used = time.time()
-
-
-class _DiskReader(Reader):
-    def __init__(self, tier: "DiskTier", entry: _Entry) -> None:
-        self._tier, self._entry = tier, entry
-        self.num_bytes = entry.run.num_bytes
-        self._buffer = bytearray()
-        self._is_open = True
-
-    def piece(self, begin: int, end: int) -> memoryview:
-        if not 0 <= begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must lie in [0, {self.num_bytes}], got [{begin}, {end}]")
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        view = memoryview(self._buffer)[: end - begin]
-        self._tier._do(lambda: self._entry.place.segment.read(self._entry.run.slot, begin, view))
-        return view
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._tier._let_go(self._entry)
-
-
-class _DiskWriter(Writer):
-    def __init__(self, tier: "DiskTier", entry: _Entry, key: Key) -> None:
-        self._tier, self.entry = tier, entry
-        self.key, self.num_bytes = key, entry.run.num_bytes
-        self.is_open = True
-        self._buffer = bytearray()
-        self._begin = self._end = 0
-
-    def piece(self, begin: int, end: int) -> memoryview:
-        if not self._end == begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
-        self.write_out()
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        self._begin, self._end = begin, end
-        return memoryview(self._buffer)[: end - begin]
-
-    def write_out(self) -> None:
-        """What is filled but not written."""
-        view = memoryview(self._buffer)[: self._end - self._begin]
-        self._tier._do(lambda: self.entry.place.segment.write(self.entry.run.slot, self._begin, view))
-        self._begin = self._end
-
-    @property
-    def is_whole(self) -> bool:
-        return self._end == self.num_bytes
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._tier._give_up(self.entry)
+RETRY_SECONDS = 1.0
 
 
 class DiskTier(Tier):
-    """paths: directories, made if they are not there. capacity: bytes of all segments together; they are preallocated
-    one by one. policy: lru, lfu, fifo; after opening, records are in the order in which they were written.
-    segment_bytes: of a file; no record can be larger.
+    """paths: directories, made if they are not there; records are spread over them. capacity: bytes of all segments
+    together, which are preallocated one by one; None for the segments that are there: then no file or directory is made
+    or deleted. policy: lru, lfu, fifo; after opening, records are in the order in which they were written, and that is
+    what `infos` tells of until they are used. segment_bytes: of a file; no record can be larger. retry_seconds: for so
+    long after an error of a directory the others are preferred, and it grows no further.
 
-    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True).
+    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
+    error of the disk is a TierError or a miss, and leaves every record as it was. A timeout is that of waiting for
+    other calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
 
-    Raises ValueError for a directory that another process has open, and if there is less space than capacity; OSError
-    for a directory that cannot be made or read.
+    Raises ValueError for a directory that another process has open or that another version has written, and if there is
+    less space than capacity; OSError for a directory that cannot be made or read.
     """
 
     def __init__(
         self,
         paths: Sequence[str | Path],
-        capacity: int,
+        capacity: int | None,
         policy: str = "lru",
         segment_bytes: int = SEGMENT_BYTES,
         name: str = "disk",
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self.name = name
-        self._paths = [Path(path) for path in paths]
-        if not self._paths or len(set(self._paths)) != len(self._paths):
+        places = [Path(path).absolute() for path in paths]
+        if not places or len(set(places)) != len(places):
             raise ValueError(f"paths must be at least one, each once, got {[str(path) for path in paths]}")
-        share = capacity // len(self._paths)
-        self._segment_slots = min(segment_bytes, share) // SLOT_BYTES
-        if self._segment_slots < MIN_SEGMENT_SLOTS:
+        least = MIN_SEGMENT_SLOTS * SLOT_BYTES
+        if segment_bytes < least or (capacity is not None and capacity // len(places) < least):
             raise ValueError(
-                f"capacity and segment_bytes must be at least {MIN_SEGMENT_SLOTS * SLOT_BYTES} bytes a directory, "
+                f"capacity and segment_bytes must be at least {least} bytes a directory, "
                 f"got {capacity} and {segment_bytes}"
             )
-        self._max_segments = share // (self._segment_slots * SLOT_BYTES)
+        self.name = name
+        self.buffers = Buffers(STAGING_BYTES)
         self._capacity = capacity
         self._policy = make_policy(policy)
-        self._places: dict[Path, list[_Place]] = {path: [] for path in self._paths}
-        self._entries: dict[Key, _Entry] = {}
-        self._generation = self._num_bytes = self._num_evicted = self._num_errors = 0
-        self._unmarked: list[_Entry] = []  # to be freed as soon as the disk takes their headers
-        self._locks: list[int] = []
-        self._lock = threading.Lock()
+        self._index: dict[Key, Entry] = {}
+        self._forgotten: list[Entry] = []  # whose headers still are to be marked free
+        self._generation = self._num_bytes = self._num_evicted = self._num_corrupted = self._num_errors = 0
+        self._lock, self._changes = threading.Lock(), threading.Lock()
         self._is_closed = False
-        try:
-            for path in self._paths:
-                self._locks.append(_lock(path))
-                self._find(path)
-            self._take_over()
-            self._check_space()
-        except BaseException:
-            self._close_files()
-            raise
+        share = None if capacity is None else capacity // len(places)
+        self._directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
+        self._open_directories()
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            return [key in self._entries for key in keys]
+            return [key in self._index for key in keys]
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         with self._lock:
             self._check_open()
-            return [self._open(key) for key in keys]
+            entries = [self._use(key) for key in keys]
+        return [None if entry is None else self._reader(entry) for entry in entries]
 
     def create(self, key: Key, num_bytes: int) -> Writer | None:
-        with self._lock:
-            self._check_open()
-            found = self._make_room(slots_for(num_bytes, SLOT_BYTES))
-            if found is None:
+        """TierError if the disk is in trouble; None also if what would have to go is in use."""
+        if len(key) != 32 or num_bytes < 1:
+            raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
+        with self._changing():
+            self._settle()
+            entry = self._place(num_bytes)
+            if entry is None:
                 return None
-            place, begin = found
-            self._generation += 1
-            run = Run(begin + 1, slots_for(num_bytes, SLOT_BYTES), self._generation, num_bytes, key)
-            return _DiskWriter(self, _Entry(place, run), key)
+            with self._lock:
+                self._generation += 1
+                generation = self._generation
+            entry.run = entry.run._replace(
+                generation=generation, num_bytes=num_bytes, written=time.time(), key=bytes(key)
+            )
+            return DiskWriter(self, entry, entry.run.key or key)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        return [self._commit(writer) for writer in writers]
+        """False for those that the disk did not take, if it took others; TierError if it took none."""
+        mine = [writer for writer in writers if isinstance(writer, DiskWriter) and writer.is_open]
+        if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+            raise ValueError("writers must be this tier's, not closed, each given once")
+        done, trouble = [], None
+        for writer in mine:
+            try:
+                self._commit(writer, timeout)
+                done.append(True)
+            except TierError as error:
+                trouble = error
+                done.append(False)
+        if trouble is not None and not any(done):
+            raise trouble
+        return done
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        with self._lock:
-            self._check_open()
-            return sum([self._forget(key) for key in keys])
+        with self._changing(timeout):
+            with self._lock:
+                count = sum([self._forget(key) for key in keys])
+            self._settle()
+        return count
 
     def infos(self) -> Iterator[RecordInfo]:
         with self._lock:
             self._check_open()
-            return iter([RecordInfo(key, one.run.num_bytes, one.last_used) for key, one in self._entries.items()])
+            return iter([RecordInfo(key, one.run.num_bytes, one.last_used) for key, one in self._index.items()])
 
     def clear(self) -> None:
-        with self._lock:
-            self._check_open()
-            for key in list(self._entries):
-                self._forget(key)
+        with self._changing():
+            with self._lock:
+                for key in list(self._index):
+                    self._forget(key)
+            self._settle()
 
     def flush(self, sync: bool = False) -> None:
         """The operating system has everything already; with `sync` the disk has it, too."""
-        with self._lock:
-            self._check_open()
-            segments = [place.segment for places in self._places.values() for place in places]
-        for segment in segments if sync else []:
-            self._do(segment.sync)
+        with self._changing():
+            self._settle()
+            with self._lock:
+                if sync and self._forgotten:
+                    raise TierError(f"{self.name}: {len(self._forgotten)} records could not be removed")
+                directories = list(self._directories) if sync else []
+                for directory in directories:
+                    directory.drive.enter()
+        try:
+            for directory in directories:
+                self._on(directory.drive, directory.sync)
+        finally:
+            with self._lock:
+                for directory in directories:
+                    directory.drive.leave()
 
     def stats(self) -> TierStats:
         with self._lock:
+            self._check_open()
+            damaged = sum(directory.num_damaged for directory in self._directories)
+            capacity = self._capacity
+            if capacity is None:
+                capacity = sum(directory.num_bytes for directory in self._directories)
             return TierStats(
-                self.name, len(self._entries), self._num_bytes, self._capacity, self._num_evicted, 0, self._num_errors
+                self.name,
+                len(self._index),
+                self._num_bytes,
+                capacity,
+                self._num_evicted,
+                self._num_corrupted + damaged,
+                self._num_errors,
             )
 
     def close(self) -> None:
-        with self._lock:
-            if not self._is_closed:
+        """Calls that are reading or writing a file end first; open readers and writers raise TierError from then on."""
+        with self._changes:
+            if self._is_closed:
+                return
+            self._settle()
+            with self._lock:
                 self._is_closed = True
-                self._entries.clear()
-                self._close_files()
+                self._index.clear()
+                for directory in self._directories:
+                    directory.drive.retire(directory.close)
 
     def check(self) -> None:
-        """RuntimeError if places overlap or are lost, or files are larger than the capacity."""
-        with self._lock:
-            for places in self._places.values():
-                for place in places:
-                    place.extents.check()
-            num_bytes = sum(
-                place.segment.num_slots * SLOT_BYTES for places in self._places.values() for place in places
-            )
-            if num_bytes > self._capacity:
+        """RuntimeError unless slots, headers, index and policy tell the same, and files are within the capacity."""
+        with self._changes, self._lock:
+            entries = [entry for directory in self._directories for entry in directory.entries]
+            for directory in self._directories:
+                for space in directory.spaces:
+                    space.check()
+            findable = {entry.run.key: entry for entry in entries if entry.is_findable}
+            if findable != self._index or set(self._policy.victims()) != set(self._index):
+                raise RuntimeError(f"{len(findable)} records are findable, {len(self._index)} in the index")
+            if sum(entry.run.num_bytes for entry in findable.values()) != self._num_bytes:
+                raise RuntimeError(f"records are not of {self._num_bytes} bytes")
+            num_bytes = sum(directory.num_bytes for directory in self._directories)
+            if self._capacity is not None and num_bytes > self._capacity:
                 raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
 
     # --- opening ---
 
-    def _find(self, path: Path) -> None:
-        """The directory's segments and their records. Damaged segments, and those beyond the capacity, are deleted."""
-        for file in sorted(path.glob(f"*{SUFFIX}")):
-            if len(self._places[path]) == self._max_segments:
-                file.unlink()
-                continue
-            try:
-                segment = Segment.open(file)
-            except ValueError:
-                file.unlink()
-                continue
-            if segment.slot_bytes != SLOT_BYTES or segment.num_slots > self._segment_slots:
-                segment.close()
-                file.unlink()
-                continue
-            place = _Place(segment)
-            self._places[path].append(place)
-            for run in segment.runs():
-                if run.key is not None:
-                    self._find_record(place, run)
+    def _open_directories(self) -> None:
+        try:
+            for directory in self._directories:
+                directory.open()
+            for entry in sorted(self._entries(), key=lambda entry: entry.run.generation):
+                self._find(entry)
+            self._check_space()
+            self._settle()
+        except BaseException:
+            for directory in self._directories:
+                directory.close()
+            raise
 
-    def _find_record(self, place: _Place, run: Run) -> None:
-        assert run.key is not None
-        place.take(run)
-        entry, other = _Entry(place, run), self._entries.get(run.key)
-        entry.is_findable = True
-        if other is not None and other.run.generation > run.generation:
-            entry, other = other, entry
-        if other is not None:
-            other.is_findable = False
-            self._free(other)
-        self._entries[run.key] = entry
-        self._generation = max(self._generation, run.generation)
+    def _entries(self) -> Iterator[Entry]:
+        return (entry for directory in self._directories for entry in directory.entries)
 
-    def _take_over(self) -> None:
-        """What was found becomes the tier's, the oldest first."""
-        for key in sorted(self._entries, key=lambda key: self._entries[key].run.generation):
-            self._policy.add(key)
-            self._num_bytes += self._entries[key].run.num_bytes
+    def _find(self, entry: Entry) -> None:
+        """A record that a header tells of: a newer one of the key than those before."""
+        assert entry.run.key is not None
+        self._forget(entry.run.key)
+        self._add(entry.run.key, entry)
+        self._generation = max(self._generation, entry.run.generation)
 
     def _check_space(self) -> None:
-        for path, places in self._places.items():
-            lacking = (self._max_segments - len(places)) * self._segment_slots * SLOT_BYTES
-            status = os.statvfs(path)
-            if lacking > status.f_bavail * status.f_frsize:
+        lacking: dict[int, int] = {}  # by drive
+        for directory in self._directories:
+            status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev
+            lacking[device] = lacking.get(device, 0) + directory.num_lacking
+            if lacking[device] > status.f_bavail * status.f_frsize:
                 raise ValueError(
-                    f"capacity must fit on the disk: {path} has {status.f_bavail * status.f_frsize} bytes free, "
-                    f"{lacking} are needed"
+                    f"capacity must fit on the disk: {directory.path} has {status.f_bavail * status.f_frsize} bytes "
+                    f"free, {lacking[device]} more are needed"
                 )
 
-    def _close_files(self) -> None:
-        for places in self._places.values():
-            for place in places:
-                place.segment.close()
-            places.clear()
-        while self._locks:
-            os.close(self._locks.pop())
-
-    # --- inside, with the lock held ---
+    # --- inside, with `_lock` held ---
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise TierError(f"{self.name} is closed")
 
-    def _open(self, key: Key) -> Reader | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        entry.num_readers += 1
-        entry.last_used = time.time()
-        self._policy.use(key)
-        return _DiskReader(self, entry)
+    def _use(self, key: Key) -> Entry | None:
+        entry = self._index.get(key)
+        if entry is not None:
+            self._policy.use(key)
+            entry.last_used = time.time()
+            entry.num_users += 1
+        return entry
 
-    def _make_room(self, num_slots: int) -> tuple[_Place, int] | None:
-        """A free run: in a segment, in a new one, or by evicting; None, with nothing evicted, if that is not enough."""
-        if num_slots > self._segment_slots - 1:
-            return None
-        self._free_unmarked()
-        found = self._allocate(num_slots) or self._in_new_segment(num_slots)
-        if found is not None:
-            return found
-        for key in [key for key in self._policy.victims() if self._entries[key].num_readers == 0]:
-            self._forget(key)
-            self._num_evicted += 1
-            found = self._allocate(num_slots)
-            if found is not None:
-                return found
-        return None
-
-    def _allocate(self, num_slots: int) -> tuple[_Place, int] | None:
-        """In the directory that has most room left, so that the load is spread."""
-        places = [place for places in self._places.values() for place in places]
-        for place in sorted(places, key=lambda place: -place.extents.num_free):
-            begin = place.extents.allocate(num_slots)
-            if begin is None:
-                continue
-            if self._try(lambda place=place, begin=begin: self._cut(place, begin, num_slots)):  # type: ignore[misc]
-                return place, begin
-            place.extents.release(begin)
-        return None
-
-    def _cut(self, place: _Place, begin: int, num_slots: int) -> None:
-        """A free run's header reaches to its end: now that it is cut in two, each part gets its own, the second first.
-        OSError: then nothing may be written there, since the next opening might not see it.
-        """
-        rest = place.extents.free_at(begin + num_slots)
-        if rest:
-            place.segment.mark(Run(begin + num_slots + 1, rest))
-        place.segment.mark(Run(begin + 1, num_slots))
-
-    def _in_new_segment(self, num_slots: int) -> tuple[_Place, int] | None:
-        path = min(self._places, key=lambda path: len(self._places[path]))
-        if len(self._places[path]) == self._max_segments:
-            return None
-        taken = {place.segment.path.name for place in self._places[path]}
-        name = next(name for name in (f"{n:04}{SUFFIX}" for n in range(1 << 20)) if name not in taken)
-        if not self._try(lambda: self._add_segment(path, name)):
-            return None
-        return self._allocate(num_slots)
-
-    def _add_segment(self, path: Path, name: str) -> None:
-        self._places[path].append(_Place(Segment.create(path / name, SLOT_BYTES, self._segment_slots)))
+    def _add(self, key: Key, entry: Entry) -> None:
+        entry.is_findable = True
+        self._index[key] = entry
+        self._policy.add(key)
+        self._num_bytes += entry.run.num_bytes
 
     def _forget(self, key: Key) -> bool:
-        entry = self._entries.pop(key, None)
+        """Whether there was one. It is not findable now; `_settle` writes it down."""
+        entry = self._index.pop(key, None)
         if entry is None:
             return False
         self._policy.remove(key)
         self._num_bytes -= entry.run.num_bytes
         entry.is_findable = False
-        self._mark_free(entry)
-        if entry.num_readers == 0:
-            self._free(entry)
+        self._forgotten.append(entry)
         return True
 
-    def _mark_free(self, entry: _Entry) -> None:
-        run = entry.run
-        if not entry.is_marked_free:
-            entry.is_marked_free = self._try(lambda: entry.place.segment.mark(Run(run.slot, run.num_slots)))
+    def _victims(self, drives: Sequence[Drive], num_bytes: int) -> list[Entry] | None:
+        """What goes for a record: the first by the policy that nobody reads, and its neighbours as far as necessary."""
+        for key in self._policy.victims():
+            entry = self._index[key]
+            if entry.is_idle and entry.space.drive in drives:
+                going = entry.space.room_around(entry, entry.space.segment.slots_for(num_bytes))
+                if going is not None:
+                    return going
+        return None
 
-    def _free(self, entry: _Entry) -> None:
-        """Not before its header says so: a stale one would hide what is written behind it at the next opening."""
-        self._mark_free(entry)
-        if entry.is_marked_free:
-            entry.place.extents.release(entry.run.slot - 1)
-        else:
-            self._unmarked.append(entry)
+    # --- inside, with `_changes` held ---
 
-    def _free_unmarked(self) -> None:
-        unmarked, self._unmarked = self._unmarked, []
-        for entry in unmarked:
-            self._free(entry)
-
-    def _try(self, call: Callable[[], object]) -> bool:
-        """Whether it was done; the disk's trouble is counted."""
+    @contextmanager
+    def _changing(self, timeout: float | None = None) -> Iterator[None]:
+        if not self._changes.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise TierError(f"{self.name} was busy for {timeout} seconds")
         try:
-            call()
+            self._check_open()
+            yield
+        finally:
+            self._changes.release()
+
+    def _settle(self) -> None:
+        """Marks free what was forgotten. What the disk does not take stays forgotten and in use until it does."""
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+        for entry in forgotten:
+            try:
+                self._on(entry.space.drive, functools.partial(_mark_free, entry))
+            except TierError:
+                with self._lock:
+                    self._forgotten.append(entry)
+                continue
+            with self._lock:
+                entry.is_marked_free = True
+                self._release_if_over(entry)
+
+    def _place(self, num_bytes: int) -> Entry | None:
+        """Room in one of the directories, those in trouble last. TierError if only trouble is in the way."""
+        left, trouble = self._present_directories(), None
+        while left:
+            group = [directory for directory in left if not directory.drive.is_resting] or left
+            try:
+                entry = self._in_free_room(group, num_bytes) or self._by_evicting(group, num_bytes)
+                if entry is None:
+                    left = [directory for directory in left if directory not in group]
+                elif not self._is_lost(entry):
+                    return self._cut(entry)
+            except DriveError as error:
+                trouble = error
+                left = [directory for directory in left if directory.drive is not error.drive]
+        if trouble is not None:
+            raise trouble
+        return None
+
+    def _in_free_room(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
+        """In the directory that has most of it, in a new segment if need be."""
+        for directory in sorted(group, key=lambda directory: -directory.room):
+            entry = self._allocate(directory.spaces, num_bytes)
+            if entry is None and self._grow(directory, num_bytes):
+                entry = self._allocate(directory.spaces[-1:], num_bytes)
+            if entry is not None:
+                return entry
+        return None
+
+    def _by_evicting(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
+        """None, and nothing is evicted, if that would not be enough."""
+        with self._lock:
+            going = self._victims([directory.drive for directory in group], num_bytes)
+            if going is None:
+                return None
+            for entry in going:
+                self._forget(entry.run.key or b"")
+            self._num_evicted += len(going)
+        self._settle()
+        found = self._allocate([going[0].space], num_bytes)
+        if found is None:
+            raise DriveError(going[0].space.drive, f"{self.name}: evicted records could not be marked free")
+        return found
+
+    def _allocate(self, spaces: Sequence[Space], num_bytes: int) -> Entry | None:
+        with self._lock:
+            for space in spaces:
+                entry = space.allocate(space.segment.slots_for(num_bytes))
+                if entry is not None:
+                    entry.num_users += 1
+                    return entry
+        return None
+
+    def _grow(self, directory: Directory, num_bytes: int) -> bool:
+        """Whether there is a new segment. If it cannot be made, what is there has to do."""
+        try:
+            return directory.grow(num_bytes) is not None
         except OSError:
-            self._num_errors += 1
+            self._count_error()
             return False
+
+    def _cut(self, entry: Entry) -> Entry:
+        """A free run's header reaches to its end: now that it is cut in two, each part gets its own."""
+        with self._lock:
+            rest = entry.space.rest_behind(entry)
+        try:
+            for run in (rest, entry.run) if rest else (entry.run,):
+                self._on(entry.space.drive, functools.partial(entry.space.segment.cover, run))
+        except TierError:
+            self.let_go(entry)
+            raise
+        return entry
+
+    def _commit(self, writer: DiskWriter, timeout: float | None) -> None:
+        writer.finish()
+        entry = writer.entry
+        with self._changing(timeout):
+            entry.is_marked_free = False  # whatever becomes of the next line
+            try:
+                self._on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
+            except TierError:
+                with self._lock:
+                    self._forgotten.append(entry)
+                raise
+            with self._lock:
+                self._forget(writer.key)
+                self._add(writer.key, entry)
+            self._settle()
+        writer.close()
+
+    # --- directories and files that somebody deletes ---
+
+    def _present_directories(self) -> list[Directory]:
+        """Those that are there; deleted ones are made anew, and without their records."""
+        present = []
+        for at, directory in enumerate(self._directories):
+            try:
+                if directory.is_deleted():
+                    self._directories[at] = self._renewed(directory)
+                present.append(self._directories[at])
+            except (OSError, ValueError):
+                self._count_error()
+                directory.drive.rest()
+        return present
+
+    def _renewed(self, directory: Directory) -> Directory:
+        for space in directory.spaces:
+            self._lose(space)
+        renewed = directory.successor()
+        renewed.open()
+        with self._lock:
+            for entry in renewed.entries:
+                self._find(entry)
+            directory.drive.retire(directory.close)
+        return renewed
+
+    def _is_lost(self, entry: Entry) -> bool:
+        """Whether its segment was deleted: then all that is in it is forgotten."""
+        space = entry.space
+        try:
+            if not space.segment.is_deleted():
+                return False
+        except OSError as error:
+            raise DriveError(space.drive, f"{self.name}: {error}") from error
+        self._lose(space)
+        self.let_go(entry)
+        for directory in self._directories:
+            directory.drop(space)
         return True
+
+    def _lose(self, space: Space) -> None:
+        with self._lock:
+            for entry in space.entries:
+                if entry.is_findable:
+                    self._forget(entry.run.key or b"")
+            self._forgotten = [entry for entry in self._forgotten if entry.space is not space]
 
     # --- for readers and writers ---
 
-    def _do(self, call: Callable[[], T]) -> T:
-        """TierError for the disk's trouble."""
-        if self._is_closed:
-            raise TierError(f"{self.name} is closed")
-        try:
-            return call()
-        except OSError as error:
-            self._num_errors += 1
-            raise as_tier_error(self.name, error) from error
-
-    def _commit(self, writer: Writer) -> bool:
-        if not isinstance(writer, _DiskWriter) or not writer.is_open:
-            raise ValueError("writers must be this tier's, and not closed")
-        if not writer.is_whole:
-            raise ValueError(f"a record of {writer.num_bytes} bytes must be written to its end before it is committed")
-        writer.write_out()
+    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
+        drive = entry.space.drive
         with self._lock:
             self._check_open()
-            entry = writer.entry
-            self._do(lambda: entry.place.segment.mark(entry.run))
-            writer.is_open = False
-            self._forget(writer.key)
-            entry.is_findable = True
-            self._entries[writer.key] = entry
-            self._policy.add(writer.key)
-            self._num_bytes += entry.run.num_bytes
-        return True
+            drive.enter()
+        try:
+            self._on(drive, call)
+        except DriveError as error:
+            if isinstance(error.__cause__, EndOfFile):  # it was cut off: no use in trying again
+                self._drop(entry)
+            raise
+        finally:
+            with self._lock:
+                drive.leave()
 
-    def _let_go(self, entry: _Entry) -> None:
+    def let_go(self, entry: Entry) -> None:
         with self._lock:
-            entry.num_readers -= 1
-            if entry.num_readers == 0 and not entry.is_findable and not self._is_closed:
-                self._free(entry)
+            entry.num_users -= 1
+            self._release_if_over(entry)
 
-    def _give_up(self, entry: _Entry) -> None:
+    def _release_if_over(self, entry: Entry) -> None:
+        if entry.is_over and not self._is_closed:
+            entry.space.release(entry)
+
+    def _reader(self, entry: Entry) -> Reader | None:
+        """None if the disk fails, or if its header is not the record's any more: somebody has written to the file."""
+        reader = DiskReader(self, entry)
+        try:
+            if reader.is_there():
+                return reader
+            self._drop(entry)
+        except TierError:  # a miss; another time it may be there
+            pass
+        reader.close()
+        return None
+
+    def _drop(self, entry: Entry) -> None:
+        """A record that is none any more."""
         with self._lock:
-            if not self._is_closed:
-                self._free(entry)
+            if entry.is_findable:
+                self._num_corrupted += 1
+                self._forget(entry.run.key or b"")
+
+    def _on(self, drive: Drive, call: Callable[[], object]) -> None:
+        """DriveError for the disk's trouble."""
+        try:
+            call()
+        except OSError as error:
+            self._count_error()
+            drive.rest()
+            raise DriveError(drive, f"{self.name}: {error.strerror or error}") from error
+
+    def _count_error(self) -> None:
+        with self._lock:
+            self._num_errors += 1
+
+    def close_in_child(self) -> None:
+        """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
+        self._lock, self._changes = threading.Lock(), threading.Lock()
+        self._is_closed = True
+        self._index = {}
+        for directory in self._directories:
+            directory.close()
 
 
-def _lock(path: Path) -> int:
-    """Held until the descriptor is closed, by the process's death at the latest."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ValueError(f"{path} must be open once, another tier or process has it") from None
-    return fd
+class DriveError(TierError):
+    """A drive is in trouble."""
+
+    def __init__(self, drive: Drive, message: str) -> None:
+        super().__init__(message)
+        self.drive = drive
+
+
+def _mark_free(entry: Entry) -> None:
+    """The whole slot, unless it is being read."""
+    run = Run(entry.run.slot, entry.run.num_slots)
+    if entry.num_users == 0:
+        entry.space.segment.cover(run)
+    else:
+        entry.space.segment.mark(run)
+
+
+def _close_in_child(tier: "weakref.ref[DiskTier]") -> None:
+    found = tier()
+    if found is not None:
+        found.close_in_child()
