@@ -29,7 +29,7 @@ class Directory:
     ) -> None:
         self.path, self.share = path, share
         self.spaces: list[Space] = []
-        self.drive = Drive(retry_seconds)
+        self.drive = Drive(path, retry_seconds)
         self.num_damaged = 0
         self._slot_bytes, self._segment_bytes, self._retry_seconds = slot_bytes, segment_bytes, retry_seconds
         self._dropped: list[Space] = []

@@ -4,19 +4,19 @@
     commit  [ record header ]                              over the free one, after all else
     read    disk ─► [ piece ]
 
-Buffers are of about the size of a core's second-level cache: what is filled, hashed and written in turn stays in it.
-They begin at a page, and what is written begins and ends at a slot, so that no page need be read to be written.
+Buffers are small enough for a core to keep what is filled, hashed and written in turn, and large enough that few calls
+are made. They begin at a page, and what is written begins and ends at a slot: no page is read only to be written.
 """
 
 import mmap
 from collections.abc import Callable
 from typing import Protocol
 
-from kvpage.store.disk_segment import HEADER_BYTES
+from kvpage.store.disk_segment import HEADER_BYTES, Run
 from kvpage.store.disk_space import Entry
-from kvpage.store.tier import Key, Reader, Writer
+from kvpage.store.tier import Reader, Writer
 
-STAGING_BYTES = (1 << 20) + (1 << 16)  # a piece of 1 MiB, and what is left of the one before
+STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
 MAX_KEPT = 16
 
 
@@ -53,6 +53,9 @@ class Owner(Protocol):
 
     def let_go(self, entry: Entry) -> None:
         """One user less."""
+
+    def give_up(self, entry: Entry) -> None:
+        """One user less, of a record that was not committed: its room is free."""
 
 
 class DiskReader(Reader):
@@ -95,9 +98,9 @@ class DiskReader(Reader):
 class DiskWriter(Writer):
     """entry: a run with the record's key and length, whose header on the disk is a free one."""
 
-    def __init__(self, owner: Owner, entry: Entry, key: Key) -> None:
+    def __init__(self, owner: Owner, entry: Entry) -> None:
         self.entry = entry
-        self.key, self.num_bytes = key, entry.run.num_bytes
+        self.key, self.num_bytes = entry.key, entry.run.num_bytes
         self.is_open = True
         self._owner = owner
         self._end = 0  # of the pieces
@@ -105,7 +108,7 @@ class DiskWriter(Writer):
         self._begin = 0  # of the buffer, in the run
         self._filled = HEADER_BYTES  # of the buffer
         segment, run = entry.space.segment, entry.run
-        self._buffer[:HEADER_BYTES] = segment.header(run._replace(key=None, generation=0, num_bytes=0, written=0.0))
+        self._buffer[:HEADER_BYTES] = segment.header(Run(run.slot, run.num_slots))
 
     def piece(self, begin: int, end: int) -> memoryview:
         if not self.is_open:
@@ -120,10 +123,13 @@ class DiskWriter(Writer):
         self._end = end
         return view
 
-    def finish(self) -> None:
-        """Writes what is left, its last slot filled up with zeros. ValueError if pieces are missing; TierError."""
-        if not self.is_open or self._end != self.num_bytes:
+    def check_whole(self) -> None:
+        """ValueError if pieces are missing."""
+        if self._end != self.num_bytes:
             raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
+
+    def finish(self) -> None:
+        """Writes what is left, its last slot filled up with zeros. TierError."""
         end = -(-self._filled // self._slot_bytes) * self._slot_bytes
         self._reserve(end - self._filled)
         self._buffer[self._filled : end] = bytes(end - self._filled)
@@ -131,10 +137,17 @@ class DiskWriter(Writer):
 
     def close(self) -> None:
         if self.is_open:
-            self.is_open = False
-            self._owner.buffers.give(self._buffer)
-            del self._buffer
-            self._owner.let_go(self.entry)
+            self._end_with(self._owner.give_up)
+
+    def leave(self) -> None:
+        """After it was committed."""
+        self._end_with(self._owner.let_go)
+
+    def _end_with(self, end: Callable[[Entry], None]) -> None:
+        self.is_open = False
+        self._owner.buffers.give(self._buffer)
+        del self._buffer
+        end(self.entry)
 
     @property
     def _slot_bytes(self) -> int:

@@ -8,15 +8,18 @@ Nothing here touches the disk, and nothing is thread-safe: the tier holds its lo
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvpage.store.disk_segment import Run, Segment
 from kvpage.store.extents import Extents
+from kvpage.store.tier import Key
 
 
 class Drive:
     """Whether it is in trouble, and how many calls are at its files: nothing is closed until they leave."""
 
-    def __init__(self, retry_seconds: float) -> None:
+    def __init__(self, path: Path, retry_seconds: float) -> None:
+        self.path = path
         self.num_users = 0
         self._retry_seconds = retry_seconds
         self._rests_until = 0.0
@@ -71,8 +74,17 @@ class Entry:
         return self.is_findable and self.num_users == 0
 
     @property
+    def key(self) -> Key:
+        assert self.run.key is not None, "only an entry of a record has one"
+        return self.run.key
+
+    @property
     def is_over(self) -> bool:
         return self.is_marked_free and self.num_users == 0
+
+    def release_if_over(self) -> None:
+        if self.is_over:
+            self.space.release(self)
 
 
 class Space:

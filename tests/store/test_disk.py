@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from store_records import get, key, put, record
 
-from kvpage.store import disk, disk_segment
+from kvpage.store import disk_room, disk_segment
 from kvpage.store.disk import SLOT_BYTES, DiskTier
 from kvpage.store.disk_segment import Segment
 from kvpage.store.tier import TierError
@@ -207,7 +207,7 @@ def test_of_two_records_of_a_key_the_newer_counts(tmp_path: Path, monkeypatch) -
     tier = make(tmp_path, SEGMENT_BYTES)
     old, new = record(key(0), 9000, seed=1), record(key(0), 5000, seed=2)
     put(tier, {key(0): old})
-    monkeypatch.setattr(disk, "_mark_free", lambda entry: None)  # as if the process had died before
+    monkeypatch.setattr(disk_room, "mark_free", lambda entry: None)  # as if the process had died before
     put(tier, {key(0): new})
     tier.close()
     monkeypatch.undo()
