@@ -6,10 +6,12 @@ same run, alternating with the operation. Beside it what torch offers: index_cop
 
 On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls
 that wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's
-time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device, and in pinned host
-memory (against one large copy_ over the bus). Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens.
+time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device ("device" in format
+"vllm", "hf" in "huggingface"), and in pinned host memory (against one large copy_ over the bus). Scales are 1, or with
+"heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens. Where others keep a
+machine's processors busy, one thread (--threads 1) tells more than several.
 
-    python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--plot PATH]
+    python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--threads N] [--plot PATH]
 """
 
 import argparse
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpage import CacheLayout, ops, reference
+from kvpage import CacheLayout, KVScales, ops, reference
 
 BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
@@ -38,24 +40,48 @@ class Case(NamedTuple):
     model: str
     layout: CacheLayout
     num_layers: int
+    head_scales: bool = False
 
     @property
     def name(self) -> str:
         kind = self.layout.kv_layout if self.layout.backend == "flash" else self.layout.backend
-        return f"{self.model} {kind} {str(self.layout.dtype).removeprefix('torch.').removesuffix('fn')}"
+        dtype = str(self.layout.dtype).removeprefix("torch.").removesuffix("fn")
+        return f"{self.model} {kind} {dtype}{' heads' if self.head_scales else ''}"
+
+    @property
+    def scales(self) -> KVScales | None:
+        """One a head, no power of two; else one for all, which is 1."""
+        if not self.head_scales:
+            return None
+        each = 0.37 + torch.arange(self.layout.num_kv_heads) / 100
+        return KVScales(each, each)
 
 
 def cases(device: str) -> list[Case]:
-    def case(model: str, shape: tuple, dtype: torch.dtype, kv_layout: str = "NHD", backend: str | None = None) -> Case:
+    def case(
+        model: str,
+        shape: tuple,
+        dtype: torch.dtype,
+        kv_layout: str = "NHD",
+        backend: str | None = None,
+        scaled: bool = False,
+    ) -> Case:
         own, heads, size, num_layers = shape
-        return Case(model, CacheLayout(BLOCK_SIZE, heads, size, dtype, backend or own, kv_layout), num_layers)
+        return Case(model, CacheLayout(BLOCK_SIZE, heads, size, dtype, backend or own, kv_layout), num_layers, scaled)
 
     plain = [case("llama", LLAMA, BF16), case("llama", LLAMA, BF16, "HND")]
+    on_cpu = [
+        case("llama", LLAMA, FP8, scaled=True),
+        case("llama", LLAMA, FP8, "HND", scaled=True),
+        case("llama", LLAMA, torch.float8_e5m2, scaled=True),
+        case("llama", LLAMA, torch.int8),
+        case("llama", LLAMA, torch.int8, "HND"),
+    ]
     return [
         *plain,
         case("llama", LLAMA, BF16, backend="paged"),
         case("llama", LLAMA, FP8),
-        *([case("llama", LLAMA, torch.int8)] if device == "cpu" else []),
+        *(on_cpu if device == "cpu" else []),
         case("deepseek", DEEPSEEK, BF16),
         case("deepseek", DEEPSEEK, FP8),
     ]
@@ -141,13 +167,13 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
     out = torch.empty_like(key), None if value is None else torch.empty_like(key)
 
     def reshape() -> None:
-        ops.reshape_and_cache(key, value, cache, slots, layout)
+        ops.reshape_and_cache(key, value, cache, slots, layout, scales=case.scales)
 
     def gather() -> None:
-        ops.gather_cache(cache, tables, [num_tokens], layout, out=out)
+        ops.gather_cache(cache, tables, [num_tokens], layout, out=out, scales=case.scales)
 
     reshape(), gather()
-    want = reference.gather_cache(cache, tables, torch.tensor([num_tokens]), layout, dtype=BF16)
+    want = reference.gather_cache(cache, tables, torch.tensor([num_tokens]), layout, scales=case.scales, dtype=BF16)
     for rows, written, gathered in zip((key, value), want, out, strict=True):
         assert rows is None or torch.equal(gathered, written), "gathered is not what the reference gathers"
         assert rows is None or layout.is_quantized or torch.equal(gathered, rows), "gathered is not what was written"
@@ -170,7 +196,9 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
         yield row(name, case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
-def measure_chunks(case: Case, num_tokens: int, device: str, on_host: bool, rounds: int) -> Iterator[dict]:
+def measure_chunks(
+    case: Case, num_tokens: int, device: str, on_host: bool, rounds: int, fmt: str = "vllm"
+) -> Iterator[dict]:
     """From the middle of a block on; on_host: a chunk in pinned memory, for caches on a CUDA device."""
     layout, start, parts = case.layout, 5, 1 if case.layout.backend == "mla" else 2
     num_used = -(-(num_tokens + start) // BLOCK_SIZE)
@@ -180,19 +208,22 @@ def measure_chunks(case: Case, num_tokens: int, device: str, on_host: bool, roun
         cache.view(torch.uint8).random_(0, 96)  # finite in all dtypes
     ids = torch.randperm(2 * num_used)[:num_used].to(torch.int32).to(device)
     shape = (num_layers, parts, num_tokens, layout.num_kv_heads, layout.head_size)
+    if fmt == "huggingface":
+        shape = (*shape[:2], shape[3], shape[2], shape[4])
     chunk = torch.empty(shape, dtype=layout.dtype, device="cpu" if on_host else device, pin_memory=on_host)
     positions = torch.arange(start, start + num_tokens, device=device)
     slots = ids.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     targets = [in_rows(cache, layout) for cache in caches]
-    bits = chunk.view(torch.uint8).to(device)
+    by_token = chunk.transpose(2, 3) if fmt == "huggingface" else chunk
+    bits = by_token.contiguous().view(torch.uint8).to(device)
     one = chunk.view(torch.uint8).flatten()
     there = torch.empty_like(one, device=device)
 
     def store() -> None:
-        ops.store_chunk(caches, ids, chunk, layout, start)
+        ops.store_chunk(caches, ids, chunk, layout, start, fmt)
 
     def load() -> None:
-        ops.load_chunk(caches, ids, chunk, layout, start)
+        ops.load_chunk(caches, ids, chunk, layout, start, fmt)
 
     def index_select() -> None:
         for layer, rows in zip(bits, targets, strict=True):
@@ -207,10 +238,12 @@ def measure_chunks(case: Case, num_tokens: int, device: str, on_host: bool, roun
     store()
     if device == "cuda":
         torch.cuda.synchronize()
-    want = torch.empty(shape, dtype=layout.dtype, device=device)
+    want = torch.empty(by_token.shape, dtype=layout.dtype, device=device)
     reference.store_chunk(caches, ids, start, want, layout)
-    assert torch.equal(want.view(torch.uint8).cpu(), chunk.view(torch.uint8).cpu()), "the chunk is not the reference's"
+    got = by_token.contiguous().view(torch.uint8).cpu()
+    assert torch.equal(want.view(torch.uint8).cpu(), got), "the chunk is not the reference's"
     num_bytes, place = 2 * chunk.nbytes, "host" if on_host else "device"
+    place = "hf" if fmt == "huggingface" else place
     for name, call, indexed in (("store_chunk", store, index_select), ("load_chunk", load, index_copy)):
         out = name == "store_chunk"
         copy = (one.copy_, there) if out else (there.copy_, one)
@@ -223,9 +256,11 @@ def every_result(device: str, tokens: Sequence[int], rounds: int) -> Iterator[di
     for case in cases(device):
         for num_tokens in tokens:
             yield from measure(case, num_tokens, device, rounds)
-        for num_tokens in CHUNK_TOKENS if case.layout.dtype != torch.int8 else ():
+        for num_tokens in CHUNK_TOKENS if case.layout.dtype != torch.int8 and not case.head_scales else ():
             for on_host in (False, True) if device == "cuda" else (False,):
                 yield from measure_chunks(case, num_tokens, device, on_host, rounds)
+            if case.layout.backend != "mla":
+                yield from measure_chunks(case, num_tokens, device, False, rounds, "huggingface")
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -250,21 +285,24 @@ def plot(results: list[dict], path: Path) -> None:
 def table_line(result: dict) -> str:
     call = "" if result["call us"] is None else f"{result['call us']:8.1f}"
     numbers = "{tokens:7} {MiB:9.2f} {us:10.1f} {GB/s:8.1f} {of copy:8.2f} {of index:9.2f}".format(**result)
-    return f"{result['operation']:18} {result['case']:26} {numbers} {call:>8}"
+    return f"{result['operation']:18} {result['case']:30} {numbers} {call:>8}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: needs a CUDA device; --device cpu tries the script without one")
         return
+    if options.threads:
+        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"{'operation':18} {'case':26} {'tokens':>7} {'MiB':>9} {'us':>10} {'GB/s':>8} {'of copy':>8}", end=" ")
+    print(f"{'operation':18} {'case':30} {'tokens':>7} {'MiB':>9} {'us':>10} {'GB/s':>8} {'of copy':>8}", end=" ")
     print(f"{'of index':>9} {'call us':>8}")
     results = []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)

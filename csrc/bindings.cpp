@@ -127,7 +127,8 @@ void bind_codecs(py::module_& m) {
     const auto row_type = static_cast<RowType>(type);
     const RowCodec& chosen = codec_of(name);
     if (encodes)
-      return chosen.encode(kind, row_type, pointer<const std::byte>(row), size, scale, pointer<std::byte>(codes), streaming);
+      return chosen.encode(kind, row_type, pointer<const std::byte>(row), size, scale, pointer<std::byte>(codes),
+                           streaming);
     chosen.decode(kind, row_type, pointer<const std::byte>(codes), size, scale, pointer<std::byte>(row), streaming);
     return scale;
   });
@@ -140,8 +141,8 @@ void bind_codecs(py::module_& m) {
     if (encodes) {
       chosen.encode_by_table(*table, pointer<const std::byte>(row), size, pointer<std::byte>(codes), streaming);
     } else {
-      chosen.decode_by_table(make_decode_table(kind, static_cast<RowType>(type), scale), pointer<const std::byte>(codes),
-                             size, pointer<std::byte>(row), streaming);
+      const DecodeTable numbers = make_decode_table(kind, static_cast<RowType>(type), scale);
+      chosen.decode_by_table(numbers, pointer<const std::byte>(codes), size, pointer<std::byte>(row), streaming);
     }
     return true;
   });

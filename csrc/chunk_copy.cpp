@@ -5,6 +5,7 @@
 #include "check.h"
 #include "host_copy.h"
 #include "parallel.h"
+#include "quantized_move.h"
 
 namespace kvpage {
 namespace {
@@ -24,7 +25,7 @@ void check_blocks(const ChunkCopy& args) {
 
 // body(part, block id, offset, number of tokens, first row): each layer's parts, block by block; threads share them all.
 template <typename Body>
-void for_each_run(const ChunkCopy& args, const Body& body) {
+void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& body) {
   int64_t work = 0;
   for (const TokenMove& part : args.parts) work += args.num_tokens * args.num_heads * part.row_bytes();
   const bool streaming = work >= streaming_threshold();
@@ -32,7 +33,7 @@ void for_each_run(const ChunkCopy& args, const Body& body) {
   parallel_for(num_parts * args.num_tokens, useful_threads(work, kGrainBytes, args.max_threads),
                [&](int64_t begin, int64_t end) {
                  while (begin < end) {
-                   const TokenMove& part = args.parts[begin / args.num_tokens];
+                   const TokenMove& part = parts[static_cast<int>(begin / args.num_tokens)];
                    const int64_t token = begin % args.num_tokens, position = args.start + token;
                    const int64_t offset = position % args.block_size;
                    const int64_t count = std::min({end - begin, args.num_tokens - token, args.block_size - offset});
@@ -47,7 +48,9 @@ void for_each_run(const ChunkCopy& args, const Body& body) {
 
 void store_chunk(const ChunkCopy& args) {
   check_blocks(args);
-  for_each_run(args, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
+  const TabledMoves parts = TabledMoves::for_reads(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
+                                                   args.num_tokens);
+  for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
                          bool streaming) {
     read_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
   });
@@ -55,7 +58,9 @@ void store_chunk(const ChunkCopy& args) {
 
 void load_chunk(const ChunkCopy& args) {
   check_blocks(args);
-  for_each_run(args, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row,
+  const TabledMoves parts = TabledMoves::for_writes(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
+                                                   args.num_tokens);
+  for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row,
                          bool streaming) {
     write_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
   });

@@ -14,7 +14,7 @@
 //     cells              8 an exponent, 64      16 an exponent, for one
 //
 // A cell of 1/8 (1/16) of a power of two, divided by the scale, is at most as wide as the distance of two subnormal
-// (normal) codes, whatever the scale, and the first of its magnitudes to the last a bit less: there is one step or none.
+// (normal) codes, whatever the scale, and from the first of its magnitudes to the last it is less: one step or none.
 #pragma once
 
 #include <cstddef>

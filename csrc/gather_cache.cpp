@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 // Copies tokens [begin, end) of one sequence, counted from its start, block by block.
-void gather_tokens(const GatherCache& args, const TabledMoves& parts, int64_t seq, int64_t begin, int64_t end, bool streaming) {
+void gather_tokens(const GatherCache& args, const TabledMoves& parts, int64_t seq, int64_t begin, int64_t end,
+                   bool streaming) {
   const int64_t block_size = args.tables.block_size;
   while (begin < end) {
     const int64_t position = args.seq_starts[seq] + begin;

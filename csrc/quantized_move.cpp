@@ -9,7 +9,7 @@ namespace kvpage {
 namespace {
 
 constexpr int64_t kCodesAtOnce = 64 << 10;  // bytes that a thread turns around in its second-level cache
-constexpr int64_t kTabledElements = 16 << 10;  // a scale: making its table takes as long as encoding a fourth of them
+constexpr int64_t kTabledElements = 16 << 10;  // of a scale: a few times what making its table costs
 
 float head_scale(const TokenMove& move, int64_t head) {
   return move.head_scales ? move.head_scales[head * move.head_scale_stride] : 1.0f;
@@ -116,9 +116,10 @@ void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, i
   if (move.codec == Codec::kInt8 && move.row_type == RowType::kBfloat16)
     return write_int8_run(move, num_heads, block_id, offset, count, row);
   const TokenMove merged = with_merged_heads(move, num_heads);
-  for_each_head(move.rows.head_stride, move.rows.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
+  const RowView& rows = move.rows;
+  for_each_head(rows.head_stride, rows.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
     encode_tokens(merged, head, block_id, offset + first, num,
-                  row + head * move.rows.head_stride + first * move.rows.token_stride,
+                  row + head * rows.head_stride + first * rows.token_stride,
                   move.cache.at(block_id, offset + first, head), move.cache.token_stride, streaming);
   });
 }
@@ -126,13 +127,14 @@ void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, i
 void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                   std::byte* row, bool streaming) {
   const TokenMove merged = with_merged_heads(move, num_heads);
-  for_each_head(move.cache.head_stride, move.cache.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
-    decode_tokens(merged, head, block_id, offset + first, num, move.cache.at(block_id, offset + first, head),
-                  move.cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, streaming);
+  const KVPart& cache = move.cache;
+  for_each_head(cache.head_stride, cache.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
+    decode_tokens(merged, head, block_id, offset + first, num, cache.at(block_id, offset + first, head),
+                  cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, streaming);
   });
 }
 
-// The move with codes that lie dense, token by token, in place of the cache's from the token at `offset` on. Their scales
+// The move with codes that lie dense, token by token, in place of the cache's from the token at `offset` on. Scales
 // are still the cache's.
 TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_t offset, std::byte* codes) {
   KVPart& cache = move.cache;
@@ -171,7 +173,8 @@ std::vector<EncodeTable> encode_tables(const TokenMove& move, int64_t num_heads,
 
 std::vector<DecodeTable> decode_tables(const TokenMove& move, int64_t num_heads, int64_t num_tokens) {
   std::vector<DecodeTable> tables;
-  const bool has_them = row_codec().decode_by_table && (move.row_type == RowType::kBfloat16 || move.row_type == RowType::kFloat16);
+  const bool has_them =
+      row_codec().decode_by_table && (move.row_type == RowType::kBfloat16 || move.row_type == RowType::kFloat16);
   if (!has_them || !is_worth_tables(move, num_heads, num_tokens)) return tables;
   for (int64_t head = 0; head < num_scales(move, num_heads); ++head)
     tables.push_back(make_decode_table(move.codec, move.row_type, head_scale(move, head)));

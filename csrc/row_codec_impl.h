@@ -1,4 +1,6 @@
-// The body of row_codec.h's functions, compiled by row_codec_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+// Rows to codes and back in fp32, a vector at a time: what RowCodec does for any type, and what all else must equal.
+#pragma once
+
 #include <algorithm>
 #include <type_traits>
 
@@ -75,8 +77,8 @@ inline WordVec encode_fp8(Vec x) {
   return choose(is_nan, WordVec{} + 0x7fu, code) | ((bits & kSign) >> 24);
 }
 
-// Codes as numbers that are `kUnit` times too small. Half precision holds them all, and where the processor converts it,
-// moving the bits there is all that is left to do, subnormal numbers included.
+// Codes as numbers that are `kUnit` times too small. Half precision holds them all, and where the processor converts
+// it, moving the bits there is all that is left to do, subnormal numbers included.
 #if (KVPAGE_LANES == 16 && defined(__AVX512F__)) || (KVPAGE_LANES == 8 && defined(__F16C__))
 inline HalfVec to_half(E4m3, HalfVec code) {
   const HalfVec magnitude = code & 0x7f;
@@ -246,10 +248,12 @@ template <typename Format, typename T>
 void decode_fp8_row(const std::byte* codes, int64_t size, float scale, T* row, bool streaming) {
   if (scale < 0x1p119f) {
     const Vec factor = splat(scale * kUnit<Format>);
-    return decode_row(codes, size, row, streaming, [&](const std::byte* at) { return decode_fp8<Format>(at) * factor; });
+    const auto scaled = [&](const std::byte* at) { return decode_fp8<Format>(at) * factor; };
+    return decode_row(codes, size, row, streaming, scaled);
   }
   const Vec factor = splat(scale);
-  decode_row(codes, size, row, streaming, [&](const std::byte* at) { return decode_fp8<Format>(at) * kUnit<Format> * factor; });
+  const auto scaled = [&](const std::byte* at) { return decode_fp8<Format>(at) * kUnit<Format> * factor; };
+  decode_row(codes, size, row, streaming, scaled);
 }
 
 }  // namespace

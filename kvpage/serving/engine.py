@@ -95,7 +95,7 @@ class Engine:
         residency_sample_rate: float = 0.0,
         store: BlockStore | None = None,
         store_deadline: float = 5.0,
-        save_generated: bool = False,
+        save_generated: bool | None = None,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -112,7 +112,8 @@ class Engine:
         residency_sample_rate: the part of the cached blocks, 0 to 1, of which `stats` tells how long they stay.
         store: a `kvpage.store.KVStore`, asked for what the blocks do not hold, at most `store_deadline` seconds a
             request, while others compute. Finished prefills are stored in the background; with `save_generated` what
-            was generated, too. It stays its owner's to close, after the engine.
+            was generated, too (None: as the store's save_decode_cache says). It stays its owner's to close, after the
+            engine.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
         for scales that the cache takes none of or that leave nothing of the model. ModuleNotFoundError and zmq.ZMQError
@@ -152,7 +153,7 @@ class Engine:
         self,
         store: BlockStore,
         deadline: float = 5.0,
-        save_generated: bool = False,
+        save_generated: bool | None = None,
         rule: LoadOrCompute | None = None,
     ) -> None:
         """From now on, what the blocks lack is asked of `store`; see from_model. rule: whether loading is worth it.
@@ -163,6 +164,8 @@ class Engine:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._link:
             raise ValueError("store must be given once, the engine has one")
+        if save_generated is None:
+            save_generated = getattr(getattr(store, "config", None), "save_decode_cache", False)
         self._store_rule = rule
         self._link = StoreLink(
             store, self.cache, self.manager, self._move_blocks, rule, deadline=deadline, save_generated=save_generated

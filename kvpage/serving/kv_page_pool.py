@@ -30,6 +30,13 @@ class KVPagePool:
         self.engine = engine
         self.manager = manager
         self.holds_latents = holds_latents
+        self.forgotten: list[Any] = []
+        """Sequences of caches that the garbage collector took before they were closed: it comes at any time, also while
+        the manager works, so that their blocks are given back when the next cache is made."""
+
+    def release_forgotten(self) -> None:
+        while self.forgotten:
+            self.manager.release(self.forgotten.pop())
 
     @classmethod
     def from_model(

@@ -15,6 +15,7 @@ embeddings instead of tokens) becomes private: nobody finds it.
 """
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,24 @@ class _Layer(CacheLayerMixin):
         return self.cache.num_rows
 
 
+class _WeakHook:
+    """Tells a cache of a forward, and does not keep it: the model keeps its hooks."""
+
+    def __init__(self, cache: "KVPageCache") -> None:
+        self._cache = weakref.ref(cache)
+        self._handle = cache.pool.model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = self._cache()
+        if cache is None:
+            self.remove()
+        else:
+            cache._before_forward(module, args, kwargs)
+
+
 class KVPageCache(Cache):
     """The cache of one batch, for `past_key_values`. Use it in `with`, or `close` it.
 
@@ -105,6 +124,7 @@ class KVPageCache(Cache):
                 f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, "
                 f"got {list(attention_mask.shape)}"
             )
+        pool.release_forgotten()
         self.pool, self.namespace = pool, namespace
         self._rows: list[_Row] = []
         self._prompts: list[np.ndarray] = []
@@ -115,7 +135,7 @@ class KVPageCache(Cache):
         self._is_closed = False
         is_padded = attention_mask is not None and not bool(attention_mask.bool().all())
         self._find_prefix([as_tokens(row) for row in input_ids.cpu().numpy()], 0 if is_padded else None)
-        self._hook = pool.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hook = _WeakHook(self)
 
     @property
     def num_rows(self) -> int:
@@ -128,6 +148,10 @@ class KVPageCache(Cache):
             self._hook.remove()
             self._settle()
             self._keep([])
+
+    def __del__(self) -> None:
+        if getattr(self, "_hook", None) is not None and not self._is_closed:
+            self.pool.forgotten += self._rows
 
     def __enter__(self) -> "KVPageCache":
         return self

@@ -43,13 +43,13 @@ def test_a_second_process_starts_warm(tmp_path, kind: str, layer_layout: str) ->
 def test_tiers_under_an_engine_with_few_blocks() -> None:
     expected = generate_each(make_model("llama"), PROMPTS, MAX_TOKENS)
     first = make_engine()
-    config = KVStoreConfig(C, ("memory://?size=16KiB", "memory://?size=4MiB&write=back"))
+    config = KVStoreConfig(C, ("memory://?size=16KiB", "memory://?size=4MiB"))
     with KVStore(config, metadata_of(first.cache, "m")) as store:
         assert serve(first, store)[0] == expected
         for _ in range(3):
-            tokens, found = serve(make_engine(num_blocks=14), store)
-            assert tokens == expected and sum(found) > 2 * C
-        assert store.stats().promoted_chunks > 0
+            assert serve(make_engine(num_blocks=14), store)[0] == expected
+        stats = store.stats()
+        assert stats.promoted_chunks > 0 and stats.hit_tokens > 2 * C
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8", "bf16"])
@@ -77,6 +77,18 @@ def test_corrupted_records_are_computed_again(tmp_path) -> None:
     with KVStore(config, metadata_of(engine.cache, "m")) as store:
         assert serve(engine, store) == (expected, [0, 0, 0, 0])
         assert store.stats().corrupt_records >= 3
+
+
+@pytest.mark.parametrize("save_decode_cache", [False, True])
+def test_the_stores_configuration_decides_whether_what_is_generated_is_kept(save_decode_cache: bool) -> None:
+    engine = make_engine()
+    config = KVStoreConfig(C, ("memory://?size=4MiB",), save_decode_cache=save_decode_cache)
+    with KVStore(config, metadata_of(engine.cache, "m")) as store:
+        tokens, _ = serve(engine, store)
+        assert (
+            store.lookup(PROMPTS[0] + tokens[0])
+            == (len(PROMPTS[0]) + MAX_TOKENS - 1 if save_decode_cache else 5 * C) // B * B
+        )
 
 
 def test_other_weights_are_another_model() -> None:

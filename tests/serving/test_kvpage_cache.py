@@ -1,5 +1,6 @@
 """KVPageCache: `model.generate` with blocks underneath gives its own tokens, and computes no prefix twice."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -278,6 +279,22 @@ def test_too_few_blocks_and_failures_lose_nothing() -> None:
     check(pool, other, 0)
     with KVPageCache(pool, rows, mask) as cache:
         assert generate(pool, rows, mask, cache, max_new_tokens=B) == generate(pool, rows, mask, None, max_new_tokens=B)
+
+
+def test_a_cache_that_is_dropped_gives_its_blocks_back() -> None:
+    pool = make_pool()
+    rows, mask = batch(make_prompts([3 * B]))
+    cache = KVPageCache(pool, rows, mask)
+    generate(pool, rows, mask, cache)
+    del cache
+    gc.collect()
+    assert pool.manager.stats().num_used_blocks > 0
+    generate(pool, rows, mask, None)
+    assert not pool.model._forward_pre_hooks
+    with KVPageCache(pool, rows, mask) as cache:
+        assert cache.get_seq_length() == 3 * B - 1
+    assert pool.manager.stats().num_used_blocks == 0
+    pool.manager.check()
 
 
 def test_bad_arguments() -> None:
