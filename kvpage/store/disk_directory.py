@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpage.store.disk_segment import DamagedSegment, Segment
+from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment
 from kvpage.store.disk_space import Drive, Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
@@ -80,7 +80,7 @@ class Directory:
         num_slots = min(self._segment_bytes, self.num_lacking) // self._slot_bytes
         if num_slots < MIN_SEGMENT_SLOTS or time.monotonic() < self._grows_from:
             return None
-        if num_bytes > (num_slots - 1) * self._slot_bytes:
+        if HEADER_BYTES + num_bytes > (num_slots - 1) * self._slot_bytes:
             return None
         try:
             segment = Segment.create(self._free_name(), self._slot_bytes, num_slots)
@@ -138,6 +138,13 @@ class Directory:
                 self._leave_out(path)
                 continue
             self.spaces[-1] = Space.found(segment, self.drive)
+            self._mend(self.spaces[-1])
+
+    def _mend(self, space: Space) -> None:
+        """Headers for what has none, lest the next opening walk it slot by slot again."""
+        self.num_damaged += len(space.untold)
+        for run in space.untold if self.share is not None else []:
+            space.segment.cover(run)
 
     def _leave_out(self, path: Path) -> None:
         self.num_damaged += 1

@@ -48,7 +48,7 @@ class Index:
         """In place of the key's former entry."""
         key = entry.key
         self.forget(key)
-        entry.is_findable = True
+        entry.is_findable, entry.last_used = True, entry.run.written
         self._entries[key] = entry
         self._policy.add(key)
         self.num_bytes += entry.run.num_bytes

@@ -47,7 +47,9 @@ class EndOfFile(OSError):
 
 
 class Run(NamedTuple):
-    """A run of slots. key: None for a free one. written: seconds of time.time()."""
+    """A run of slots. key: None for a free one. written: seconds of time.time(). is_told: whether a header tells of it;
+    what none tells of counts as free.
+    """
 
     slot: int
     num_slots: int
@@ -55,6 +57,7 @@ class Run(NamedTuple):
     num_bytes: int = 0
     written: float = 0.0
     key: Key | None = None
+    is_told: bool = True
 
     @property
     def end(self) -> int:
@@ -114,7 +117,7 @@ class Segment:
         return -(-(HEADER_BYTES + num_bytes) // self.slot_bytes)
 
     def runs(self) -> Iterator[Run]:
-        """All runs in their order; what no header tells of is free, too. OSError."""
+        """All runs in their order. OSError."""
         slot, lost = 1, 0
         while slot < self.num_slots:
             run = self._run_at(slot)
@@ -122,11 +125,11 @@ class Segment:
                 lost, slot = lost + 1, slot + 1
                 continue
             if lost:
-                yield Run(slot - lost, lost)
+                yield Run(slot - lost, lost, is_told=False)
             yield run
             lost, slot = 0, run.end
         if lost:
-            yield Run(slot - lost, lost)
+            yield Run(slot - lost, lost, is_told=False)
 
     def header(self, run: Run) -> bytes:
         kind = FREE if run.key is None else RECORD

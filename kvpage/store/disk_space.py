@@ -66,7 +66,7 @@ class Entry:
         self.num_users = 0
         self.is_findable = False
         self.is_marked_free = run.key is None
-        self.last_used = run.written
+        self.last_used = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -92,6 +92,7 @@ class Space:
 
     def __init__(self, segment: Segment, drive: Drive) -> None:
         self.segment, self.drive = segment, drive
+        self.untold: list[Run] = []  # what no header told of when it was found: somebody has damaged one
         self._extents = Extents(segment.num_slots - 1)
         self._entries: dict[int, Entry] = {}  # by their first slot
         self._ends: dict[int, Entry] = {}  # by the slot behind them
@@ -104,6 +105,7 @@ class Space:
             space._extents.take(run.slot - 1, run.num_slots)  # each at the beginning of what is left: O(log n)
             if run.key is None:
                 free.append(run.slot)
+                space.untold += [] if run.is_told else [run]
             else:
                 space._put(Entry(space, run))
         for slot in free:

@@ -76,7 +76,7 @@ def test_commands(tmp_path) -> None:
     assert len(listed) == 5 and {one["model"] for one in listed} == {"first", "[second]"}
     assert "5 records" in command("stat", url).output
     stats = json.loads(command("stat", url, "--json").output)
-    assert (stats["num_records"], stats["capacity"]) == (5, 8 << 20)
+    assert (stats["num_records"], stats["capacity"]) == (5, 4 << 20)
     assert [one["records"] for one in stats["models"]] == [3, 2]
     assert "0 records removed" in command("gc", url, "--older-than", "1h").output
     assert "5 records removed" in command("gc", url, "--free", "1GiB").output
