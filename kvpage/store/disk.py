@@ -61,6 +61,8 @@ class DiskTier(Tier):
         places = [Path(path).absolute() for path in paths]
         if not places or len(set(places)) != len(places):
             raise ValueError(f"paths must be at least one, each once, got {[str(path) for path in paths]}")
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+            raise ValueError(f"capacity must be an integer or None, got {capacity!r}")
         least = MIN_SEGMENT_SLOTS * SLOT_BYTES
         if segment_bytes < least or (capacity is not None and capacity // len(places) < least):
             raise ValueError(
@@ -94,16 +96,18 @@ class DiskTier(Tier):
         """TierError if only trouble with the disk is in the way."""
         if len(key) != 32 or num_bytes < 1:
             raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
+        buffer = self.buffers.take()
         with self._changing():
             self._room.settle()
             entry = self._room.place(num_bytes)
             if entry is None:
+                self.buffers.give(buffer)
                 return None
             with self._lock:
                 generation = self._index.next_generation()
             slot, num_slots, *_ = entry.run
             entry.run = Run(slot, num_slots, generation, num_bytes, time.time(), bytes(key))
-        return DiskWriter(self, entry)
+        return DiskWriter(self, entry, buffer)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         """False for those that the disk did not take, if it took others; TierError if it took none."""
@@ -113,9 +117,10 @@ class DiskTier(Tier):
         for writer in mine:
             writer.check_whole()
         done, trouble = [], None
+        deadline = None if timeout is None else time.monotonic() + timeout
         for writer in mine:
             try:
-                self._commit(writer, timeout)
+                self._commit(writer, deadline)
                 done.append(True)
             except TierError as error:
                 trouble = error
@@ -125,7 +130,7 @@ class DiskTier(Tier):
         return done
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        with self._changing(timeout):
+        with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
                 count = sum([self._index.forget(key) for key in keys])
             self._room.settle()
@@ -167,7 +172,9 @@ class DiskTier(Tier):
             return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
 
     def close(self) -> None:
-        """Calls that are reading or writing a file end first; open readers and writers raise TierError from then on."""
+        """Open readers and writers raise TierError from then on; a directory where one is at a file is given back when
+        that call ends.
+        """
         with self._changes:
             if self._is_closed:
                 return
@@ -210,7 +217,7 @@ class DiskTier(Tier):
 
     def give_up(self, entry: Entry) -> None:
         with self._lock:
-            if not entry.is_marked_free:  # its header may have been written
+            if not entry.is_marked_free and not entry.space.is_lost:  # its header may have been written
                 self._index.forgotten.append(entry)
         self._room.let_go(entry)
 
@@ -230,9 +237,9 @@ class DiskTier(Tier):
             raise
 
     @contextmanager
-    def _changing(self, timeout: float | None = None) -> Iterator[None]:
-        if not self._changes.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            raise TierError(f"{self.name} was busy for {timeout} seconds")
+    def _changing(self, deadline: float | None = None) -> Iterator[None]:
+        if not self._changes.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0)):
+            raise TierError(f"{self.name}: other calls took too long")
         try:
             self._check_open()
             yield
@@ -243,10 +250,12 @@ class DiskTier(Tier):
         if self._is_closed:
             raise TierError(f"{self.name} is closed")
 
-    def _commit(self, writer: DiskWriter, timeout: float | None) -> None:
+    def _commit(self, writer: DiskWriter, deadline: float | None) -> None:
         writer.finish()
         entry = writer.entry
-        with self._changing(timeout):
+        with self._changing(deadline):
+            if entry.space.is_lost:
+                raise TierError(f"{self.name}: {entry.space.segment.path} was deleted")
             entry.is_marked_free = False  # whatever becomes of the next line
             self._room.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
             with self._lock:

@@ -54,9 +54,13 @@ class Index:
         self.num_bytes += entry.run.num_bytes
 
     def find(self, entries: Iterator[Entry]) -> None:
-        """Adds what was found on the disk, the oldest first, so that of several of one key the newest counts."""
+        """Adds what was found on the disk, the oldest first. Of several of one key the newest counts."""
         for entry in sorted(entries, key=lambda entry: entry.run.generation):
-            self.add(entry)
+            there = self._entries.get(entry.key)
+            if there is None or there.run.generation < entry.run.generation:
+                self.add(entry)
+            else:
+                self.forgotten.append(entry)
             self.generation = max(self.generation, entry.run.generation)
 
     def forget(self, key: Key) -> bool:
@@ -78,6 +82,7 @@ class Index:
 
     def lose(self, space: Space) -> None:
         """All that is in a file that was deleted."""
+        space.is_lost = True
         for entry in space.entries:
             if entry.is_findable:
                 self.forget(entry.key)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvpage.store.disk_segment import HEADER_BYTES, Run
 from kvpage.store.disk_space import Entry
-from kvpage.store.tier import Reader, Writer
+from kvpage.store.tier import Reader, TierError, Writer
 
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
 MAX_KEPT = 16
@@ -39,8 +39,11 @@ class Buffers:
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of its own, which begins at a page. No file is behind it."""
-    return memoryview(mmap.mmap(-1, num_bytes))
+    """Memory of its own, which begins at a page; no file is behind it. TierError if there is none."""
+    try:
+        return memoryview(mmap.mmap(-1, num_bytes))
+    except OSError as error:
+        raise TierError(f"no memory for a buffer of {num_bytes} bytes: {error.strerror}") from error
 
 
 class Owner(Protocol):
@@ -96,15 +99,17 @@ class DiskReader(Reader):
 
 
 class DiskWriter(Writer):
-    """entry: a run with the record's key and length, whose header on the disk is a free one."""
+    """entry: a run with the record's key and length, whose header on the disk is a free one. buffer: one of the
+    owner's, which goes back to it.
+    """
 
-    def __init__(self, owner: Owner, entry: Entry) -> None:
+    def __init__(self, owner: Owner, entry: Entry, buffer: memoryview) -> None:
         self.entry = entry
         self.key, self.num_bytes = entry.key, entry.run.num_bytes
         self.is_open = True
         self._owner = owner
         self._end = 0  # of the pieces
-        self._buffer = owner.buffers.take()
+        self._buffer = buffer
         self._begin = 0  # of the buffer, in the run
         self._filled = HEADER_BYTES  # of the buffer
         segment, run = entry.space.segment, entry.run

@@ -92,6 +92,7 @@ class Space:
 
     def __init__(self, segment: Segment, drive: Drive) -> None:
         self.segment, self.drive = segment, drive
+        self.is_lost = False  # somebody has deleted the file
         self.untold: list[Run] = []  # what no header told of when it was found: somebody has damaged one
         self._extents = Extents(segment.num_slots - 1)
         self._entries: dict[int, Entry] = {}  # by their first slot
@@ -144,7 +145,7 @@ class Space:
         that was not used for longer first. None if something that is in use is in the way, or the segment too short.
         """
         going, first, last = [entry], entry.run.slot, entry.run.end
-        while True:
+        while num_slots < self.segment.num_slots:
             first -= self._extents.free_before(first - 1)
             last += self._extents.free_at(last - 1)
             if last - first >= num_slots:
@@ -155,6 +156,7 @@ class Space:
             side = min(sides, key=lambda side: side.last_used)
             going.append(side)
             first, last = min(first, side.run.slot), max(last, side.run.end)
+        return None
 
     def check(self) -> None:
         """RuntimeError unless entries and free runs make up the segment, and its headers tell of the findable entries,

@@ -291,6 +291,8 @@ def test_deleted_while_open(tmp_path: Path, what: str) -> None:
     tier = make(path, capacity=SEGMENT_BYTES)
     put(tier, {key(n): record(key(n), 9000) for n in range(3)})
     (reader,) = tier.open([key(0)])
+    writer = tier.create(key(4), 100)
+    writer.piece(0, 100)
     if what == "directory":
         shutil.rmtree(path)
     else:
@@ -302,6 +304,11 @@ def test_deleted_while_open(tmp_path: Path, what: str) -> None:
     with pytest.raises(ValueError, match="must be open once"):
         make(path, capacity=SEGMENT_BYTES)
     assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(TierError):
+        tier.commit([writer])
+    writer.close()
+    assert tier.contains([key(4), key(5)]) == [False, True]
+    tier.check()
     tier.flush(sync=True)
     tier.close()
     tier = make(path, capacity=SEGMENT_BYTES)
@@ -428,3 +435,17 @@ def _after_power_loss(start: bytes, fake: RecordingOS, rng: random.Random) -> by
             if not is_torn or rng.random() < 0.5:
                 data[offset + begin : offset + begin + len(written[begin : begin + 512])] = written[begin : begin + 512]
     return bytes(data)
+
+
+def test_a_lock_that_was_deleted(tmp_path: Path) -> None:
+    """The records are there still, and of two of one key the newer counts."""
+    tier = make(tmp_path / "a", tmp_path / "b")
+    put(tier, {key(n): record(key(n), 9000, seed=1) for n in range(2)})
+    put(tier, {key(n): record(key(n), 9000, seed=2) for n in (1, 0)})
+    for name in "ab":
+        (tmp_path / name / "lock").unlink()
+        put(tier, {key(5): record(key(5))})
+        assert get(tier, [key(0), key(1)]) == [record(key(n), 9000, seed=2) for n in range(2)]
+        tier.check()
+    with pytest.raises(ValueError, match="must be open once"):
+        make(tmp_path / "a")
