@@ -1,13 +1,13 @@
 """How near do records to and from the disk tier come to writing and reading as many bytes?
 
 The bound is the operating system's page cache: one pwrite of a record's bytes into a preallocated file, one preadv into
-one buffer of the record's size, measured in the same run, alternating with the tier. Storing is all that a record takes:
-pieces are filled from memory (a copy), hashed with xxh3-128, written, and committed; retrieving is opening, reading the
-pieces, hashing them and copying them out. Both sides run in one thread. What is retrieved is compared before anything is
-timed. The disk itself is not in it: it writes later, at its own pace.
+one buffer of the record's size, measured in the same run, alternating with the tier. Storing is all that a record
+takes: pieces are filled from memory (a copy), hashed with xxh3-128, written, and committed; retrieving is opening,
+reading the pieces, hashing them and copying them out. Both sides run in one thread. What is retrieved is compared
+before anything is timed. The disk itself is not in it: it writes later, at its own pace.
 
-Beside it: opening a tier of 100 GiB (its headers alone are real, the files are sparse), and a create, commit and open of
-small records. Targets: store and retrieve at least 0.8 of the bound, opening under a second.
+Beside it: opening a tier of 100 GiB (its headers alone are real, the files are sparse), and the calls that a small
+record takes in a full tier. Targets: records of 32 MiB at 0.8 of the bound, opening under a second.
 
     python benchmarks/bench_store_disk.py [--path DIR] [--rounds N] [--plot PATH]
 """
