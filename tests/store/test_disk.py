@@ -549,13 +549,14 @@ def test_bytes_of_records_that_look_like_headers(tmp_path: Path) -> None:
         slot = writer.entry.run.slot
         writer.piece(0, len(data))[:] = data
         tier.commit([writer])
+    tier.remove([key(0)])
     tier.close()
     with open(tmp_path / "0000.segment", "r+b") as file:
         file.seek(slot * SLOT_BYTES)
         file.write(bytes(128))  # now it is walked slot by slot
     tier = make(tmp_path)
-    assert {info.key for info in tier.infos()} == {key(0), key(1)}
-    assert get(tier, [key(0), key(1)]) == [record(key(0), 9000), record(key(1), 9000)]
+    assert {info.key for info in tier.infos()} == {key(1)}
+    assert get(tier, [key(1)]) == [record(key(1), 9000)]
     tier.check()
 
 
@@ -572,3 +573,23 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         tier.commit([writer, writer])
     assert tier.commit([writer]) == [True] and tier.remove([b"short", key(0), key(0)]) == 1
     tier.check()
+
+
+def test_after_opening_the_oldest_written_goes_first(tmp_path: Path) -> None:
+    tier = make(tmp_path, SEGMENT_BYTES)
+    for n in range(4):
+        put(tier, {key(n): record(key(n), 6 * SLOT_BYTES)})
+    tier.remove([key(0)])
+    put(tier, {key(4): record(key(4), 6 * SLOT_BYTES)})  # the last that was written is the first of the file
+    tier.close()
+    tier = make(tmp_path, SEGMENT_BYTES)
+    for n in (5, 6):
+        put(tier, {key(n): record(key(n), 6 * SLOT_BYTES)})
+    assert tier.contains([key(n) for n in range(7)]) == [False, False, False, True, True, True, True]
+
+
+def test_a_new_segment_is_one_free_run(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path / "0000.segment", SLOT_BYTES, 32)
+    assert list(segment.runs()) == [disk_segment.Run(1, 31)]
+    assert (tmp_path / "0000.segment").stat().st_blocks * 512 >= 32 * SLOT_BYTES, "it is not preallocated"
+    segment.close()

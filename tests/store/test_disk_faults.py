@@ -449,3 +449,14 @@ def test_a_lock_that_was_deleted(tmp_path: Path) -> None:
         tier.check()
     with pytest.raises(ValueError, match="must be open once"):
         make(tmp_path / "a")
+
+
+def test_a_full_disk_is_not_asked_again_at_once(tmp_path: Path, monkeypatch) -> None:
+    tier = DiskTier([tmp_path], 4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES, retry_seconds=3600)
+    asked = []
+    with faulty(
+        monkeypatch, lambda name, arguments: name == "posix_fallocate" and not asked.append(name), errno.ENOSPC
+    ):
+        for _ in range(3):
+            assert tier.create(key(0), 100) is None
+    assert len(asked) == 1
