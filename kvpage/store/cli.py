@@ -72,16 +72,20 @@ def stat(url: Url, as_json: AsJson = False) -> None:
 
 @store_app.command()
 def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove what is broken")] = False) -> None:
-    """Reads every record and compares its checksum. Exit code 1 if one is broken."""
+    """Reads every record and compares its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
     with opened(url) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("verifying", total=tier.stats().num_records)
         num_whole, broken = inspection.verify(tier, lambda count: progress.advance(task, count))
+        num_damaged = tier.stats().corrupted
         if delete:
             tier.remove(broken)
+            tier.flush(sync=True)
     print(f"{num_whole} records are whole, {len(broken)} are broken{' and removed' if delete and broken else ''}")
+    if num_damaged:
+        print(f"{num_damaged} places are damaged: what was there is lost")
     for key in broken:
         print(key.hex())
-    raise typer.Exit(1 if broken else 0)
+    raise typer.Exit(1 if broken or num_damaged else 0)
 
 
 @store_app.command()

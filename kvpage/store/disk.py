@@ -1,447 +1,316 @@
 """DiskTier: records in segment files, in one directory or in several (on several drives).
 
-    directory    lock           held while the tier is open: a second process is refused
-                 0000.segment   made when it is needed, until the capacity is reached
+    keys ─► Index ─► Entry ─► Space (who has which slots) ─► Segment (a file)        a Directory has several of them
+              Room ──┘ └─► DiskReader, DiskWriter
 
 What lies where is kept in memory and found again by walking the segments' headers; there is no index to lose. Of two
 records of one key, as a crash between writing the new and freeing the old may leave, the one of the higher generation
 counts. Files are 0600, new directories 0700. Nothing is mapped into memory: there a read error would be a signal.
+
+Two locks. `_lock` guards what is in memory and is never held while the disk is waited for, so that looking up is quick
+whatever the disk does. `_changes` is held by whoever writes headers; `_lock` is taken within it.
 """
 
-import fcntl
+import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
-from kvpage.store.disk_segment import Run, Segment, as_tier_error, slots_for
-from kvpage.store.extents import Extents
+from kvpage.store.disk_directory import MIN_SEGMENT_SLOTS, Directory
+from kvpage.store.disk_index import Index
+from kvpage.store.disk_io import STAGING_BYTES, Buffers, DiskReader, DiskWriter
+from kvpage.store.disk_room import DriveError, Room
+from kvpage.store.disk_segment import EndOfFile, Run
+from kvpage.store.disk_space import Entry
 from kvpage.store.policy import make_policy
 from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 SLOT_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
-MIN_SEGMENT_SLOTS = 16
-SUFFIX = ".segment"
-T = TypeVar("T")
-
-
-class _Place:
-    """A segment with what of it is free. Slot 0 is its header, so that extents begin at 1 of its slots."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.extents = Extents(segment.num_slots - 1)
-
-    def take(self, run: Run) -> None:
-        """A run that is in use already, as opening finds it."""
-        self.extents.take(run.slot - 1, run.num_slots)
-
-
-class _Entry:
-    """A record's place. It is freed when nobody reads it and no key leads to it."""
-
-    def __init__(self, place: _Place, run: Run) -> None:
-        self.place, self.run = place, run
-        self.num_readers = 0
-        self.is_findable = False
-        self.is_marked_free = False
-        self.last_used = time.time()
-
-
-class _DiskReader(Reader):
-    def __init__(self, tier: "DiskTier", entry: _Entry) -> None:
-        self._tier, self._entry = tier, entry
-        self.num_bytes = entry.run.num_bytes
-        self._buffer = bytearray()
-        self._is_open = True
-
-    def piece(self, begin: int, end: int) -> memoryview:
-        if not 0 <= begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must lie in [0, {self.num_bytes}], got [{begin}, {end}]")
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        view = memoryview(self._buffer)[: end - begin]
-        self._tier._do(lambda: self._entry.place.segment.read(self._entry.run.slot, begin, view))
-        return view
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._tier._let_go(self._entry)
-
-
-class _DiskWriter(Writer):
-    def __init__(self, tier: "DiskTier", entry: _Entry, key: Key) -> None:
-        self._tier, self.entry = tier, entry
-        self.key, self.num_bytes = key, entry.run.num_bytes
-        self.is_open = True
-        self._buffer = bytearray()
-        self._begin = self._end = 0
-
-    def piece(self, begin: int, end: int) -> memoryview:
-        if not self._end == begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
-        self.write_out()
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        self._begin, self._end = begin, end
-        return memoryview(self._buffer)[: end - begin]
-
-    def write_out(self) -> None:
-        """What is filled but not written."""
-        view = memoryview(self._buffer)[: self._end - self._begin]
-        self._tier._do(lambda: self.entry.place.segment.write(self.entry.run.slot, self._begin, view))
-        self._begin = self._end
-
-    @property
-    def is_whole(self) -> bool:
-        return self._end == self.num_bytes
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._tier._give_up(self.entry)
+RETRY_SECONDS = 1.0
 
 
 class DiskTier(Tier):
-    """paths: directories, made if they are not there. capacity: bytes of all segments together; they are preallocated
-    one by one. policy: lru, lfu, fifo; after opening, records are in the order in which they were written.
-    segment_bytes: of a file; no record can be larger.
+    """paths: directories, made if they are not there; records are spread over them. capacity: bytes of all segments
+    together, which are preallocated one by one; None for the segments that are there: then no file or directory is made
+    or deleted. policy: lru, lfu, fifo; after opening, records are in the order in which they were written, and that is
+    what `infos` tells of until they are used. segment_bytes: of a file; no record can be larger. retry_seconds: for so
+    long after an error of a directory the others are preferred, and it grows no further.
 
-    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True).
+    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
+    error of the disk is a TierError or a miss, and leaves every record as it was. A timeout is that of waiting for
+    other calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
 
-    Raises ValueError for a directory that another process has open, and if there is less space than capacity; OSError
-    for a directory that cannot be made or read.
+    Raises ValueError for a directory that another process has open or that another version has written, and if there is
+    less space than capacity; OSError for a directory that cannot be made or read.
     """
 
     def __init__(
         self,
         paths: Sequence[str | Path],
-        capacity: int,
+        capacity: int | None,
         policy: str = "lru",
         segment_bytes: int = SEGMENT_BYTES,
         name: str = "disk",
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self.name = name
-        self._paths = [Path(path) for path in paths]
-        if not self._paths or len(set(self._paths)) != len(self._paths):
+        places = [Path(path).absolute() for path in paths]
+        if not places or len(set(places)) != len(places):
             raise ValueError(f"paths must be at least one, each once, got {[str(path) for path in paths]}")
-        share = capacity // len(self._paths)
-        self._segment_slots = min(segment_bytes, share) // SLOT_BYTES
-        if self._segment_slots < MIN_SEGMENT_SLOTS:
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+            raise ValueError(f"capacity must be an integer or None, got {capacity!r}")
+        least = MIN_SEGMENT_SLOTS * SLOT_BYTES
+        if segment_bytes < least or (capacity is not None and capacity // len(places) < least):
             raise ValueError(
-                f"capacity and segment_bytes must be at least {MIN_SEGMENT_SLOTS * SLOT_BYTES} bytes a directory, "
+                f"capacity and segment_bytes must be at least {least} bytes a directory, "
                 f"got {capacity} and {segment_bytes}"
             )
-        self._max_segments = share // (self._segment_slots * SLOT_BYTES)
+        self.name = name
+        self.buffers = Buffers(STAGING_BYTES)
         self._capacity = capacity
-        self._policy = make_policy(policy)
-        self._places: dict[Path, list[_Place]] = {path: [] for path in self._paths}
-        self._entries: dict[Key, _Entry] = {}
-        self._generation = self._num_bytes = self._num_evicted = self._num_errors = 0
-        self._unmarked: list[_Entry] = []  # to be freed as soon as the disk takes their headers
-        self._locks: list[int] = []
-        self._lock = threading.Lock()
         self._is_closed = False
-        try:
-            for path in self._paths:
-                self._locks.append(_lock(path))
-                self._find(path)
-            self._take_over()
-            self._check_space()
-        except BaseException:
-            self._close_files()
-            raise
+        self._lock, self._changes = threading.Lock(), threading.Lock()
+        self._index = Index(make_policy(policy))
+        share = None if capacity is None else capacity // len(places)
+        directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
+        self._room = Room(directories, self._index, self._lock)
+        self._open_directories()
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            return [key in self._entries for key in keys]
+            return [key in self._index for key in keys]
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         with self._lock:
             self._check_open()
-            return [self._open(key) for key in keys]
+            entries = [self._index.use(key) for key in keys]
+        return [None if entry is None else self._reader(entry) for entry in entries]
 
     def create(self, key: Key, num_bytes: int) -> Writer | None:
-        with self._lock:
-            self._check_open()
-            found = self._make_room(slots_for(num_bytes, SLOT_BYTES))
-            if found is None:
+        """TierError if only trouble with the disk is in the way."""
+        if len(key) != 32 or num_bytes < 1:
+            raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
+        buffer = self.buffers.take()
+        with self._changing():
+            self._room.settle()
+            entry = self._room.place(num_bytes)
+            if entry is None:
+                self.buffers.give(buffer)
                 return None
-            place, begin = found
-            self._generation += 1
-            run = Run(begin + 1, slots_for(num_bytes, SLOT_BYTES), self._generation, num_bytes, key)
-            return _DiskWriter(self, _Entry(place, run), key)
+            with self._lock:
+                generation = self._index.next_generation()
+            slot, num_slots, *_ = entry.run
+            entry.run = Run(slot, num_slots, generation, num_bytes, time.time(), bytes(key))
+        return DiskWriter(self, entry, buffer)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        return [self._commit(writer) for writer in writers]
+        """False for those that the disk did not take, if it took others; TierError if it took none."""
+        mine = [writer for writer in writers if isinstance(writer, DiskWriter) and writer.is_open]
+        if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+            raise ValueError("writers must be this tier's, not closed, each given once")
+        for writer in mine:
+            writer.check_whole()
+        done, trouble = [], None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for writer in mine:
+            try:
+                self._commit(writer, deadline)
+                done.append(True)
+            except TierError as error:
+                trouble = error
+                done.append(False)
+        if trouble is not None and not any(done):
+            raise trouble
+        return done
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        with self._lock:
-            self._check_open()
-            return sum([self._forget(key) for key in keys])
+        with self._changing(None if timeout is None else time.monotonic() + timeout):
+            with self._lock:
+                count = sum([self._index.forget(key) for key in keys])
+            self._room.settle()
+        return count
 
     def infos(self) -> Iterator[RecordInfo]:
         with self._lock:
             self._check_open()
-            return iter([RecordInfo(key, one.run.num_bytes, one.last_used) for key, one in self._entries.items()])
+            return iter(self._index.infos())
 
     def clear(self) -> None:
         with self._lock:
-            self._check_open()
-            for key in list(self._entries):
-                self._forget(key)
+            keys = self._index.keys
+        self.remove(keys)
 
     def flush(self, sync: bool = False) -> None:
-        """The operating system has everything already; with `sync` the disk has it, too."""
-        with self._lock:
-            self._check_open()
-            segments = [place.segment for places in self._places.values() for place in places]
-        for segment in segments if sync else []:
-            self._do(segment.sync)
+        """The operating system has everything already; with `sync` the disk has it, too. TierError also if a record
+        could not be removed.
+        """
+        with self._changing():
+            self._room.settle()
+            with self._lock:
+                if sync and self._index.forgotten:
+                    raise TierError(f"{self.name}: {len(self._index.forgotten)} records could not be removed")
+                directories = list(self._room.directories) if sync else []
+                for directory in directories:
+                    directory.drive.enter()
+        self._sync(directories)
 
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(
-                self.name, len(self._entries), self._num_bytes, self._capacity, self._num_evicted, 0, self._num_errors
-            )
+            self._check_open()
+            index, directories = self._index, self._room.directories
+            num_corrupted = index.num_corrupted + sum(directory.num_damaged for directory in directories)
+            capacity = self._capacity
+            if capacity is None:
+                capacity = sum(directory.num_bytes for directory in directories)
+            counts = index.num_evicted, num_corrupted, self._room.num_errors
+            return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
 
     def close(self) -> None:
-        with self._lock:
-            if not self._is_closed:
+        """Open readers and writers raise TierError from then on; a directory where one is at a file is given back when
+        that call ends.
+        """
+        with self._changes:
+            if self._is_closed:
+                return
+            self._room.settle()
+            with self._lock:
                 self._is_closed = True
-                self._entries.clear()
-                self._close_files()
+                for directory in self._room.directories:
+                    directory.drive.retire(directory.close)
 
     def check(self) -> None:
-        """RuntimeError if places overlap or are lost, or files are larger than the capacity."""
-        with self._lock:
-            for places in self._places.values():
-                for place in places:
-                    place.extents.check()
-            num_bytes = sum(
-                place.segment.num_slots * SLOT_BYTES for places in self._places.values() for place in places
-            )
-            if num_bytes > self._capacity:
+        """RuntimeError unless slots, headers, index and policy tell the same, and files are within the capacity."""
+        with self._changes, self._lock:
+            self._index.check(self._room.entries)
+            for directory in self._room.directories:
+                for space in directory.spaces:
+                    space.check()
+            num_bytes = sum(directory.num_bytes for directory in self._room.directories)
+            if self._capacity is not None and num_bytes > self._capacity:
                 raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
 
-    # --- opening ---
+    # --- for readers and writers ---
 
-    def _find(self, path: Path) -> None:
-        """The directory's segments and their records. Damaged segments, and those beyond the capacity, are deleted."""
-        for file in sorted(path.glob(f"*{SUFFIX}")):
-            if len(self._places[path]) == self._max_segments:
-                file.unlink()
-                continue
-            try:
-                segment = Segment.open(file)
-            except ValueError:
-                file.unlink()
-                continue
-            if segment.slot_bytes != SLOT_BYTES or segment.num_slots > self._segment_slots:
-                segment.close()
-                file.unlink()
-                continue
-            place = _Place(segment)
-            self._places[path].append(place)
-            for run in segment.runs():
-                if run.key is not None:
-                    self._find_record(place, run)
+    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
+        drive = entry.space.drive
+        with self._lock:
+            self._check_open()
+            drive.enter()
+        try:
+            self._room.on(drive, call)
+        except DriveError as error:
+            if isinstance(error.__cause__, EndOfFile):  # it was cut off: no use in trying again
+                self._drop(entry)
+            raise
+        finally:
+            with self._lock:
+                drive.leave()
 
-    def _find_record(self, place: _Place, run: Run) -> None:
-        assert run.key is not None
-        place.take(run)
-        entry, other = _Entry(place, run), self._entries.get(run.key)
-        entry.is_findable = True
-        if other is not None and other.run.generation > run.generation:
-            entry, other = other, entry
-        if other is not None:
-            other.is_findable = False
-            self._free(other)
-        self._entries[run.key] = entry
-        self._generation = max(self._generation, run.generation)
+    def let_go(self, entry: Entry) -> None:
+        self._room.let_go(entry)
 
-    def _take_over(self) -> None:
-        """What was found becomes the tier's, the oldest first."""
-        for key in sorted(self._entries, key=lambda key: self._entries[key].run.generation):
-            self._policy.add(key)
-            self._num_bytes += self._entries[key].run.num_bytes
+    def give_up(self, entry: Entry) -> None:
+        with self._lock:
+            if not entry.is_marked_free and not entry.space.is_lost:  # its header may have been written
+                self._index.forgotten.append(entry)
+        self._room.let_go(entry)
 
-    def _check_space(self) -> None:
-        for path, places in self._places.items():
-            lacking = (self._max_segments - len(places)) * self._segment_slots * SLOT_BYTES
-            status = os.statvfs(path)
-            if lacking > status.f_bavail * status.f_frsize:
-                raise ValueError(
-                    f"capacity must fit on the disk: {path} has {status.f_bavail * status.f_frsize} bytes free, "
-                    f"{lacking} are needed"
-                )
+    # --- inside ---
 
-    def _close_files(self) -> None:
-        for places in self._places.values():
-            for place in places:
-                place.segment.close()
-            places.clear()
-        while self._locks:
-            os.close(self._locks.pop())
+    def _open_directories(self) -> None:
+        directories = self._room.directories
+        try:
+            for directory in directories:
+                directory.open()
+            self._index.find(self._room.entries)
+            _check_space(directories)
+            self._room.settle()
+        except BaseException:
+            for directory in directories:
+                directory.close()
+            raise
 
-    # --- inside, with the lock held ---
+    @contextmanager
+    def _changing(self, deadline: float | None = None) -> Iterator[None]:
+        if not self._changes.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0)):
+            raise TierError(f"{self.name}: other calls took too long")
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._changes.release()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise TierError(f"{self.name} is closed")
 
-    def _open(self, key: Key) -> Reader | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        entry.num_readers += 1
-        entry.last_used = time.time()
-        self._policy.use(key)
-        return _DiskReader(self, entry)
+    def _commit(self, writer: DiskWriter, deadline: float | None) -> None:
+        writer.finish()
+        entry = writer.entry
+        with self._changing(deadline):
+            if entry.space.is_lost:
+                raise TierError(f"{self.name}: {entry.space.segment.path} was deleted")
+            entry.is_marked_free = False  # whatever becomes of the next line
+            self._room.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
+            with self._lock:
+                self._index.add(entry)
+            self._room.settle()
+        writer.leave()
 
-    def _make_room(self, num_slots: int) -> tuple[_Place, int] | None:
-        """A free run: in a segment, in a new one, or by evicting; None, with nothing evicted, if that is not enough."""
-        if num_slots > self._segment_slots - 1:
-            return None
-        self._free_unmarked()
-        found = self._allocate(num_slots) or self._in_new_segment(num_slots)
-        if found is not None:
-            return found
-        for key in [key for key in self._policy.victims() if self._entries[key].num_readers == 0]:
-            self._forget(key)
-            self._num_evicted += 1
-            found = self._allocate(num_slots)
-            if found is not None:
-                return found
+    def _reader(self, entry: Entry) -> Reader | None:
+        """None if the disk fails, or if its header is not the record's any more: somebody has written to the file."""
+        reader = DiskReader(self, entry)
+        try:
+            if reader.is_there():
+                return reader
+            self._drop(entry)
+        except TierError:  # a miss; another time it may be there
+            pass
+        reader.close()
         return None
 
-    def _allocate(self, num_slots: int) -> tuple[_Place, int] | None:
-        """In the directory that has most room left, so that the load is spread."""
-        places = [place for places in self._places.values() for place in places]
-        for place in sorted(places, key=lambda place: -place.extents.num_free):
-            begin = place.extents.allocate(num_slots)
-            if begin is None:
-                continue
-            if self._try(lambda place=place, begin=begin: self._cut(place, begin, num_slots)):  # type: ignore[misc]
-                return place, begin
-            place.extents.release(begin)
-        return None
+    def _drop(self, entry: Entry) -> None:
+        with self._lock:
+            self._index.drop(entry)
 
-    def _cut(self, place: _Place, begin: int, num_slots: int) -> None:
-        """A free run's header reaches to its end: now that it is cut in two, each part gets its own, the second first.
-        OSError: then nothing may be written there, since the next opening might not see it.
-        """
-        rest = place.extents.free_at(begin + num_slots)
-        if rest:
-            place.segment.mark(Run(begin + num_slots + 1, rest))
-        place.segment.mark(Run(begin + 1, num_slots))
-
-    def _in_new_segment(self, num_slots: int) -> tuple[_Place, int] | None:
-        path = min(self._places, key=lambda path: len(self._places[path]))
-        if len(self._places[path]) == self._max_segments:
-            return None
-        taken = {place.segment.path.name for place in self._places[path]}
-        name = next(name for name in (f"{n:04}{SUFFIX}" for n in range(1 << 20)) if name not in taken)
-        if not self._try(lambda: self._add_segment(path, name)):
-            return None
-        return self._allocate(num_slots)
-
-    def _add_segment(self, path: Path, name: str) -> None:
-        self._places[path].append(_Place(Segment.create(path / name, SLOT_BYTES, self._segment_slots)))
-
-    def _forget(self, key: Key) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        self._policy.remove(key)
-        self._num_bytes -= entry.run.num_bytes
-        entry.is_findable = False
-        self._mark_free(entry)
-        if entry.num_readers == 0:
-            self._free(entry)
-        return True
-
-    def _mark_free(self, entry: _Entry) -> None:
-        run = entry.run
-        if not entry.is_marked_free:
-            entry.is_marked_free = self._try(lambda: entry.place.segment.mark(Run(run.slot, run.num_slots)))
-
-    def _free(self, entry: _Entry) -> None:
-        """Not before its header says so: a stale one would hide what is written behind it at the next opening."""
-        self._mark_free(entry)
-        if entry.is_marked_free:
-            entry.place.extents.release(entry.run.slot - 1)
-        else:
-            self._unmarked.append(entry)
-
-    def _free_unmarked(self) -> None:
-        unmarked, self._unmarked = self._unmarked, []
-        for entry in unmarked:
-            self._free(entry)
-
-    def _try(self, call: Callable[[], object]) -> bool:
-        """Whether it was done; the disk's trouble is counted."""
+    def _sync(self, directories: Sequence[Directory]) -> None:
+        """Of directories that were entered; leaves them."""
         try:
-            call()
-        except OSError:
-            self._num_errors += 1
-            return False
-        return True
+            for directory in directories:
+                self._room.on(directory.drive, directory.sync)
+        finally:
+            with self._lock:
+                for directory in directories:
+                    directory.drive.leave()
 
-    # --- for readers and writers ---
-
-    def _do(self, call: Callable[[], T]) -> T:
-        """TierError for the disk's trouble."""
-        if self._is_closed:
-            raise TierError(f"{self.name} is closed")
-        try:
-            return call()
-        except OSError as error:
-            self._num_errors += 1
-            raise as_tier_error(self.name, error) from error
-
-    def _commit(self, writer: Writer) -> bool:
-        if not isinstance(writer, _DiskWriter) or not writer.is_open:
-            raise ValueError("writers must be this tier's, and not closed")
-        if not writer.is_whole:
-            raise ValueError(f"a record of {writer.num_bytes} bytes must be written to its end before it is committed")
-        writer.write_out()
-        with self._lock:
-            self._check_open()
-            entry = writer.entry
-            self._do(lambda: entry.place.segment.mark(entry.run))
-            writer.is_open = False
-            self._forget(writer.key)
-            entry.is_findable = True
-            self._entries[writer.key] = entry
-            self._policy.add(writer.key)
-            self._num_bytes += entry.run.num_bytes
-        return True
-
-    def _let_go(self, entry: _Entry) -> None:
-        with self._lock:
-            entry.num_readers -= 1
-            if entry.num_readers == 0 and not entry.is_findable and not self._is_closed:
-                self._free(entry)
-
-    def _give_up(self, entry: _Entry) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._free(entry)
+    def close_in_child(self) -> None:
+        """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
+        self._lock, self._changes = threading.Lock(), threading.Lock()
+        self._room.lock = self._lock
+        self._is_closed = True
+        for directory in self._room.directories:
+            directory.close()
 
 
-def _lock(path: Path) -> int:
-    """Held until the descriptor is closed, by the process's death at the latest."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ValueError(f"{path} must be open once, another tier or process has it") from None
-    return fd
+def _check_space(directories: Sequence[Directory]) -> None:
+    lacking: dict[int, int] = {}  # by drive
+    for directory in directories:
+        status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev
+        lacking[device] = lacking.get(device, 0) + directory.num_lacking
+        if lacking[device] > status.f_bavail * status.f_frsize:
+            raise ValueError(
+                f"capacity must fit on the disk: {directory.path} has {status.f_bavail * status.f_frsize} bytes free, "
+                f"{lacking[device]} more are needed"
+            )
+
+
+def _close_in_child(tier: "weakref.ref[DiskTier]") -> None:
+    found = tier()
+    if found is not None:
+        found.close_in_child()

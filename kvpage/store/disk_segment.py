@@ -5,10 +5,15 @@
     slot 9     [ free header   | left over from earlier ......... ]     a free run, to the next header
     slot 40    [ record header | record ]
 
-A run's header names its segment's random id and its own slot, so that no byte of a record, no block that was swapped or
-copied, and no foreign file can pass for one. Opening walks from header to header; where one is torn, from slot to slot.
-The header of a record is written after the record: a crash before that leaves a free run. Nothing is synchronised on
-the way: what a loss of power tears fails the record's checksum.
+A run's header names its segment's random id and its own slot, so that no byte of a record, no slot that was swapped or
+copied, and no foreign file can pass for one. Opening walks from header to header; where one is damaged, from slot to
+slot. What keeps the walk right, whenever the process dies:
+
+- a free run is cut in two by writing the header of its end before that of its beginning;
+- the header of a record is written after the record: until then the run is a free one;
+- a run is given to others only after its header says that it is free: no header of a record is ever left behind.
+
+Nothing is synchronised on the way: what a loss of power tears fails its header's checksum, or the record's.
 """
 
 import errno
@@ -21,33 +26,51 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvpage.store.tier import Key, TierError
+from kvpage.store.tier import Key
 
 SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
-RUN = struct.Struct("<8sI4x16sQQQQ32s8s")  # magic, kind, id, slot, slots, generation, record bytes, key, checksum
+RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum
 SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
 FREE, RECORD = 0, 1
 HEADER_BYTES = 128  # of a run: the record begins behind it
+MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # beyond them it is none of ours
 NO_KEY = bytes(32)
-assert RUN.size == 104
+assert RUN.size <= HEADER_BYTES
+
+
+class DamagedSegment(Exception):
+    """A file that is no segment, or one whose header or length is wrong: no record in it can be found."""
+
+
+class EndOfFile(OSError):
+    """The file is shorter than it was."""
 
 
 class Run(NamedTuple):
-    """A run of slots. key: None for a free one."""
+    """A run of slots. key: None for a free one. written: seconds of time.time(). is_told: whether a header tells of it;
+    what none tells of counts as free.
+    """
 
     slot: int
     num_slots: int
     generation: int = 0
     num_bytes: int = 0
+    written: float = 0.0
     key: Key | None = None
+    is_told: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.slot + self.num_slots
 
 
 class Segment:
-    """One file. Made anew by `create`, found again by `open`: OSError from both, ValueError for what is no segment."""
+    """One file. Not thread-safe in its closing alone: nobody may be reading or writing then."""
 
     def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int) -> None:
         self.path, self.slot_bytes, self.num_slots = path, slot_bytes, num_slots
-        self._fd, self._id = fd, segment_id
+        self.id = segment_id
+        self._fd = fd
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> "Segment":
@@ -56,9 +79,9 @@ class Segment:
         try:
             os.posix_fallocate(fd, 0, slot_bytes * num_slots)
             segment = cls(path, fd, secrets.token_bytes(16), slot_bytes, num_slots)
-            head = SEGMENT.pack(SEGMENT_MAGIC, VERSION, segment._id, slot_bytes, num_slots, bytes(8))[:-8]
-            segment.mark(Run(1, num_slots - 1))
-            write_all(fd, memoryview(head + xxhash.xxh3_64_digest(head)), 0)
+            segment.cover(Run(1, num_slots - 1))
+            head = SEGMENT.pack(SEGMENT_MAGIC, VERSION, segment.id, slot_bytes, num_slots, bytes(8))
+            write_all(fd, memoryview(_with_checksum(head)), 0)  # last: without it the file is no segment
             return segment
         except BaseException:
             os.close(fd)
@@ -67,21 +90,34 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path) -> "Segment":
+        """DamagedSegment for what is none; ValueError for a whole one of another version; OSError."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             head = os.pread(fd, SEGMENT.size, 0)
-            if len(head) < SEGMENT.size or xxhash.xxh3_64_digest(head[:-8]) != head[-8:]:
-                raise ValueError(f"{path} is no segment, or a damaged one")
-            magic, version, segment_id, slot_bytes, num_slots, _ = SEGMENT.unpack(head)
-            if (magic, version) != (SEGMENT_MAGIC, VERSION) or slot_bytes * num_slots != os.fstat(fd).st_size:
-                raise ValueError(f"{path} is a segment of another version or length")
+            if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):
+                raise DamagedSegment(f"{path} is no segment, or a damaged one")
+            _, version, segment_id, slot_bytes, num_slots, _ = SEGMENT.unpack(head)
+            if version != VERSION:
+                raise ValueError(f"segments must be of version {VERSION}, {path} is of version {version}")
+            if not HEADER_BYTES <= slot_bytes <= MAX_SLOT_BYTES or not 2 <= num_slots <= MAX_SEGMENT_BYTES:
+                raise DamagedSegment(f"{path} has {num_slots} slots of {slot_bytes} bytes")
+            if slot_bytes * num_slots != os.fstat(fd).st_size:
+                raise DamagedSegment(f"{path} is of another length than {num_slots} slots of {slot_bytes} bytes")
             return cls(path, fd, segment_id, slot_bytes, num_slots)
         except BaseException:
             os.close(fd)
             raise
 
+    @property
+    def num_bytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+    def slots_for(self, num_bytes: int) -> int:
+        """Of a record with its header."""
+        return -(-(HEADER_BYTES + num_bytes) // self.slot_bytes)
+
     def runs(self) -> Iterator[Run]:
-        """All runs in their order; what no header tells of is free, too."""
+        """All runs in their order. OSError."""
         slot, lost = 1, 0
         while slot < self.num_slots:
             run = self._run_at(slot)
@@ -89,49 +125,60 @@ class Segment:
                 lost, slot = lost + 1, slot + 1
                 continue
             if lost:
-                yield Run(slot - lost, lost)
+                yield Run(slot - lost, lost, is_told=False)
             yield run
-            lost, slot = 0, slot + run.num_slots
+            lost, slot = 0, run.end
         if lost:
-            yield Run(slot - lost, lost)
+            yield Run(slot - lost, lost, is_told=False)
+
+    def header(self, run: Run) -> bytes:
+        kind = FREE if run.key is None else RECORD
+        fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.written, run.key or NO_KEY)
+        head = RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))
+        return _with_checksum(head).ljust(HEADER_BYTES, b"\0")
 
     def mark(self, run: Run) -> None:
-        """Writes the run's header. OSError."""
-        kind = FREE if run.key is None else RECORD
-        fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.key or NO_KEY)
-        head = RUN.pack(RUN_MAGIC, kind, self._id, *fields, bytes(8))[:-8]
-        write_all(self._fd, memoryview(head + xxhash.xxh3_64_digest(head)), run.slot * self.slot_bytes)
+        """Writes the run's header and leaves what is behind it. OSError."""
+        write_all(self._fd, memoryview(self.header(run)), run.slot * self.slot_bytes)
 
-    def write(self, slot: int, offset: int, data: memoryview) -> None:
-        """Bytes of the record at the slot. OSError."""
-        write_all(self._fd, data, slot * self.slot_bytes + HEADER_BYTES + offset)
+    def cover(self, run: Run) -> None:
+        """Writes the run's header, and zeros to the end of its slot: a whole slot need not be read from the disk before
+        it is written. OSError.
+        """
+        write_all(self._fd, memoryview(self.header(run).ljust(self.slot_bytes, b"\0")), run.slot * self.slot_bytes)
 
-    def read(self, slot: int, offset: int, into: memoryview) -> None:
-        """OSError, also where the file ends too early."""
-        read_all(self._fd, into, slot * self.slot_bytes + HEADER_BYTES + offset)
+    def write(self, run: Run, offset: int, data: memoryview) -> None:
+        """At so many bytes from the run's beginning, its header included. OSError."""
+        write_all(self._fd, data, run.slot * self.slot_bytes + offset)
+
+    def read(self, run: Run, offset: int, into: memoryview) -> None:
+        """EndOfFile, and any other OSError."""
+        read_all(self._fd, into, run.slot * self.slot_bytes + offset)
 
     def sync(self) -> None:
         os.fsync(self._fd)
 
+    def is_deleted(self) -> bool:
+        """Whether no name leads to it any more. OSError."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def close(self) -> None:
-        os.close(self._fd)
+        """Twice is fine."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _run_at(self, slot: int) -> Run | None:
         head = os.pread(self._fd, RUN.size, slot * self.slot_bytes)
-        if len(head) < RUN.size or xxhash.xxh3_64_digest(head[:-8]) != head[-8:]:
+        if len(head) < RUN.size or not _is_whole(head):
             return None
-        magic, kind, segment_id, at, num_slots, generation, num_bytes, key, _ = RUN.unpack(head)
-        if (magic, segment_id, at) != (RUN_MAGIC, self._id, slot) or not 0 < num_slots <= self.num_slots - slot:
+        magic, kind, segment_id, at, num_slots, generation, num_bytes, written, key, _ = RUN.unpack(head)
+        if (magic, segment_id, at) != (RUN_MAGIC, self.id, slot) or not 0 < num_slots <= self.num_slots - slot:
             return None
         if kind == FREE:
             return Run(slot, num_slots)
-        fits = kind == RECORD and num_slots == slots_for(num_bytes, self.slot_bytes)
-        return Run(slot, num_slots, generation, num_bytes, key) if fits else None
-
-
-def slots_for(num_bytes: int, slot_bytes: int) -> int:
-    """Of a record with its header."""
-    return -(-(HEADER_BYTES + num_bytes) // slot_bytes)
+        fits = kind == RECORD and num_slots == self.slots_for(num_bytes)
+        return Run(slot, num_slots, generation, num_bytes, written, key) if fits else None
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -147,9 +194,14 @@ def read_all(fd: int, into: memoryview, offset: int) -> None:
     while len(into):
         count = os.preadv(fd, [into], offset)
         if count == 0:
-            raise OSError(errno.EIO, "the file ends too early")
+            raise EndOfFile(errno.EIO, "the file ends too early")
         into, offset = into[count:], offset + count
 
 
-def as_tier_error(name: str, error: OSError) -> TierError:
-    return TierError(f"{name}: {error.strerror or error}")
+def _with_checksum(head: bytes) -> bytes:
+    """The last eight bytes are those of the ones before."""
+    return head[:-8] + xxhash.xxh3_64_digest(head[:-8])
+
+
+def _is_whole(head: bytes) -> bool:
+    return xxhash.xxh3_64_digest(head[:-8]) == head[-8:]

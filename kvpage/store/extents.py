@@ -54,7 +54,7 @@ class Extents:
 
     def take(self, begin: int, num_units: int) -> None:
         """Gives out the very run. ValueError unless all of it is free."""
-        at = max((first for first in self._by_begin if first <= begin), default=None)
+        at = begin if begin in self._by_begin else max((at for at in self._by_begin if at < begin), default=None)
         if num_units < 1 or at is None or at + self._by_begin[at] < begin + num_units:
             raise ValueError(f"a run of {num_units} units at {begin} must be free")
         size = self._by_begin[at]
@@ -69,6 +69,10 @@ class Extents:
     def free_at(self, begin: int) -> int:
         """How long the free run is that begins there; 0 if none does."""
         return self._by_begin.get(begin, 0)
+
+    def free_before(self, end: int) -> int:
+        """How long the free run is that ends there; 0 if none does."""
+        return end - self._by_end.get(end, end)
 
     def check(self) -> None:
         """RuntimeError unless runs in use and free ones make up the slab, and no two free ones touch."""

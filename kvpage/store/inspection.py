@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvpage.store.config import KVStoreConfig
+from kvpage.store.config import KVStoreConfig, TierURL
+from kvpage.store.disk import DiskTier
 from kvpage.store.keys import decode_meta
 from kvpage.store.record import CHECKSUM_BYTES, HEADER, MAX_META_BYTES, CorruptRecord, RecordHead
-from kvpage.store.tier import Reader, RecordInfo, Tier
-from kvpage.store.tiers import place_tiers
+from kvpage.store.tier import Reader, RecordInfo, Tier, TierError
+from kvpage.store.tiers import paths_of, place_tiers
 
 PIECE = 1 << 20
 
@@ -38,7 +39,13 @@ class RecordSummary:
 
 
 def open_tier(url: str) -> Tier:
-    """The one tier of a URL. ValueError, with the reason, if it cannot be opened: a server may have it."""
+    """The one tier of a URL. ValueError or OSError, with the reason, if it cannot be opened: a server may have it.
+
+    Of a disk the directories are opened as they are: whatever size the URL names, nothing is made or deleted.
+    """
+    parsed = TierURL.parse(url)
+    if parsed.scheme == "disk":
+        return DiskTier(paths_of(parsed), None)
     return place_tiers(KVStoreConfig(tiers=(url,)))[0].tier
 
 
@@ -68,16 +75,16 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Whether it is the record of the key, to its last byte."""
+    """Whether it is the record of the key, to its last byte, and can be read."""
+    checksum, end = xxhash.xxh3_128(), reader.num_bytes - CHECKSUM_BYTES
     try:
         if _head(reader).key != key:
             return False
-    except CorruptRecord:
+        for begin in range(0, end, PIECE):
+            checksum.update(reader.piece(begin, min(begin + PIECE, end)))
+        return bytes(reader.piece(end, reader.num_bytes)) == checksum.digest()
+    except (CorruptRecord, TierError):
         return False
-    checksum, end = xxhash.xxh3_128(), reader.num_bytes - CHECKSUM_BYTES
-    for begin in range(0, end, PIECE):
-        checksum.update(reader.piece(begin, min(begin + PIECE, end)))
-    return bytes(reader.piece(end, reader.num_bytes)) == checksum.digest()
 
 
 def free(tier: Tier, num_bytes: int) -> int:

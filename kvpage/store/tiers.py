@@ -31,11 +31,14 @@ def _disk(url: TierURL) -> Tier:
     from kvpage.store.disk import SEGMENT_BYTES, DiskTier
 
     check_options(url, "size", "policy", "segment")
-    paths = [path for path in url.place.split(",") if path]
     segment_bytes = parse_size(url.option("segment", str(SEGMENT_BYTES)) or "")
-    return DiskTier(
-        paths, parse_size(url.option("size", "10GiB") or ""), url.option("policy", "lru") or "", segment_bytes
-    )
+    size, policy = parse_size(url.option("size", "10GiB") or ""), url.option("policy", "lru") or ""
+    return DiskTier(paths_of(url), size, policy, segment_bytes)
+
+
+def paths_of(url: TierURL) -> list[str]:
+    """Of disk:///ssd0/kv,/ssd1/kv"""
+    return [path for path in url.place.split(",") if path]
 
 
 def _redis(url: TierURL) -> Tier:

@@ -1,19 +1,25 @@
 """The disk tier against a dict over many openings; what a crash, a fault or a stranger leaves is a miss or exact."""
 
-import errno
-import hashlib
+import contextlib
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import xxhash
 from store_records import get, key, put, record
 
-from kvpage.store import disk_segment
+from kvpage.store import disk_room, disk_segment
 from kvpage.store.disk import SLOT_BYTES, DiskTier
+from kvpage.store.disk_io import Buffers
 from kvpage.store.disk_segment import Segment
 from kvpage.store.tier import TierError
 
@@ -207,11 +213,10 @@ def test_of_two_records_of_a_key_the_newer_counts(tmp_path: Path, monkeypatch) -
     tier = make(tmp_path, SEGMENT_BYTES)
     old, new = record(key(0), 9000, seed=1), record(key(0), 5000, seed=2)
     put(tier, {key(0): old})
-    monkeypatch.setattr(
-        tier, "_mark_free", lambda entry: None
-    )  # as if the process had died before the old one was free
+    monkeypatch.setattr(disk_room, "mark_free", lambda entry: None)  # as if the process had died before
     put(tier, {key(0): new})
     tier.close()
+    monkeypatch.undo()
     tier = make(tmp_path, SEGMENT_BYTES)
     assert get(tier, [key(0)]) == [new]
     tier.check()
@@ -227,108 +232,6 @@ def test_a_smaller_capacity_deletes_segments(tmp_path: Path) -> None:
     tier.check()
 
 
-class FailingOS:
-    """os, whose n-th call of those that touch the disk fails, or is short."""
-
-    def __init__(self, n: int, error: int | None) -> None:
-        self.left, self.error = n, error
-
-    def __getattr__(self, name: str):
-        real = getattr(os, name)
-        if name not in ("pwrite", "preadv", "pread", "posix_fallocate", "open", "fsync"):
-            return real
-
-        def call(*args, **kwargs):
-            self.left -= 1
-            if self.left != 0:
-                return real(*args, **kwargs)
-            if self.error is not None:
-                raise OSError(self.error, os.strerror(self.error))
-            if name == "pwrite":
-                return real(args[0], bytes(args[1])[: max(len(args[1]) // 2, 1)], *args[2:])
-            return real(*args, **kwargs)
-
-        return call
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, None])
-def test_faults_at_every_call_lose_nothing_else_and_pass(tmp_path: Path, error: int | None, monkeypatch) -> None:
-    records = {key(n): record(key(n), 6000 + 2000 * n) for n in range(6)}
-    for n in range(1, 60):
-        path = tmp_path / f"{error}-{n}"
-        tier = make(path, 2 * SEGMENT_BYTES)
-        put(tier, {key(9): record(key(9))})
-        failing = FailingOS(n, error)
-        monkeypatch.setattr(disk_segment, "os", failing)
-        committed = {}
-        for name, data in records.items():
-            try:
-                if put(tier, {name: data}) == [True]:
-                    committed[name] = data
-            except (TierError, AssertionError) as raised:  # the helper asserts that there is a writer
-                assert isinstance(raised, TierError) or error is not None
-        for name in [*records, key(9)]:
-            try:
-                (found,) = get(tier, [name])
-            except TierError:
-                continue
-            if is_right(name, found):
-                assert found == {**records, key(9): record(key(9))}[name]
-        is_over = failing.left > 0
-        monkeypatch.setattr(disk_segment, "os", os)
-        tier.check()
-        assert get(tier, list(committed)) == list(committed.values())
-        assert put(tier, {key(5): records[key(5)]}) == [True], "it did not recover"
-        tier.close()
-        tier = make(path, 2 * SEGMENT_BYTES)
-        for name, found in zip(committed, get(tier, list(committed)), strict=True):
-            assert found is None or found == committed[name]
-        assert get(tier, [key(5)]) == [records[key(5)]]
-        tier.check()
-        tier.close()
-        if is_over:
-            break
-    assert is_over
-
-
-CHILD = """
-import sys, hashlib
-sys.path.insert(0, sys.argv[2])
-from store_records import key, put, record
-from kvpage.store.disk import DiskTier
-tier = DiskTier([sys.argv[1]], 1 << 20, segment_bytes=1 << 19)
-n = int(sys.argv[3])
-print("ready", flush=True)
-while True:
-    name = key(n % 40)
-    put(tier, {name: record(name, 3000 + 700 * (n % 40))})
-    n += 1
-"""
-
-
-def test_killed_while_writing(tmp_path: Path) -> None:
-    """A record is its key's, whole, or not there; what was committed before the process was killed is there."""
-    num_found = 0
-    for attempt in range(12):
-        arguments = [sys.executable, "-c", CHILD, str(tmp_path / "t"), str(Path(__file__).parents[1]), str(attempt * 7)]
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd="/")
-        assert child.stdout.readline() == b"ready\n"
-        try:
-            child.wait(random.Random(attempt).uniform(0.005, 0.05))
-        except subprocess.TimeoutExpired:
-            child.kill()
-        child.wait()
-        tier = DiskTier([tmp_path / "t"], 1 << 20, segment_bytes=1 << 19)
-        names = [key(n) for n in range(40)]
-        for n, found in enumerate(get(tier, names)):
-            if found is not None:
-                assert found == record(names[n], 3000 + 700 * n)
-                num_found += 1
-        tier.check()
-        tier.close()
-    assert num_found > 40
-
-
 def test_opening_reads_headers_only(tmp_path: Path, monkeypatch) -> None:
     tier = DiskTier([tmp_path], 64 << 20, segment_bytes=32 << 20)
     for n in range(6):
@@ -342,5 +245,351 @@ def test_opening_reads_headers_only(tmp_path: Path, monkeypatch) -> None:
     assert len(calls) <= 12, "free space was walked slot by slot"
 
 
-def test_keys_are_hashes() -> None:
-    assert key(0) == hashlib.sha256(b"0").digest()
+@pytest.mark.parametrize("piece_bytes", [1, 127, SLOT_BYTES, 3 * SLOT_BYTES - 128, 5 * SLOT_BYTES])
+def test_every_byte_of_records_around_the_size_of_slots(tmp_path: Path, piece_bytes: int) -> None:
+    """In a buffer of two slots, so that pieces meet its end everywhere; slots of others stay as they are."""
+    tier = make(tmp_path)
+    tier.buffers = Buffers(2 * SLOT_BYTES)
+    sizes = [1, 2, *(n * SLOT_BYTES - 128 + d for n in (1, 2, 3) for d in (-1, 0, 1))]
+    sizes = sizes if piece_bytes > 100 else sizes[:5]
+    blobs = {key(n): random.Random(n).randbytes(size) for n, size in enumerate(sizes)}
+    writers = []
+    for name, data in blobs.items():
+        writers.append(tier.create(name, len(data)))
+        for begin in range(0, len(data), piece_bytes):
+            writers[-1].piece(begin, min(begin + piece_bytes, len(data)))[:] = data[begin : begin + piece_bytes]
+    assert tier.commit(writers) == [True] * len(writers)
+    assert get(tier, list(blobs)) == list(blobs.values())
+    for name, data in blobs.items():
+        with tier.open([name])[0] as reader:
+            for begin in range(0, len(data), piece_bytes):
+                assert reader.piece(begin, min(begin + piece_bytes, len(data))) == data[begin : begin + piece_bytes]
+            assert bytes(reader.piece(len(data), len(data))) == b""
+    assert sum(writer.entry.run.num_slots for writer in writers) == sum(
+        -(-(128 + size) // SLOT_BYTES) for size in sizes
+    )
+    tier.check()
+
+
+def test_a_large_record_evicts_neighbours_and_no_more(tmp_path: Path) -> None:
+    """The least recently used goes, and what lies beside it as far as necessary; nothing goes if that is not enough."""
+    tier = make(tmp_path, SEGMENT_BYTES)
+    for n in range(30):
+        put(tier, {key(n): record(key(n), 100)})
+    get(tier, [key(n) for n in range(30) if n != 20])  # 20 was not used for longest
+    (reader,) = tier.open([key(18)])
+    put(tier, {key(50): record(key(50), 6 * SLOT_BYTES)})  # seven slots: 19, which is older than 21, and on to 25
+    there = tier.contains([key(n) for n in range(30)])
+    assert [n for n in range(30) if not there[n]] == [19, 20, 21, 22, 23, 24, 25] and tier.stats().evicted == 7
+    assert tier.create(key(51), 25 * SLOT_BYTES) is None, "there is no such run without what is being read"
+    assert sum(tier.contains([key(n) for n in range(30)])) == 23
+    reader.close()
+    assert put(tier, {key(51): record(key(51), 25 * SLOT_BYTES)}) == [True]
+    tier.check()
+
+
+def test_records_are_spread_over_directories(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    tier = DiskTier(paths, 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+    for n in range(9):
+        put(tier, {key(n): record(key(n), 2 * SLOT_BYTES)})
+    assert [len(list(directory.entries)) for directory in tier._room.directories] == [3, 3, 3]
+    tier.close()
+    tier = DiskTier(reversed(paths), 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+    assert all(tier.contains([key(n) for n in range(9)]))
+
+
+def test_readers_and_writers_of_a_closed_tier(tmp_path: Path) -> None:
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0), 9000)})
+    (reader,) = tier.open([key(0)])
+    writer = tier.create(key(1), 3 << 20) or tier.create(key(1), 9000)
+    writer.piece(0, 9000)
+    tier.close()
+    other = make(tmp_path)  # the directory is free at once
+    for call in (
+        lambda: reader.piece(0, 10), lambda: tier.commit([writer]), lambda: tier.open([key(0)]),
+        lambda: tier.remove([]), lambda: tier.create(key(2), 1), tier.infos, tier.clear, tier.flush, tier.stats,
+    ):  # fmt: skip
+        with pytest.raises(TierError, match="is closed"):
+            call()
+    reader.close(), reader.close(), writer.close(), writer.close()
+    with pytest.raises(ValueError, match="must not be closed"):
+        reader.piece(0, 10)
+    with pytest.raises(ValueError, match="must not be closed"):
+        writer.piece(0, 10)
+    assert get(other, [key(0), key(1)]) == [record(key(0), 9000), None]
+    other.check()
+
+
+class Gate:
+    """Calls of os.<name> wait in it until it is opened."""
+
+    def __init__(self, monkeypatch, name: str) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self._real = getattr(os, name)
+        fake = types.SimpleNamespace(**{**vars(os), name: self._call})
+        monkeypatch.setattr(disk_segment, "os", fake)
+
+    def _call(self, *arguments):
+        self.is_reached.set()
+        assert self.is_open.wait(60)
+        return self._real(*arguments)
+
+
+def in_thread(call) -> tuple[threading.Thread, list]:
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_files_are_closed_after_the_last_call(tmp_path: Path, monkeypatch) -> None:
+    """Else the descriptor could be somebody else's file by the time that it is read or written."""
+    tier = make(tmp_path)
+    data = record(key(0), 9000)
+    put(tier, {key(0): data})
+    (reader,) = tier.open([key(0)])
+    gate = Gate(monkeypatch, "preadv")
+    reading, results = in_thread(lambda: bytes(reader.piece(0, len(data))))
+    assert gate.is_reached.wait(60)
+    tier.close()
+    with pytest.raises(ValueError, match="must be open once"):
+        make(tmp_path)
+    gate.is_open.set()
+    reading.join(60)
+    assert results == [data]
+    make(tmp_path).close()
+
+
+def test_nothing_but_headers_waits_for_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """While a header is written, and takes its time, records are looked up and read; a change runs into its timeout."""
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0), 9000), key(1): record(key(1), 9000)})
+    gate = Gate(monkeypatch, "pwrite")
+    removing, removed = in_thread(lambda: tier.remove([key(1)]))
+    assert gate.is_reached.wait(60)
+    looking, found = in_thread(lambda: (tier.contains([key(0), key(1)]), get(tier, [key(0)]), tier.stats().num_records))
+    looking.join(60)
+    assert found == [([True, False], [record(key(0), 9000)], 1)]
+    with pytest.raises(TierError, match="other calls took too long"):
+        tier.remove([key(0)], timeout=0.01)
+    gate.is_open.set()
+    removing.join(60)
+    assert removed == [1] and tier.contains([key(0)]) == [True]
+
+
+def test_threads_that_store_read_and_remove(tmp_path: Path) -> None:
+    """Whatever is read is what one of them has stored under the key."""
+    tier = DiskTier([tmp_path / "a", tmp_path / "b"], 4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+
+    def run(seed: int) -> int:
+        rng, num_read = random.Random(seed), 0
+        for _ in range(150):
+            name = key(rng.randrange(12))
+            action = rng.random()
+            if action < 0.5:
+                data = record(name, 4 * rng.randint(1, 5000), seed=rng.randrange(5))
+                with contextlib.suppress(AssertionError):  # no room: all in use
+                    put(tier, {name: data})
+            elif action < 0.9:
+                (data,) = get(tier, [name])
+                assert data is None or is_right(name, data)
+                num_read += data is not None
+            else:
+                tier.remove([name])
+        return num_read
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(run, range(4))) > 50
+    tier.check()
+    there = {info.key: get(tier, [info.key]) for info in tier.infos()}
+    tier.close()
+    tier = DiskTier([tmp_path / "a", tmp_path / "b"], 4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+    assert {info.key: get(tier, [info.key]) for info in tier.infos()} == there
+
+
+def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
+    """It cannot write, and does not keep the directory locked when its parent is gone."""
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0), 9000)})
+    (reader,) = tier.open([key(0)])
+    ours, theirs = os.pipe()
+    with tier._lock, tier._changes:  # as if other threads were at it
+        child = os.fork()
+    if child == 0:
+        try:
+            calls = (lambda: tier.contains([key(0)]), lambda: tier.create(key(1), 1), lambda: reader.piece(0, 1))
+            for call in calls:
+                with pytest.raises(TierError, match="is closed"):
+                    call()
+            reader.close(), tier.close()
+            os.write(theirs, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    assert os.read(ours, 1) == b"x", "the child failed"
+    assert bytes(reader.piece(0, 9144)) == record(key(0), 9000)
+    tier.close()
+    tier = make(tmp_path)
+    assert get(tier, [key(0)]) == [record(key(0), 9000)]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_opened_as_it_is(tmp_path: Path) -> None:
+    """Without a capacity nothing is made or deleted, and what is there is used."""
+    tier = make(tmp_path / "t", 3 * SEGMENT_BYTES)
+    for n in range(6):
+        put(tier, {key(n): record(key(n), 14 * SLOT_BYTES)})
+    tier.close()
+    (tmp_path / "t" / "0007.segment").write_bytes(b"damaged")
+    files = {file.name: file.stat().st_size for file in (tmp_path / "t").iterdir()}
+    tier = DiskTier([tmp_path / "t"], None)
+    assert all(tier.contains([key(n) for n in range(6)]))
+    stats = tier.stats()
+    assert (stats.capacity, stats.corrupted) == (3 * SEGMENT_BYTES, 1)
+    assert put(tier, {key(9): record(key(9), 14 * SLOT_BYTES)}) == [True] and tier.stats().evicted == 1
+    tier.check()
+    tier.close()
+    assert {file.name: file.stat().st_size for file in (tmp_path / "t").iterdir()} == files
+    with pytest.raises(FileNotFoundError):
+        DiskTier([tmp_path / "nowhere"], None)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_segments_of_another_size_are_used(tmp_path: Path) -> None:
+    tier = DiskTier([tmp_path], 4 * SEGMENT_BYTES, segment_bytes=2 * SEGMENT_BYTES)
+    records = {key(n): record(key(n), 9 * SLOT_BYTES) for n in range(6)}
+    put(tier, records)
+    tier.close()
+    tier = make(tmp_path, 5 * SEGMENT_BYTES)
+    assert get(tier, list(records)) == list(records.values())
+    put(tier, {key(9): record(key(9), 20 * SLOT_BYTES)})
+    assert get(tier, list(records)) == list(records.values())
+    tier.check()
+
+
+def test_a_smaller_capacity_keeps_what_was_written_last(tmp_path: Path) -> None:
+    tier = make(tmp_path, 3 * SEGMENT_BYTES)
+    for n in range(3):
+        put(tier, {key(n): record(key(n), 25 * SLOT_BYTES)})
+    tier.remove([key(0)])
+    put(tier, {key(0): record(key(0), 25 * SLOT_BYTES)})  # into the first segment again
+    tier.close()
+    tier = make(tmp_path, 2 * SEGMENT_BYTES)
+    assert tier.contains([key(n) for n in range(3)]) == [True, False, True]
+    tier.check()
+
+
+def test_segments_of_another_version_are_left_alone(tmp_path: Path) -> None:
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0))})
+    tier.close()
+    (file,) = tmp_path.glob("*.segment")
+    data = bytearray(file.read_bytes())
+    data[8] = 2
+    head = bytes(data[: disk_segment.SEGMENT.size - 8])
+    data[len(head) : len(head) + 8] = xxhash.xxh3_64_digest(head)
+    file.write_bytes(data)
+    for _ in range(2):  # the lock is not kept
+        with pytest.raises(ValueError, match="segments must be of version 1, .*0000.segment is of version 2"):
+            make(tmp_path)
+    assert file.read_bytes() == data
+
+
+def test_a_copy_of_a_segment_counts_once(tmp_path: Path) -> None:
+    tier = make(tmp_path)
+    put(tier, {key(n): record(key(n), 9000) for n in range(3)})
+    tier.close()
+    shutil.copy(tmp_path / "0000.segment", tmp_path / "0001.segment")
+    tier = make(tmp_path)
+    assert tier.stats().num_records == 3 and tier.stats().corrupted == 1
+    assert get(tier, [key(n) for n in range(3)]) == [record(key(n), 9000) for n in range(3)]
+    assert [file.name for file in tmp_path.glob("*.segment")] == ["0000.segment"]
+    tier.check()
+
+
+def test_a_damaged_header_is_mended_once(tmp_path: Path) -> None:
+    tier = make(tmp_path)
+    put(tier, {key(n): record(key(n), 9000) for n in range(3)})
+    tier.close()
+    with open(tmp_path / "0000.segment", "r+b") as file:
+        file.seek(4 * SLOT_BYTES + 50)
+        file.write(b"?")
+    for num_damaged in (1, 0):
+        tier = make(tmp_path)
+        assert tier.stats().corrupted == num_damaged
+        assert tier.contains([key(n) for n in range(3)]) == [True, False, True]
+        tier.check()
+        tier.close()
+
+
+def test_ages_survive_as_the_time_of_writing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0)), key(1): record(key(1))})
+    monkeypatch.setattr(time, "time", lambda: 2000.0)
+    get(tier, [key(0)])
+    assert {info.key: info.last_used for info in tier.infos()} == {key(0): 2000.0, key(1): 1000.0}
+    tier.close()
+    tier = make(tmp_path)
+    assert {info.last_used for info in tier.infos()} == {1000.0}
+
+
+def test_bytes_of_records_that_look_like_headers(tmp_path: Path) -> None:
+    """A record made of another slot's header, at the beginning of each of its slots: none is taken for one."""
+    tier = make(tmp_path)
+    put(tier, {key(0): record(key(0), 9000), key(1): record(key(1), 9000)})
+    segment = tier._room.directories[0].spaces[0].segment
+    stolen = os.pread(segment._fd, 128, SLOT_BYTES)
+    data = b"".join([bytes(SLOT_BYTES - 128), *[stolen.ljust(SLOT_BYTES, b"!")] * 5])
+    with tier.create(key(2), len(data)) as writer:
+        slot = writer.entry.run.slot
+        writer.piece(0, len(data))[:] = data
+        tier.commit([writer])
+    tier.remove([key(0)])
+    tier.close()
+    with open(tmp_path / "0000.segment", "r+b") as file:
+        file.seek(slot * SLOT_BYTES)
+        file.write(bytes(128))  # now it is walked slot by slot
+    tier = make(tmp_path)
+    assert {info.key for info in tier.infos()} == {key(1)}
+    assert get(tier, [key(1)]) == [record(key(1), 9000)]
+    tier.check()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    tier = make(tmp_path)
+    for name, num_bytes in ((b"short", 10), (key(0), 0), (key(0), -1)):
+        with pytest.raises(ValueError, match="key must be 32 bytes, num_bytes positive"):
+            tier.create(name, num_bytes)
+    assert tier.create(key(0), SEGMENT_BYTES - SLOT_BYTES) is None and tier.stats().errors == 0
+    assert list(tmp_path.glob("*.segment")) == [], "a segment was made for what does not fit into one"
+    writer = tier.create(key(0), 10)
+    writer.piece(0, 10)
+    with pytest.raises(ValueError, match="each given once"):
+        tier.commit([writer, writer])
+    assert tier.commit([writer]) == [True] and tier.remove([b"short", key(0), key(0)]) == 1
+    tier.check()
+
+
+def test_after_opening_the_oldest_written_goes_first(tmp_path: Path) -> None:
+    tier = make(tmp_path, SEGMENT_BYTES)
+    for n in range(4):
+        put(tier, {key(n): record(key(n), 6 * SLOT_BYTES)})
+    tier.remove([key(0)])
+    put(tier, {key(4): record(key(4), 6 * SLOT_BYTES)})  # the last that was written is the first of the file
+    tier.close()
+    tier = make(tmp_path, SEGMENT_BYTES)
+    for n in (5, 6):
+        put(tier, {key(n): record(key(n), 6 * SLOT_BYTES)})
+    assert tier.contains([key(n) for n in range(7)]) == [False, False, False, True, True, True, True]
+
+
+def test_a_new_segment_is_one_free_run(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path / "0000.segment", SLOT_BYTES, 32)
+    assert list(segment.runs()) == [disk_segment.Run(1, 31)]
+    assert (tmp_path / "0000.segment").stat().st_blocks * 512 >= 32 * SLOT_BYTES, "it is not preallocated"
+    segment.close()

@@ -76,7 +76,7 @@ def test_commands(tmp_path) -> None:
     assert len(listed) == 5 and {one["model"] for one in listed} == {"first", "[second]"}
     assert "5 records" in command("stat", url).output
     stats = json.loads(command("stat", url, "--json").output)
-    assert (stats["num_records"], stats["capacity"]) == (5, 8 << 20)
+    assert (stats["num_records"], stats["capacity"]) == (5, 4 << 20)
     assert [one["records"] for one in stats["models"]] == [3, 2]
     assert "0 records removed" in command("gc", url, "--older-than", "1h").output
     assert "5 records removed" in command("gc", url, "--free", "1GiB").output
@@ -112,3 +112,41 @@ def test_a_directory_in_use_is_refused_with_a_reason(tmp_path) -> None:
 
 def test_ages() -> None:
     assert [parse_age(text) for text in ("90s", "5m", "12h", "7d")] == [90, 300, 43200, 604800]
+
+
+def test_looking_changes_nothing(tmp_path) -> None:
+    """Whatever size the URL names: the segments of a larger tier stay, and no directory is made."""
+    url = f"disk://{tmp_path}?size=12MiB&segment=4MiB"
+    with KVStore(KVStoreConfig(8, (url,)), KVStoreMetadata("first", kv_dtype=torch.float32)) as store:
+        for n in range(6):
+            store.store([n] * 8, torch.randn(2, 2, 8, 2, 8000))
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(files) == 4
+    for place in (f"disk://{tmp_path}", f"disk://{tmp_path}?size=1MiB"):
+        for name in ("ls", "stat", "verify"):
+            assert command(name, place).exit_code == 0
+        assert len(json.loads(command("ls", place, "--json").output)) == 6
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+    assert command("ls", f"disk://{tmp_path}/other").exit_code != 0 and not (tmp_path / "other").exists()
+
+
+def test_damaged_headers_are_told(tmp_path) -> None:
+    url = fill(tmp_path)
+    (file,) = tmp_path.glob("*.segment")
+    with open(file, "r+b") as data:
+        data.seek(4096 + 20)
+        data.write(b"?")
+    result = command("verify", url)
+    assert result.exit_code == 1 and "4 records are whole, 0 are broken" in result.output
+    assert "1 places are damaged" in result.output
+
+
+def test_records_that_cannot_be_read_are_broken(tmp_path) -> None:
+    url = fill(tmp_path)
+    (file,) = tmp_path.glob("*.segment")
+    tier = inspection.open_tier(url)
+    with open(file, "r+b") as data:
+        data.truncate(3 * 4096 + 200)
+    num_whole, broken = inspection.verify(tier)
+    assert num_whole == 2 and len(broken) == 1  # of the others not even the header is there
+    tier.close()

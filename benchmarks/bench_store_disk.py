@@ -1,0 +1,225 @@
+"""How near do records to and from the disk tier come to writing and reading as many bytes?
+
+The bound is the operating system's page cache: one pwrite of a record's bytes into a preallocated file, one preadv into
+one buffer of the record's size, measured in the same run, alternating with the tier. Storing is all that a record
+takes: pieces are filled from memory (a copy), hashed with xxh3-128, written, and committed; retrieving is opening,
+reading the pieces, hashing them and copying them out. Both sides run in one thread. What is retrieved is compared
+before anything is timed. The disk itself is not in it: it writes later, at its own pace.
+
+Beside it: opening a tier of 100 GiB (its headers alone are real, the files are sparse), and the calls that a small
+record takes in a full tier. Targets: records of 32 MiB at 0.8 of the bound, opening under a second.
+
+    python benchmarks/bench_store_disk.py [--path DIR] [--rounds N] [--plot PATH]
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import xxhash
+
+from kvpage.store.disk import SEGMENT_BYTES, SLOT_BYTES, DiskTier
+from kvpage.store.disk_segment import HEADER_BYTES, Run, Segment
+
+MIB = 1 << 20
+RECORD_BYTES = (MIB // 4, 2 * MIB, 32 * MIB)
+PIECES = (MIB // 4, MIB // 2, MIB)
+FULL_BYTES, FULL_RECORD = 100 << 30, 32 * MIB
+
+
+def key(n: int) -> bytes:
+    return hashlib.sha256(b"%d" % n).digest()
+
+
+def store(tier: DiskTier, name: bytes, source: memoryview, piece_bytes: int) -> bytes:
+    """The checksum of what was stored."""
+    checksum = xxhash.xxh3_128()
+    with tier.create(name, len(source)) as writer:
+        for begin in range(0, len(source), piece_bytes):
+            end = min(begin + piece_bytes, len(source))
+            piece = writer.piece(begin, end)
+            piece[:] = source[begin:end]
+            checksum.update(piece)
+        assert tier.commit([writer]) == [True]
+    return checksum.digest()
+
+
+def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) -> bytes:
+    checksum = xxhash.xxh3_128()
+    (reader,) = tier.open([name])
+    with reader:
+        for begin in range(0, len(into), piece_bytes):
+            end = min(begin + piece_bytes, len(into))
+            piece = reader.piece(begin, end)
+            checksum.update(piece)
+            into[begin:end] = piece
+    return checksum.digest()
+
+
+def taken(calls: Sequence[Callable[[int], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round; the calls take turns, so that a noisy moment meets them all."""
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for call, seconds in zip(calls, times, strict=True):
+            before = time.perf_counter()
+            call(number)
+            seconds.append(time.perf_counter() - before)
+    return [seconds[1:] for seconds in times]
+
+
+def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict]:
+    rng = np.random.default_rng(num_bytes)
+    source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
+    into, plain = np.zeros(num_bytes, np.uint8).data, np.zeros(num_bytes, np.uint8).data
+    num_records = max(4 * 32 * MIB // num_bytes, 4)
+    size = 2 * num_records * num_bytes
+    tier = DiskTier([path / "tier"], size, segment_bytes=size)
+    fd = os.open(path / "plain", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, num_records * num_bytes)
+    calls: list[Callable[[int], object]] = [
+        lambda n: os.pwrite(fd, source, n % num_records * num_bytes),
+        lambda n: store(tier, key(n % num_records), source, piece_bytes),
+        lambda n: os.preadv(fd, [plain], n % num_records * num_bytes),
+        lambda n: retrieve(tier, key(n % num_records), into, piece_bytes),
+    ]
+    for n in range(num_records):  # every page is in the cache
+        os.pwrite(fd, source, n * num_bytes)
+        digest = store(tier, key(n), source, piece_bytes)
+        assert retrieve(tier, key(n), into, piece_bytes) == digest and into == source, "not what was stored"
+    store(tier, key(0), source, piece_bytes)
+    pwrite, stored, pread, retrieved = taken(calls, rounds)
+    tier.check()
+    tier.close()
+    os.close(fd)
+    for file in (path / "plain", *(path / "tier").iterdir()):
+        file.unlink()
+    return [
+        row("store", num_bytes, piece_bytes, stored, pwrite),
+        row("retrieve", num_bytes, piece_bytes, retrieved, pread),
+    ]
+
+
+def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> dict:
+    return {
+        "operation": name,
+        "MiB": num_bytes / MIB,
+        "piece KiB": piece_bytes // 1024,
+        "GB/s": num_bytes / median(seconds) / 1e9,
+        "bound GB/s": num_bytes / median(bound) / 1e9,
+        "of bound": median(bound) / median(seconds),
+        "of bound, best": min(bound) / min(seconds),
+    }
+
+
+def opening(path: Path, rounds: int) -> dict:
+    """Of segments that are full of large records, as their headers say; their bytes are holes."""
+    num_slots, number = SEGMENT_BYTES // SLOT_BYTES, 0
+    folder = path / "full"
+    folder.mkdir()
+    (folder / "lock").touch()
+    real, os.posix_fallocate = os.posix_fallocate, lambda fd, offset, size: os.ftruncate(fd, offset + size)
+    try:
+        for file in range(FULL_BYTES // SEGMENT_BYTES):
+            segment = Segment.create(folder / f"{file:04}.segment", SLOT_BYTES, num_slots)
+            slot, count = 1, segment.slots_for(FULL_RECORD - HEADER_BYTES)
+            while slot + count <= num_slots:
+                number += 1
+                segment.mark(Run(slot, count, number, FULL_RECORD - HEADER_BYTES, time.time(), key(number)))
+                slot += count
+            if slot < num_slots:
+                segment.mark(Run(slot, num_slots - slot))
+            segment.close()
+    finally:
+        os.posix_fallocate = real
+    seconds = []
+    for _ in range(rounds):
+        before = time.perf_counter()
+        tier = DiskTier([folder], None)
+        seconds.append(time.perf_counter() - before)
+        assert tier.stats().num_records == number
+        tier.close()
+    for file in folder.iterdir():
+        file.unlink()
+    return {"operation": "open 100 GiB", "records": number, "ms": median(seconds) * 1e3}
+
+
+def small_calls(path: Path, rounds: int) -> list[dict]:
+    """Microseconds of each call, in a tier that is full: every create evicts."""
+    tier = DiskTier([path / "small"], 64 * MIB)
+    data = bytes(8000)
+    num_records = 2 * 64 * MIB // (2 * SLOT_BYTES)
+    times: dict[str, list[float]] = {"create": [], "fill and commit": [], "open and close": []}
+    for number in range(num_records + 1000 * rounds):
+        before = time.perf_counter()
+        writer = tier.create(key(number), len(data))
+        created = time.perf_counter()
+        with writer:
+            writer.piece(0, len(data))[:] = data
+            tier.commit([writer])
+        committed = time.perf_counter()
+        tier.open([key(number)])[0].close()
+        opened = time.perf_counter()
+        if number >= num_records:
+            for name, seconds in zip(times, (created - before, committed - created, opened - committed), strict=True):
+                times[name].append(seconds)
+    assert tier.stats().evicted > num_records // 2
+    tier.close()
+    return [{"operation": f"{name}, 8 KB", "us": median(seconds) * 1e6} for name, seconds in times.items()]
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, style in (("store", "-o"), ("retrieve", "--s")):
+        for color, piece in enumerate(PIECES):
+            rows = [one for one in results if (one["operation"], one.get("piece KiB")) == (name, piece // 1024)]
+            label = f"{name}, pieces of {piece // 1024} KiB"
+            axes.plot(
+                [one["MiB"] for one in rows], [one["of bound"] for one in rows], style, c=f"C{color}", label=label
+            )
+    axes.axhline(0.8, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    results = []
+    print(f"{'operation':12} {'MiB':>6} {'piece KiB':>9} {'GB/s':>7} {'bound':>7} {'of bound':>9} {'best':>6}")
+    line = "{operation:12} {MiB:6.2f} {piece KiB:9} {GB/s:7.2f} {bound GB/s:7.2f} {of bound:9.2f} {of bound, best:6.2f}"
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        for num_bytes in RECORD_BYTES:
+            for piece_bytes in PIECES:
+                rounds = options.rounds * max(1, min(20, 32 * MIB // num_bytes))
+                for result in measure(Path(folder), num_bytes, min(piece_bytes, num_bytes), rounds):
+                    result["piece KiB"] = piece_bytes // 1024
+                    results.append(result)
+                    print(line.format(**result), flush=True)
+        for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 3)]:
+            results.append(result)
+            print(", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
+    if options.plot:
+        plot(results, options.plot)
+    print(json.dumps({"machine": platform.processor() or platform.machine(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
