@@ -48,7 +48,7 @@ class Backend(ABC):
 
     def give_up(self, thread_id: int) -> None:  # noqa: B027, nothing is a fine default
         """The call that the thread (threading.get_ident) is in is late: make it return soon, by closing its connection
-        for instance. It may have returned already.
+        for instance. It may have returned already. Called again until it has.
         """
 
     def close(self) -> None:  # noqa: B027

@@ -2,7 +2,8 @@
 
     call(function, timeout) ─► an idle thread, or a new one ─► result
              │ too late
-             └──► the caller goes on; give_up(thread) may close what the thread waits for; it ends with its call
+             └──► the caller goes on; give_up(thread) closes what the thread waits for, again and again until
+                  the call has returned, and the thread ends
 
 A socket's timeout is one of each read: a server that sends a byte now and then never exceeds it, and looking up a name
 has none at all. So the calls are made on threads of their own, and a late one is left behind. It holds its place among
@@ -18,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 IDLE_SECONDS = 30.0  # until an idle thread ends
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between calls of give_up
 
 
 class _Call(Generic[T]):
@@ -30,7 +32,8 @@ class _Call(Generic[T]):
 
 class Caller:
     """Threads that make calls. give_up: called with the identity of the thread whose call is late, on yet another
-    thread; None for nothing. Thread-safe.
+    thread, and again until that call returns: the first may come before there is anything to close. None for nothing.
+    Thread-safe.
     """
 
     def __init__(self, max_threads: int = 8, give_up: Callable[[int], None] | None = None) -> None:
@@ -83,7 +86,7 @@ class Caller:
                 return  # just in time
             call.is_late = True
         if self._give_up is not None and worker.ident is not None:
-            threading.Thread(target=self._give_up, args=(worker.ident,), daemon=True).start()
+            threading.Thread(target=_give_up, args=(self._give_up, call, worker.ident), daemon=True).start()
         raise TimeoutError(f"no answer within {timeout} s")
 
     def _returned(self, call: _Call[Any], worker: "_Worker") -> bool:
@@ -103,6 +106,14 @@ class Caller:
                 return False
             self._idle.remove(worker)
             return True
+
+
+def _give_up(give_up: Callable[[int], None], call: _Call[Any], thread_id: int) -> None:
+    pause = FIRST_PAUSE
+    while not call.done.is_set():
+        give_up(thread_id)
+        call.done.wait(pause)
+        pause = min(pause * 2, LONGEST_PAUSE)
 
 
 class _Worker(threading.Thread):

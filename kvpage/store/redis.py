@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from kvpage.store.redis_client import Client, connector, disconnect, redis
+from kvpage.store.redis_client import Client, connector, disconnect, interrupt, redis
 from kvpage.store.remote import Backend, RemoteTier
 from kvpage.store.remote_options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.tier import Key, RecordInfo
@@ -47,6 +47,7 @@ class RedisBackend(Backend):
         self._lock = threading.Lock()
         self._idle: list[Client] = []
         self._busy: dict[int, Client] = {}  # by thread
+        self._given_up: set[int] = set()  # threads of those
         self._is_closed = False
 
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
@@ -82,18 +83,22 @@ class RedisBackend(Backend):
 
     def give_up(self, thread_id: int) -> None:
         with self._lock:
-            client = self._busy.pop(thread_id, None)
+            client = self._busy.get(thread_id)
+            if client is not None:
+                self._given_up.add(thread_id)
         if client is not None:
-            disconnect(client)
+            interrupt(client)
 
     def close(self) -> None:
         with self._lock:
-            clients = [*self._idle, *self._busy.values()]
+            idle, busy = list(self._idle), list(self._busy.values())
             self._is_closed = True
             self._idle.clear()
             self._busy.clear()
-        for client in clients:
+        for client in idle:
             disconnect(client)
+        for client in busy:
+            interrupt(client)
 
     def _name(self, key: Key) -> bytes:
         return self._prefix + key.hex().encode()
@@ -140,6 +145,8 @@ class RedisBackend(Backend):
         finally:
             with self._lock:
                 stays = self._busy.pop(thread_id, None) is not None and not self._is_closed
+                stays = stays and thread_id not in self._given_up
+                self._given_up.discard(thread_id)
                 if stays:
                     self._idle.append(client)
             if not stays:
