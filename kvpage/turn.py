@@ -1,7 +1,7 @@
 """Turn: by which angle each row's pairs of numbers are turned, for kvpage.ops.mix_rows.
 
-    a head     [ ... first | x x x x  y y y y | ... ]     neox: x and y of a pair lie num_pairs apart
-                           | x y x y  x y x y |           interleaved: side by side
+a head     [ ... first | x x x x  y y y y | ... ]     neox: x and y of a pair lie num_pairs apart
+                       | x y x y  x y x y |           interleaved: side by side
 """
 
 from dataclasses import dataclass

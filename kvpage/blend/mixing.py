@@ -1,6 +1,6 @@
 """Tensors of tokens in any dimension as rows of heads, for kvpage.ops, and back.
 
-    [T, heads * size]   [T, heads, size]   [heads, T, size]     ──►  rows [T, heads, size], a view if there is one
+[T, heads * size]   [T, heads, size]   [heads, T, size]     ──►  rows [T, heads, size], a view if there is one
 """
 
 import math
