@@ -10,6 +10,7 @@ from kvpage.blend.interfaces import (
     BlendRetrieverTask,
 )
 from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.segment_store import Segment, SegmentStore
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "BlendRetrieverTask",
     "CacheBlendImpl",
     "RotaryTables",
+    "Segment",
+    "SegmentStore",
     "Selection",
     "create_index",
     "indices_to_mask",
