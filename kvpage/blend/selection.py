@@ -46,6 +46,8 @@ def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.T
 
     fresh, retrieved: one shape. valid: bool [num_tokens].
     """
+    if not retrieved.numel():
+        return torch.zeros(retrieved.shape[token_dim], device=retrieved.device)
     fresh_rows = as_rows(fresh.to(retrieved.dtype), token_dim, None)
     return ops.row_deviation(fresh_rows, as_rows(retrieved, token_dim, None), valid)
 
