@@ -260,6 +260,15 @@ def test_retrieval_is_asynchronous_and_fetches_a_segment_once():
         assert sorted(source.calls) == [(b"a", (1, 9)), (b"a", (2, 9)), (b"b", (1, 9))]
 
 
+def test_no_empty_segment_is_asked_for():
+    source = Held()
+    source.go.set()
+    with SegmentBlendRetriever(source, META["vllm"]) as retriever:
+        tokens, bounds = request([1, 2, 3], [], [4, 5])
+        assert retriever.new_request(tokens, bounds, boundaries=[0, 1, 3, 5]).result(0).k is None
+    assert sorted(tokens for _, tokens in source.calls) == [(1,), (2, 3), (4, 5)]
+
+
 def test_errors_of_the_store_reach_the_result():
     source = Held(OSError("the disk is gone"))
     source.go.set()
