@@ -17,6 +17,7 @@ copies for the whole blend on a CPU; at least 0.85 of the copy's speed on a GPU.
 """
 
 import argparse
+import functools
 import json
 import platform
 import time
@@ -50,47 +51,57 @@ class Prompt:
         self.fresh = rows(num_tokens)
         self.room = [(torch.empty_like(k), torch.empty_like(v)) for k, v in self.retrieved]
 
-    def copy(self) -> None:
-        for pair, room in zip(self.retrieved, self.room, strict=True):
-            for part, to in zip(pair, room, strict=True):
+        self.executor = CacheBlendImpl(RATIO, rotary=self.tables)
+
+    # Each does some layers, in order; what all layers share is made at layer 0.
+
+    def copy(self, layers: range) -> None:
+        for layer in layers:
+            for part, to in zip(self.retrieved[layer], self.room[layer], strict=True):
                 to.copy_(part)
 
-    def turn(self) -> None:
-        turn = self.tables.turning(self.original, self.positions, self.fresh.device)
-        for (k, _), (to, _) in zip(self.retrieved, self.room, strict=True):
-            ops.mix_rows(heads(k), heads(to), turn)
+    def turn(self, layers: range) -> None:
+        if 0 in layers:
+            self.its_turn = self.tables.turning(self.original, self.positions, self.fresh.device)
+        for layer in layers:
+            ops.mix_rows(heads(self.retrieved[layer][0]), heads(self.room[layer][0]), self.its_turn)
 
-    def turn_and_copy(self) -> None:
-        turn = self.tables.turning(self.original, self.positions, self.fresh.device)
-        for (k, v), room in zip(self.retrieved, self.room, strict=True):
-            ops.mix_rows(heads(k), heads(room[0]), turn)
-            ops.mix_rows(v[:, None], room[1][:, None])
+    def turn_and_copy(self, layers: range) -> None:
+        self.turn(layers)
+        for layer in layers:
+            ops.mix_rows(self.retrieved[layer][1][:, None], self.room[layer][1][:, None])
 
-    def deviation(self) -> None:
-        for k, v in self.retrieved:
+    def deviation(self, layers: range) -> None:
+        for layer in layers:
+            k, v = self.retrieved[layer]
             ops.row_deviation(k[:, None], v[:, None], self.valid)
 
-    def blend(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Layer 1 chooses. K, V of the last layer, and the rows that were chosen."""
-        executor, positions, fresh = CacheBlendImpl(RATIO, rotary=self.tables), self.positions, self.fresh
-        for layer, (k, v) in enumerate(self.retrieved):
-            output = executor.blend(
-                layer, k, v, self.valid, self.original, fresh, fresh, fresh, positions, self.bounds
-            )  # fmt: skip
-            if layer == executor.check_layer:
-                positions, fresh = output.positions, fresh[output.local_indices]
-        assert executor.selection is not None
-        return output.k, output.v, executor.selection.indices
+    def blend(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the last of the layers. Layer 1 chooses rows."""
+        output = None
+        for layer in layers:
+            chosen = None if layer <= self.executor.check_layer else self.chosen
+            positions, fresh = self.positions, self.fresh
+            if chosen is not None:
+                positions, fresh = self.chosen_positions, self.chosen_fresh
+            output = self.executor.blend(
+                layer, *self.retrieved[layer], self.valid, self.original, fresh, fresh, fresh, positions, self.bounds
+            )
+            if layer == self.executor.check_layer:
+                self.chosen, self.chosen_positions = output.local_indices, output.positions
+                self.chosen_fresh = self.fresh[self.chosen]
+        assert output is not None
+        return output.k, output.v
 
-    def eager(self) -> None:
-        cos, sin = self.tables.cos_sin(self.positions)
-        old_cos, old_sin = self.tables.cos_sin(self.original)
-        chosen = torch.arange(0, len(self.positions), 7, device=self.fresh.device)
-        for k, v in self.retrieved:
-            plain = eager_turn(heads(k).float(), old_cos[:, None], -old_sin[:, None])
-            mixed_k = eager_turn(plain, cos[:, None], sin[:, None]).to(k.dtype).view_as(k)
+    def eager(self, layers: range) -> None:
+        if 0 in layers:
+            self.new, self.old = (self.tables.cos_sin(at) for at in (self.positions, self.original))
+        for layer in layers:
+            k, v = self.retrieved[layer]
+            plain = eager_turn(heads(k).float(), self.old[0][:, None], -self.old[1][:, None])
+            mixed_k = eager_turn(plain, *(part[:, None] for part in self.new)).to(k.dtype).view_as(k)
             mixed_v = v.clone()
-            mixed_k[chosen], mixed_v[chosen] = self.fresh[chosen], self.fresh[chosen]
+            mixed_k[self.chosen], mixed_v[self.chosen] = self.chosen_fresh, self.chosen_fresh
 
 
 def heads(rows: torch.Tensor) -> torch.Tensor:
@@ -104,7 +115,8 @@ def eager_turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 def check(prompt: Prompt) -> None:
     """The last layer's blend against fp64, K within what bf16 keeps."""
-    k, v, chosen = prompt.blend()
+    k, v = prompt.blend(range(len(prompt.retrieved)))
+    chosen = prompt.chosen
     last_k, last_v = prompt.retrieved[-1]
     pairs = torch.arange(0, SIZE, 2, dtype=torch.float64, device=k.device) / SIZE
     angles = (prompt.positions - prompt.original)[:, None].double() * 500000.0**-pairs
@@ -129,7 +141,9 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
-    """The least time of each, others being noise; they take turns, so that a noisy moment meets them all."""
+    """The least time of each, others being noise; they take turns, on a CPU layer by layer, so that a noisy moment
+    meets them all: the least times of all layers are added up.
+    """
     calls = {
         "copy": prompt.copy,
         "turn": prompt.turn,
@@ -138,12 +152,19 @@ def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
         "deviation": prompt.deviation,
         "eager": prompt.eager,
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    num_layers = len(prompt.retrieved)
+    step = 1 if device == "cpu" else num_layers
+    parts = [range(first, first + step) for first in range(0, num_layers, step)]
+    best = dict.fromkeys(calls, 0.0)
+    least = {(name, part): float("inf") for name in calls for part in parts}
     for round_id in range(rounds + 1):
-        for name, call in calls.items():
-            if name != "eager" or round_id < 3:
-                times[name].append(seconds(call, device))
-    best = {name: min(taken[1:]) for name, taken in times.items()}
+        for part in parts:
+            for name, call in calls.items():
+                if name != "eager" or round_id < 2:
+                    taken = seconds(functools.partial(call, part), device)
+                    least[name, part] = min(least[name, part], taken) if round_id else float("inf")
+    for (name, _), taken in least.items():
+        best[name] += taken
     num_bytes = 2 * sum(k.nbytes + v.nbytes for k, v in prompt.retrieved)  # read and written
     share = {"turn": 0.5, "deviation": 0.5}
     return [
