@@ -160,7 +160,7 @@ def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
     for round_id in range(rounds + 1):
         for part in parts:
             for name, call in calls.items():
-                if name != "eager" or round_id < 2:
+                if name != "eager" or round_id < 4:
                     taken = seconds(functools.partial(call, part), device)
                     least[name, part] = min(least[name, part], taken) if round_id else float("inf")
     for (name, _), taken in least.items():
