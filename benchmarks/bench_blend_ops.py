@@ -11,8 +11,8 @@ The result is checked before anything is timed, in fp64 by each pair's angle.
     eager       K un-turned and turned again by torch operations, V cloned, fresh rows put in by indices
 
 Layers follow each other as in a model, so that nothing but what one layer holds can stay in a cache. On a CPU the
-operations write past the cache, which copy_ of as little does not: turning and copying together may take less. Target: at most 2
-copies for the whole blend on a CPU; at least 0.85 of the copy's speed on a GPU.
+operations write past the cache, which copy_ of as little does not: turning and copying together may take less. Target:
+at most 2 copies for the whole blend on a CPU; at least 0.85 of the copy's speed on a GPU.
 
     python benchmarks/bench_blend_ops.py [--device cpu|cuda] [--layers N] [--tokens N] [--threads N] [--plot PATH]
 """
