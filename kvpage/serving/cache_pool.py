@@ -1,5 +1,6 @@
 """KVPageCachePool: the blocks of one model, for KVPageCaches that come and go."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,7 +21,11 @@ from kvpage.serving.model_limits import constant_rope_len
 
 
 class KVPageCachePool:
-    """Owns the cache tensors and the block manager; the model stays the caller's. Make it by `from_model`."""
+    """Owns the cache tensors and the block manager; the model stays the caller's. Make it by `from_model`.
+
+    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and other
+    weights need another pool.
+    """
 
     def __init__(self, model: PreTrainedModel, shape: KVShape, engine: CacheEngine, manager: BlockManager) -> None:
         self.model, self.engine, self.manager = model, engine, manager
@@ -59,6 +64,7 @@ class KVPageCachePool:
         if cache_config.num_gpu_blocks == 0:
             raise ValueError("num_gpu_blocks must be positive, got 0")
         check_config(model)
+        _check_cacheable(model)
         _check_eval(model)
         shape = KVShape.of_model(model)
         _check_backend(model, shape, cache_config)
@@ -118,6 +124,14 @@ class KVPageCachePool:
                 f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
                 f"got {num_tokens}"
             )
+
+
+def _check_cacheable(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"forward must take past_key_values, that of {name} does not")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"model must have no state but K and V, {name} has")
 
 
 def _check_eval(model: PreTrainedModel) -> None:

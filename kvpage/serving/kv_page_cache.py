@@ -169,6 +169,10 @@ class KVPageCache(Cache):
         """Layers."""
         return max(self._pool.layers) + 1
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """TypeError: a copy would be a copy of the pool. Another cache finds the same beginning."""
+        raise TypeError("KVPageCache cannot be copied or pickled: make another one over the same pool")
+
     def __repr__(self) -> str:
         return f"KVPageCache({len(self._rows)} rows of {self._rows.length} tokens)"
 
@@ -260,10 +264,10 @@ def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> RemovableHandle:
     signature = inspect.signature(model.forward)
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        heard: KVPageCache | None = reference()
         arguments = named_arguments(signature, args, kwargs)
-        if heard is not None and arguments.get("past_key_values") is heard:
-            heard._before_forward(arguments)
+        given = arguments.get("past_key_values")
+        if isinstance(given, KVPageCache) and given is reference():
+            given._before_forward(arguments)
 
     return model.register_forward_pre_hook(before, with_kwargs=True)
 
