@@ -40,12 +40,13 @@ class RowSlots(NamedTuple):
 
     slot_mapping: int64 [num_rows * num_new_tokens], one row after the other; -1 for what is in the blocks already.
     block_tables: int32 [num_rows, max_blocks].
-    num_tokens: of each row, those of the step included.
+    start, end: the step's tokens are the rows' [start, end).
     """
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
-    num_tokens: int
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -100,27 +101,26 @@ class CachedRows:
         """Takes what every row has found as computed. At least the last token of the prompt is left."""
         self.length = self.num_found
 
-    def check(self, tokens: TokenRows, repeats: int) -> None:
-        """ValueError unless tokens that come next, for each row so often, are those that `open` was given."""
-        planned = self._tokens[:, self.length : self.length + tokens.shape[1]].repeat(repeats, axis=0)
-        if not np.array_equal(planned, tokens[:, : planned.shape[1]]):
+    def check(self, tokens: TokenRows, start: int, repeats: int = 1) -> None:
+        """ValueError unless tokens from `start` on, for each row so often, are those that are known of it."""
+        known = self._tokens[:, start : start + tokens.shape[1]].repeat(repeats, axis=0)
+        if not np.array_equal(known, tokens[:, : known.shape[1]]):
             raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
 
-    def begin(self, tokens: TokenRows) -> RowSlots:
-        """Room for the next tokens of every row: [num_rows, at least 1]."""
-        end = self.length + tokens.shape[1]
+    def begin(self, tokens: TokenRows, start: int) -> RowSlots:
+        """Room for every row's tokens from `start` on: [num_rows, at least 1]. `start` is at most the length."""
         self.commit()
+        end = start + tokens.shape[1]
         lacking = [max(end - row.room, 0) for row in self._rows]
         self._manager.append([row.seq_id for row in self._rows], lacking)
         for row, count in zip(self._rows, lacking, strict=True):
             row.room += count
-        return self._slots(end)
+        return self._slots(start, end)
 
-    def finish(self, tokens: TokenRows) -> None:
+    def finish(self, tokens: TokenRows, start: int) -> None:
         """The tokens that `begin` was given are written, in all layers."""
-        computed = np.concatenate([self._tokens[:, : self.length], tokens], axis=1)
-        self.length = computed.shape[1]
-        self._tokens = np.concatenate([computed, self._tokens[:, self.length :]], axis=1)
+        self.length = start + tokens.shape[1]
+        self._tokens = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, self.length :]], axis=1)
 
     def commit(self) -> None:
         """What is computed can be found from now on, in whole blocks."""
@@ -225,12 +225,12 @@ class CachedRows:
         self._engine.move(self._manager.take_moves())
         self._engine.copy(torch.from_numpy(np.stack(tables, axis=1).astype(np.int64)))
 
-    def _slots(self, end: int) -> RowSlots:
+    def _slots(self, start: int, end: int) -> RowSlots:
         self._engine.move(self._manager.take_moves())
         seq_ids, num_rows = [row.seq_id for row in self._rows], len(self)
-        slots = self._manager.slot_mappings(seq_ids, [self.length] * num_rows, [end] * num_rows).reshape(num_rows, -1)
+        slots = self._manager.slot_mappings(seq_ids, [start] * num_rows, [end] * num_rows).reshape(num_rows, -1)
         for row, row_slots in zip(self._rows, slots, strict=True):
-            row_slots[: max(row.num_written - self.length, 0)] = PAD_SLOT
+            row_slots[: max(row.num_written - start, 0)] = PAD_SLOT
         device = self._engine.device
         tables = torch.from_numpy(self._manager.block_tables(seq_ids))
-        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(device), tables.to(device), end)
+        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(device), tables.to(device), start, end)

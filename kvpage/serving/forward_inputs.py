@@ -17,31 +17,34 @@ TEXT_INPUTS = frozenset(
 
 
 class ForwardInputs(NamedTuple):
-    """tokens: the new ones, int32 [num_rows, at least 1].
+    """tokens: the new ones, int32 [num_rows, at least 1]. start: the place of the first.
 
     is_whole: of each row, whether the model is to see all of its tokens, each at its place. Only then do its tokens
         alone tell its K and V.
     """
 
     tokens: TokenRows
+    start: int
     is_whole: list[bool]
 
     @classmethod
     def of_call(cls, arguments: Mapping[str, Any], length: int) -> "ForwardInputs":
         """The inputs of a forward by their names, where `length` tokens are in the cache.
 
-        ValueError where there is more than text, or no input_ids.
+        They follow these, unless they have the positions from 0 on: assisted generation computes the whole prompt at
+        first, whatever the cache holds. ValueError where there is more than text, or no input_ids.
         """
         others = [name for name, value in arguments.items() if name not in TEXT_INPUTS and _is_data(value)]
         if others:
             raise ValueError(f"a cache of blocks takes text only, got {', '.join(sorted(others))}")
         tokens = as_token_rows(arguments.get("input_ids"))
-        mask = arguments.get("attention_mask")
-        is_whole = is_unmasked(mask, len(tokens), length + tokens.shape[1])
-        for name in ("position_ids", "cache_position"):
-            in_place = _are_in_place(arguments.get(name), length, tokens.shape)
+        positions = [arguments.get(name) for name in ("position_ids", "cache_position")]
+        start = 0 if any(x is not None and all(_are_in_place(x, 0, tokens.shape)) for x in positions) else length
+        is_whole = is_unmasked(arguments.get("attention_mask"), len(tokens), start + tokens.shape[1])
+        for given in positions:
+            in_place = _are_in_place(given, start, tokens.shape)
             is_whole = [whole and right for whole, right in zip(is_whole, in_place, strict=True)]
-        return cls(tokens, is_whole)
+        return cls(tokens, start, is_whole)
 
 
 def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +83,8 @@ def is_unmasked(attention_mask: Any, num_rows: int, num_tokens: int) -> list[boo
     return attention_mask.bool().all(dim=1).tolist()
 
 
-def _are_in_place(positions: Any, length: int, shape: tuple[int, ...]) -> list[bool]:
-    """Of each row, whether its tokens have the positions from `length` on; None leaves them to the model."""
+def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bool]:
+    """Of each row, whether its tokens have the positions from `start` on; None leaves them to the model."""
     num_rows, num_tokens = shape
     if positions is None:
         return [True] * num_rows
@@ -89,7 +92,7 @@ def _are_in_place(positions: Any, length: int, shape: tuple[int, ...]) -> list[b
         positions = positions.unsqueeze(0)
     if positions.dim() != 2 or positions.shape[0] not in (1, num_rows) or positions.shape[1] != num_tokens:
         return [False] * num_rows
-    expected = torch.arange(length, length + num_tokens, device=positions.device)
+    expected = torch.arange(start, start + num_tokens, device=positions.device)
     return (positions == expected).all(dim=1).expand(num_rows).tolist()
 
 

@@ -102,22 +102,22 @@ class KVPageCache(Cache):
         step = self._checked_step(key_states, layer_idx)
         layer = self._pool.layers[layer_idx]
         layer.write(key_states, value_states, step.slots)
-        if step.slots.num_tokens == key_states.shape[2] and layer.keeps(key_states.dtype):
+        if step.slots.start == 0 and layer.keeps(key_states.dtype):
             rows = key_states, value_states  # nothing was in the cache
         else:
             rows = layer.read(key_states, value_states, step.slots)
         step.layers_left.remove(layer_idx)
         if not step.layers_left:
-            self._rows.finish(step.tokens)
+            self._rows.finish(step.tokens, step.slots.start)
             self._step = None
         return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that the layer holds of each row; those that were found count from the start."""
         step = self._step
-        if step is None or layer_idx in step.layers_left:
+        if step is None:
             return self._rows.length
-        return step.slots.num_tokens
+        return step.slots.start if layer_idx in step.layers_left else step.slots.end
 
     def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
         """(number of keys, place of the first) for so many queries; older versions give the queries' positions."""
@@ -204,21 +204,20 @@ class KVPageCache(Cache):
 
     def _before_forward(self, arguments: dict[str, Any]) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
-        self._step = None  # that of a forward that has raised
         rows = self._rows
-        tokens, is_whole = ForwardInputs.of_call(arguments, rows.length)
-        self._pool.check_forward(rows.length + tokens.shape[1])
+        tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
+        self._pool.check_forward(start + tokens.shape[1])
         if not len(rows):  # after a reset
             rows.open(tokens, is_whole, self._namespace)
         repeats, rest = divmod(len(tokens), len(rows))
         if rest or not repeats:
             raise ValueError(f"input_ids must have {len(rows)} rows, or a multiple of it, got {len(tokens)}")
-        rows.check(tokens, repeats)
+        rows.check(tokens, start, repeats)
         self._hide([all(is_whole[row : row + repeats]) for row in range(0, len(tokens), repeats)])
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
         try:
-            self._step = _Step(tokens, rows.begin(tokens), set(self._pool.layers))
+            self._step = _Step(tokens, rows.begin(tokens, start), set(self._pool.layers))
         except OutOfBlocks:
             rows.select(range(0, len(rows), repeats))
             raise
@@ -258,8 +257,8 @@ class _Step:
     layers_left: set[int]
 
 
-def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> RemovableHandle:
-    """Tells the cache of each forward that is given it. The hook does not keep the cache alive."""
+def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> list[RemovableHandle]:
+    """Tells the cache when a forward begins that is given it, and when it ends. The hooks do not keep it alive."""
     reference, model = weakref.ref(cache), pool.model.base_model
     signature = inspect.signature(model.forward)
 
@@ -269,9 +268,18 @@ def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> RemovableHandle:
         if isinstance(given, KVPageCache) and given is reference():
             given._before_forward(arguments)
 
-    return model.register_forward_pre_hook(before, with_kwargs=True)
+    def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given = reference()
+        if given is not None:
+            given._step = None  # there still is one only if the forward has raised
+
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, always_call=True),
+    ]
 
 
-def _end(rows: CachedRows, hook: RemovableHandle) -> None:
-    hook.remove()
+def _end(rows: CachedRows, hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
     rows.release()

@@ -40,7 +40,7 @@ class LayerBlocks:
         ops.gather_cache(
             self.cache,
             slots.block_tables,
-            [slots.num_tokens] * key.shape[0],
+            [slots.end] * key.shape[0],
             self.layout,
             out=(by_token[0], None if self.is_latent else by_token[1]),
             scales=self.scales,
@@ -53,7 +53,7 @@ class LayerBlocks:
         return self.layout.dtype == dtype and not self.layout.is_quantized
 
     def _new(self, key: torch.Tensor, size: int, slots: RowSlots) -> torch.Tensor:
-        return key.new_empty(*key.shape[:2], slots.num_tokens, size, dtype=self._row_dtype(key))
+        return key.new_empty(*key.shape[:2], slots.end, size, dtype=self._row_dtype(key))
 
     def _row_dtype(self, key: torch.Tensor) -> torch.dtype:
         if not self.layout.is_quantized:

@@ -47,14 +47,14 @@ class Model:
     def compute(self, rows: CachedRows, before: list[list[int]], new: list[list[int]]) -> None:
         """One step: each row's tokens so far, and its next ones."""
         tokens = np.array(new, np.int32)
-        rows.check(tokens, 1)
-        slots = rows.begin(tokens)
+        rows.check(tokens, len(before[0]))
+        slots = rows.begin(tokens, len(before[0]))
         for layer, cache in enumerate(self.engine.gpu_cache):
             parts = [content(old + more, layer) for old, more in zip(before, new, strict=True)]
             key, value = (torch.cat([part[i][len(before[0]) :] for part in parts]) for i in (0, 1))
             ops.reshape_and_cache(key, value, cache, slots.slot_mapping, self.engine.layout)
         self.check(slots, [old + more for old, more in zip(before, new, strict=True)])
-        rows.finish(tokens)
+        rows.finish(tokens, len(before[0]))
 
     def check(self, slots: RowSlots, tokens: list[list[int]]) -> None:
         for layer, cache in enumerate(self.engine.gpu_cache):
@@ -95,7 +95,7 @@ def test_a_row_that_has_found_more_writes_nothing_into_what_it_has_found() -> No
     other = [prompt[0]] + [50] * (3 * B)
     both = model.open([prompt + [99], other])
     assert (both.length, both.num_found) == (1, 1)  # the other has the first token by a copy
-    slots = both.begin(np.array([prompt[1:] + [99], other[1:]], np.int32)).slot_mapping.view(2, -1)
+    slots = both.begin(np.array([prompt[1:] + [99], other[1:]], np.int32), 1).slot_mapping.view(2, -1)
     assert slots[0, :-1].tolist() == [-1] * (3 * B - 1)
     owned = [*slots[0, -1:].tolist(), *slots[1].tolist()]
     cached = model.manager.tree.match(np.arange(3 * B + 1, dtype=np.int32))
@@ -215,7 +215,7 @@ def test_open_and_begin_without_room_change_nothing() -> None:
     rows.commit()
     before = state(model, rows)
     with pytest.raises(OutOfBlocks):
-        rows.begin(np.array([[1], [2]], np.int32))
+        rows.begin(np.array([[1], [2]], np.int32), 2 * B)
     assert state(model, rows) == before
 
 
@@ -226,8 +226,8 @@ def test_errors() -> None:
     before = state(model, rows)
     for wrong in ([[4], [4]], [[3], [3]], [[3, 0], [5, 0]]):
         with pytest.raises(ValueError, match="input_ids must be those that the cache was made with"):
-            rows.check(np.array(wrong, np.int32), 1)
-    rows.check(np.array([[3], [3], [4], [4]], np.int32), 2)
+            rows.check(np.array(wrong, np.int32), 2)
+    rows.check(np.array([[3], [3], [4], [4]], np.int32), 2, 2)
     for length in (-1, 3):
         with pytest.raises(ValueError, match=r"length must be in \[0, 2\]"):
             rows.crop(length)
