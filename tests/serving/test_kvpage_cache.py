@@ -512,7 +512,7 @@ def test_without_room_for_the_answer_nothing_is_lost() -> None:
             assert cache.get_seq_length() == 4 * B
     check_drained(pool)
     with KVPageCache(pool, ids) as cache:
-        assert cache.get_seq_length() == 3 * B - 1
+        assert cache.get_seq_length() == 2 * B  # there is no room to copy a part of the third block
         assert torch.equal(generate("llama", ids, cache, max_new_tokens=2), generate("llama", ids, max_new_tokens=2))
 
 
@@ -635,7 +635,7 @@ def test_models_whose_state_is_not_all_in_k_and_v() -> None:
     refused = {
         "encoder": tf.T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4),
         "layers must be of": tf.JambaConfig(**sizes, num_experts=2, use_mamba_kernels=False),
-        "layers must be of .* has mamba": tf.MambaConfig(
+        "layers must be of .*, MambaForCausalLM has": tf.MambaConfig(
             vocab_size=99, hidden_size=16, num_hidden_layers=1, state_size=4
         ),
     }
