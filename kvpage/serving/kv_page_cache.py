@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -204,6 +204,8 @@ class KVPageCache(Cache):
 
     def _before_forward(self, arguments: dict[str, Any]) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
+        if self._step is not None:  # a module within the one that has told of them
+            return
         rows = self._rows
         tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
         self._pool.check_forward(start + tokens.shape[1])
@@ -229,8 +231,8 @@ class KVPageCache(Cache):
             return
         if self._rows.length:
             raise ValueError(
-                "attention_mask and position_ids must show every token of a row in its place, as those did that the "
-                f"cache was made with; those of rows {hidden} do not"
+                "attention_mask, position_ids and cache_position must show every token of a row in its place, after "
+                f"what is cached of it; those of rows {hidden} do not"
             )
         self._rows.hide(hidden)
 
@@ -258,9 +260,24 @@ class _Step:
 
 
 def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> list[RemovableHandle]:
-    """Tells the cache when a forward begins that is given it, and when it ends. The hooks do not keep it alive."""
-    reference, model = weakref.ref(cache), pool.model.base_model
-    signature = inspect.signature(model.forward)
+    """Tells the cache when a forward begins that is given it, and when it ends. The hooks do not keep it alive.
+
+    Not every caller begins at the same module: `generate` may call forward itself, past the hooks, and some models
+    leave out the one between. The outermost that is called with the cache tells its tokens.
+    """
+    reference, model = weakref.ref(cache), pool.model
+    modules = {id(module): module for module in (model, model.base_model, model.get_decoder()) if module is not None}
+    hooks = []
+    for module in modules.values():
+        hooks.append(module.register_forward_pre_hook(_before_forward_of(module, reference), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_after_forward_of(reference), always_call=True))
+    return hooks
+
+
+def _before_forward_of(
+    module: torch.nn.Module, reference: weakref.ref[KVPageCache]
+) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    signature = inspect.signature(module.forward)
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = named_arguments(signature, args, kwargs)
@@ -268,15 +285,18 @@ def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> list[RemovableHandle
         if isinstance(given, KVPageCache) and given is reference():
             given._before_forward(arguments)
 
+    return before
+
+
+def _after_forward_of(
+    reference: weakref.ref[KVPageCache],
+) -> Callable[[torch.nn.Module, tuple[Any, ...], Any], None]:
     def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         given = reference()
         if given is not None:
             given._step = None  # there still is one only if the forward has raised
 
-    return [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, always_call=True),
-    ]
+    return after
 
 
 def _end(rows: CachedRows, hooks: list[RemovableHandle]) -> None:
