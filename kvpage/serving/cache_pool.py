@@ -1,6 +1,7 @@
 """KVPageCachePool: the blocks of one model, for KVPageCaches that come and go."""
 
 import inspect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -14,6 +15,7 @@ from kvpage.config import CacheConfig, DeviceConfig
 from kvpage.kv_scales import KVScales
 from kvpage.serving.cache_check import verify_pool
 from kvpage.serving.cached_rows import CachedRows
+from kvpage.serving.kv_page_cache import Held
 from kvpage.serving.kv_shape import KVShape
 from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
@@ -34,6 +36,7 @@ class KVPageCachePool:
             layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent)
             for layer_id, cache, scale in zip(shape.layer_ids, engine.gpu_cache, scales, strict=True)
         }
+        self.forgotten: deque[Held] = deque()  # of caches that nobody released: filled at any time, even within a call
         self._max_len = constant_rope_len(model)
         self._seq_ids = count()
 
@@ -109,7 +112,9 @@ class KVPageCachePool:
     # --- for KVPageCache ---------------------------------------------------------------------------------------------
 
     def make_rows(self) -> CachedRows:
-        """No rows yet, over the pool's blocks."""
+        """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
+        while self.forgotten:
+            self.forgotten.popleft().release()
         return CachedRows(self.manager, self.engine, self._seq_ids)
 
     def check_forward(self, num_tokens: int) -> None:

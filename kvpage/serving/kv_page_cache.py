@@ -2,19 +2,19 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from kvpage.errors import OutOfBlocks
 from kvpage.sequence_args import check_namespace
 from kvpage.serving.cached_rows import CachedRows, RowSlots, TokenRows
-from kvpage.serving.forward_inputs import ForwardInputs, as_token_rows, is_unmasked, named_arguments
+from kvpage.serving.forward_hooks import ForwardHooks
+from kvpage.serving.forward_inputs import ForwardInputs, as_token_rows, is_unmasked
 
 if TYPE_CHECKING:
     from kvpage.serving.cache_pool import KVPageCachePool
@@ -45,9 +45,10 @@ class KVPageCache(Cache):
     For beams and several answers a prompt, rows are repeated at the first forward; beams share blocks copy-on-write.
     Layers with a sliding window keep all tokens too, and leave the window to the mask.
 
-    It has to be released: by `with`, by `release`, or when nobody holds it any more. It listens to the model's forward
-    until then, for the tokens that K and V are of. A forward that raises is as if it had not been; what was computed
-    before it stays, here and, released, for others to find. Not thread-safe: a pool and its caches, one thread.
+    It has to be released, by `with` or `release`; one that is merely forgotten gives its blocks back when the pool's
+    next cache is made. Until then it listens to the model's forward, for the tokens that K and V are of. A forward that
+    raises is as if it had not been; what was computed before it stays, here and, after the release, for others to find.
+    Not thread-safe: a pool and its caches, one thread.
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
@@ -60,21 +61,23 @@ class KVPageCache(Cache):
         self,
         pool: "KVPageCachePool",
         input_ids: torch.Tensor | Sequence[Sequence[int]],
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
         namespace: bytes = b"",
     ) -> None:
         super().__init__(layers=[])
         check_namespace(namespace)
         tokens = as_token_rows(input_ids)
-        if attention_mask is not None and tuple(attention_mask.shape) != tokens.shape:
-            raise ValueError(f"attention_mask must be of shape {tokens.shape}, got {tuple(attention_mask.shape)}")
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask)
+        if mask is not None and tuple(mask.shape) != tokens.shape:
+            raise ValueError(f"attention_mask must be of shape {tokens.shape}, got {tuple(mask.shape)}")
         pool.check_length(tokens.shape[1])
         self._pool, self._namespace = pool, namespace
         self._rows = pool.make_rows()
-        self._rows.open(tokens, is_unmasked(attention_mask, *tokens.shape), namespace)
+        self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace)
         self._rows.skip_found()
         self._step: _Step | None = None
-        self._finalizer = weakref.finalize(self, _end, self._rows, _listen(pool, self))
+        self._held = Held(self._rows, ForwardHooks(pool.model, self))
+        self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held)
         self._finalizer.atexit = False
 
     def __enter__(self) -> "KVPageCache":
@@ -88,7 +91,8 @@ class KVPageCache(Cache):
     def release(self) -> None:
         """Makes what is computed findable, and gives the blocks up. The cache is at its end; again is fine."""
         self._step = None
-        self._finalizer()
+        if self._finalizer.detach():
+            self._held.release()
 
     # --- what the model calls ----------------------------------------------------------------------------------------
 
@@ -200,12 +204,14 @@ class KVPageCache(Cache):
     def is_dummy(self) -> list[bool]:
         return [False] * len(self)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- what the hooks call -----------------------------------------------------------------------------------------
 
-    def _before_forward(self, arguments: dict[str, Any]) -> None:
+    @property
+    def is_in_forward(self) -> bool:
+        return self._step is not None
+
+    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
-        if self._step is not None:  # a module within the one that has told of them
-            return
         rows = self._rows
         tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
         self._pool.check_forward(start + tokens.shape[1])
@@ -223,6 +229,12 @@ class KVPageCache(Cache):
         except OutOfBlocks:
             rows.select(range(0, len(rows), repeats))
             raise
+
+    def end_forward(self) -> None:
+        """There still is a step only if the forward has raised."""
+        self._step = None
+
+    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _hide(self, is_whole: list[bool]) -> None:
         """Rows that padding has come into leave what others can find, as long as nothing of them is computed."""
@@ -250,6 +262,18 @@ class KVPageCache(Cache):
         return step
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a cache has to give back."""
+
+    rows: CachedRows
+    hooks: ForwardHooks
+
+    def release(self) -> None:
+        self.hooks.remove()
+        self.rows.release()
+
+
 @dataclass(slots=True)
 class _Step:
     """A forward that is under way."""
@@ -257,49 +281,3 @@ class _Step:
     tokens: TokenRows
     slots: RowSlots
     layers_left: set[int]
-
-
-def _listen(pool: "KVPageCachePool", cache: KVPageCache) -> list[RemovableHandle]:
-    """Tells the cache when a forward begins that is given it, and when it ends. The hooks do not keep it alive.
-
-    Not every caller begins at the same module: `generate` may call forward itself, past the hooks, and some models
-    leave out the one between. The outermost that is called with the cache tells its tokens.
-    """
-    reference, model = weakref.ref(cache), pool.model
-    modules = {id(module): module for module in (model, model.base_model, model.get_decoder()) if module is not None}
-    hooks = []
-    for module in modules.values():
-        hooks.append(module.register_forward_pre_hook(_before_forward_of(module, reference), with_kwargs=True))
-        hooks.append(module.register_forward_hook(_after_forward_of(reference), always_call=True))
-    return hooks
-
-
-def _before_forward_of(
-    module: torch.nn.Module, reference: weakref.ref[KVPageCache]
-) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    signature = inspect.signature(module.forward)
-
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(signature, args, kwargs)
-        given = arguments.get("past_key_values")
-        if isinstance(given, KVPageCache) and given is reference():
-            given._before_forward(arguments)
-
-    return before
-
-
-def _after_forward_of(
-    reference: weakref.ref[KVPageCache],
-) -> Callable[[torch.nn.Module, tuple[Any, ...], Any], None]:
-    def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = reference()
-        if given is not None:
-            given._step = None  # there still is one only if the forward has raised
-
-    return after
-
-
-def _end(rows: CachedRows, hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    rows.release()

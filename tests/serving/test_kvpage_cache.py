@@ -630,15 +630,17 @@ def test_arguments() -> None:
                 copied(cache)
 
 
-def test_forgotten_caches_give_their_blocks_back() -> None:
+def test_a_forgotten_cache_gives_its_blocks_back_when_the_next_is_made() -> None:
     pool, ids = make_pool("llama"), rows_of(*make_prompts([2 * B + 1]))
     cache = KVPageCache(pool, ids)
     generate("llama", ids, cache)
     del cache
     gc.collect()
-    check_drained(pool)
+    assert pool.manager.stats().num_sequences == 1
     with KVPageCache(pool, ids) as cache:
         assert cache.get_seq_length() == 2 * B
+        assert pool.manager.stats().num_sequences == 1
+    check_drained(pool)
 
 
 def test_lengths_at_which_the_rotary_embedding_changes() -> None:
