@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpage.layout import CacheLayout
 from kvpage.serving.kv_page_cache import KVPageCache
-from kvpage.serving.model_check import MAX_ERROR, MAX_ERROR_HALF, probe_tokens, relative_error
+from kvpage.serving.model_check import MAX_ERROR, MAX_ERROR_HALF, MAX_ERROR_QUANTIZED, probe_tokens, relative_error
 from kvpage.serving.model_limits import vocab_size
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ _CUT = 5  # inside a block, and with whole blocks before it
 
 def verify_pool(pool: "KVPageCachePool") -> None:
     """Computes one row in two pieces, then the end of it after what is found. ValueError, with the reason, if the
-    logits are others than those of the row in one piece without a cache. The pool's blocks should be small.
+    logits are others than those of the row in one piece without a cache, or, of blocks that quantise, nowhere near. The
+    pool's blocks should be small.
     """
     model = pool.model
     row = torch.from_numpy(probe_tokens(vocab_size(model))[0]).long().unsqueeze(0).to(model.device)
@@ -29,7 +31,16 @@ def verify_pool(pool: "KVPageCachePool") -> None:
             rest = row[:, cache.get_seq_length() :]
             found.append(model(input_ids=rest, past_key_values=cache, use_cache=True).logits[0])
     error = relative_error(torch.cat(found), torch.cat([expected, expected[-rest.shape[1] :]]))
-    limit = MAX_ERROR if min(model.dtype.itemsize, pool.engine.layout.dtype.itemsize) >= 4 else MAX_ERROR_HALF
+    limit = _max_error(model.dtype, pool.engine.layout)
     if not error <= limit:  # also for NaN
-        name = type(model).__name__
-        raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
+        name, dtype = type(model).__name__, pool.engine.layout.dtype
+        raise ValueError(
+            f"logits over blocks of {dtype} must be the model's own, those of {name} are {error:.1e} off (relative), "
+            f"and may be {limit:.1e}"
+        )
+
+
+def _max_error(dtype: torch.dtype, layout: CacheLayout) -> float:
+    if layout.is_quantized:
+        return MAX_ERROR_QUANTIZED
+    return MAX_ERROR if min(dtype.itemsize, layout.dtype.itemsize) >= 4 else MAX_ERROR_HALF

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
-from kvpage.config import CacheConfig, DeviceConfig
+from kvpage.config import CacheConfig, DeviceConfig, ParallelConfig
 from kvpage.kv_scales import KVScales
 from kvpage.serving.cache_check import verify_pool
 from kvpage.serving.cached_rows import CachedRows
@@ -60,7 +60,7 @@ class KVPageCachePool:
 
         Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
         fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
-        takes none of. TypeError for a config of another type.
+        takes none of or that leave nothing of the model. TypeError for a config of another type.
         """
         if not isinstance(cache_config, CacheConfig):
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
@@ -71,10 +71,10 @@ class KVPageCachePool:
         _check_eval(model)
         shape = KVShape.of_model(model)
         _check_backend(model, shape, cache_config)
-        probe = replace(
-            unquantized(cache_config, shape.model_config()), block_size=2, num_gpu_blocks=16, num_cpu_blocks=0
-        )
-        verify_pool(cls._make(model, shape, probe, None))
+        small = replace(cache_config, block_size=2, num_gpu_blocks=16, num_cpu_blocks=0)
+        verify_pool(cls._make(model, shape, unquantized(small, shape.model_config()), None))
+        if cache_config.layout(shape.model_config(), ParallelConfig()).is_quantized:
+            verify_pool(cls._make(model, shape, small, kv_scales))
         return cls._make(
             model,
             shape,

@@ -97,4 +97,9 @@ def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bo
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, Mapping, list, tuple))
+    """Whether there is a tensor in it, or a list of numbers. Models also pass containers of nothing on."""
+    if isinstance(value, Mapping):
+        return _is_data(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(_is_data(element) or isinstance(element, (int, float)) for element in value)
+    return isinstance(value, (torch.Tensor, np.ndarray))

@@ -177,6 +177,19 @@ def test_crop_of_the_last_step_takes_no_block() -> None:
     model.manager.check()
 
 
+def test_selected_rows_share_all_their_blocks() -> None:
+    model, prompt = Model(7), list(range(3 * B - 1))
+    rows = model.open([prompt])
+    model.compute(rows, [[]], [prompt])
+    assert model.manager.num_free_blocks == 4
+    rows.select([0] * 5)
+    assert model.manager.num_free_blocks == 4
+    model.compute(rows, [prompt] * 5, [[token] for token in range(5)])  # four of them copy the last block
+    assert model.manager.num_free_blocks == 0
+    rows.release()
+    model.manager.check()
+
+
 def test_select_without_room_changes_nothing() -> None:
     model, prompt = Model(4), list(range(2 * B))
     rows = model.open([prompt])

@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from serving.models import COMMON, CONFIGS, VOCAB, make_model, make_prompts
 
-from kvpage import CacheConfig, OutOfBlocks
+from kvpage import CacheConfig, KVScales, OutOfBlocks
 from kvpage.serving import KVPageCache, KVPageCachePool
 
 B = 4
@@ -405,7 +405,30 @@ def test_caches_of_fewer_bits_are_near(cache_dtype: str) -> None:
                     logits = model(piece, past_key_values=cache).logits[0, -1]
             error = (logits - expected).norm() / (expected - expected.mean()).norm()
             assert 0 < error < (0.05 if cache_dtype != "fp8_e4m3" else 0.3)
+        # The model sees what is stored, from the first forward on: it matters not what was found.
+        for pieces in ([4 * B + 1], [B, 3 * B + 1]):
+            with KVPageCache(pool, ids, namespace=bytes([len(pieces)])) as cache:
+                for piece in ids.split(pieces, dim=1):
+                    own = model(piece, past_key_values=cache).logits[0, -1]
+            assert torch.allclose(own, logits, atol=1e-4)
     check_drained(pool)
+
+
+def test_scales_of_8_bit_floats() -> None:
+    """Scales under which the elements fill the range, then ones that leave nothing of them."""
+    model, ids = model_of("llama"), rows_of(*make_prompts([4 * B + 1]))
+    config = CacheConfig(block_size=B, num_gpu_blocks=16, cache_dtype="fp8_e4m3")
+    with torch.no_grad():
+        expected = model(ids).logits[0, -1]
+        pool = KVPageCachePool.from_model(model, config, kv_scales=[KVScales.of([0.02, 0.05], 0.03)] * 3)
+        for found in (0, 4 * B):
+            with KVPageCache(pool, ids) as cache:
+                assert cache.get_seq_length() == found
+                logits = model(ids[:, found:], past_key_values=cache).logits[0, -1]
+            assert (logits - expected).norm() / (expected - expected.mean()).norm() < 0.3
+    with pytest.raises(ValueError, match="logits over blocks of torch.float8_e4m3fn must be the model's own"):
+        KVPageCachePool.from_model(model, config, kv_scales=[KVScales.of(1e-6, 1e6)] * 3)
+    assert not has_hooks(model)
 
 
 # --- other calls ------------------------------------------------------------------------------------------------------
@@ -461,6 +484,77 @@ def test_reset_begins_anew_with_any_rows() -> None:
         ids = rows_of(*prompts)
         assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
     check_drained(pool)
+
+
+def test_layers_have_their_own_lengths_within_a_forward() -> None:
+    """As in a DynamicCache: some models ask a layer for its length after they have updated it."""
+    model, ids = model_of("llama"), rows_of(*make_prompts([2 * B + 1]))
+    told: list[list[int]] = []
+    pool = make_pool("llama")
+    for cache in (tf.DynamicCache(), KVPageCache(pool, ids)):
+        lengths: list[int] = []
+        told.append(lengths)
+        hooks = [
+            layer.register_forward_hook(
+                lambda *_, cache=cache, lengths=lengths: lengths.extend(cache.get_seq_length(i) for i in range(3))
+            )
+            for layer in model.model.layers
+        ]
+        for piece in ids.split(B, dim=1):
+            logits_of("llama", piece, cache)
+        for hook in hooks:
+            hook.remove()
+    cache.release()
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("make", ["opt", "bloom", "llava"])
+def test_models_of_other_forms(make: str) -> None:
+    """OPT calls its decoder past the module between, Bloom has its own attention, Llava embeds tokens outside of it."""
+    model = FORMS[make]()
+    pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=32))
+    ids = rows_of(*make_prompts([3 * B + 1]))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    for found in (0, 3 * B):
+        with KVPageCache(pool, ids) as cache:
+            assert cache.get_seq_length() == found
+            assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    if make == "llava":
+        images = torch.zeros(1, 3, 8, 8)
+        with KVPageCache(pool, ids, namespace=b"images") as cache, torch.no_grad():
+            for name, value in (("pixel_values", images), ("image_sizes", [[8, 8]]), ("mm", {"image": (None, images)})):
+                with pytest.raises(ValueError, match=f"takes text only, got {name}"):
+                    model(ids, past_key_values=cache, **{name: value})
+    check_drained(pool)
+
+
+def make_opt() -> tf.PreTrainedModel:
+    config = tf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=32, max_position_embeddings=256, init_std=0.3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_bloom() -> tf.PreTrainedModel:
+    config = tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_llava() -> tf.PreTrainedModel:
+    vision = tf.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = tf.LlavaConfig(vision_config=vision, text_config=CONFIGS["llama"](), image_token_index=VOCAB - 1)
+    return tf.LlavaForConditionalGeneration(config).eval()
+
+
+FORMS = {"opt": make_opt, "bloom": make_bloom, "llava": make_llava}
 
 
 def test_lengths_that_it_tells() -> None:
@@ -540,13 +634,13 @@ def test_without_room_for_the_answer_nothing_is_lost() -> None:
 
 
 def test_without_room_for_more_rows() -> None:
-    pool, ids = make_pool("llama", 6), rows_of(*make_prompts([3 * B]))
+    pool, ids = make_pool("llama", 8), rows_of(*make_prompts([3 * B]))
     with KVPageCache(pool, ids) as cache:
         before = state(cache)
         with pytest.raises(OutOfBlocks):
             generate("llama", ids, cache, num_beams=4)
         assert state(cache) == before
-        with pytest.raises(OutOfBlocks):  # there is room for two rows, and for no token more
+        with pytest.raises(OutOfBlocks):  # there is room for a second row, but not for what comes next
             logits_of("llama", torch.cat([ids, rows_of([1, 2, 3, 4, 5])], dim=1).repeat(2, 1), cache)
         assert (len(cache._rows), cache.get_seq_length()) == (1, 0)
         assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
@@ -645,9 +739,8 @@ def test_a_forgotten_cache_gives_its_blocks_back_when_the_next_is_made() -> None
 
 def test_lengths_at_which_the_rotary_embedding_changes() -> None:
     config = CONFIGS["llama"]()
-    config.rope_parameters = config.rope_scaling = {
-        "rope_type": "dynamic", "type": "dynamic", "factor": 2.0, "rope_theta": 10000.0,
-    }  # fmt: skip
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    setattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", parameters)
     config.max_position_embeddings = 3 * B
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=16))
@@ -685,7 +778,9 @@ def test_models_that_do_not_keep_to_their_cache() -> None:
     config = CacheConfig(block_size=B, num_gpu_blocks=4)
     model = make_model("llama")
     hook = model.model.layers[0].register_forward_hook(lambda module, args, out: running_sum(out))
-    with pytest.raises(ValueError, match="logits over blocks must be the model's own, those of LlamaForCausalLM are"):
+    with pytest.raises(
+        ValueError, match="logits over blocks of torch.float32 must be the model's own, those of LlamaForCausalLM are"
+    ):
         KVPageCachePool.from_model(model, config)
     hook.remove()
     assert not has_hooks(model)
