@@ -16,14 +16,15 @@ _CUT = 5  # inside a block, and with whole blocks before it
 
 
 def verify_pool(pool: "KVPageCachePool") -> None:
-    """Computes one row in two pieces, then the end of it after what is found. ValueError, with the reason, if the
-    logits are others than those of the row in one piece without a cache, or, of blocks that quantise, nowhere near. The
-    pool's blocks should be small.
+    """Computes one row in two pieces, then the end of it after what is found. The pool's blocks should be small.
+
+    ValueError, with the reason, if the logits are others than those of the row in one piece with a cache of the model's
+    own, or, of blocks that quantise, nowhere near.
     """
     model = pool.model
     row = torch.from_numpy(probe_tokens(vocab_size(model))[0]).long().unsqueeze(0).to(model.device)
     with torch.no_grad():
-        expected = model(input_ids=row, use_cache=False).logits[0]
+        expected = model(input_ids=row, use_cache=True).logits[0]  # layers that share K and V do it there alone
         with KVPageCache(pool, row) as cache:
             pieces = row[:, :_CUT], row[:, _CUT:]
             found = [model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0] for piece in pieces]

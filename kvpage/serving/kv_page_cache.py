@@ -19,8 +19,8 @@ from kvpage.serving.forward_inputs import ForwardInputs, as_token_rows, is_unmas
 if TYPE_CHECKING:
     from kvpage.serving.cache_pool import KVPageCachePool
 
-# Until transformers 5.8 `crop` takes the length that is to be left, later how many tokens to remove, as a negative
-# number. Only a zero means different things.
+# transformers' `crop` used to take the length that is to be left, and takes how many tokens to remove, as a negative
+# number, now. Only a zero means different things.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
 

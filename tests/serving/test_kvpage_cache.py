@@ -508,9 +508,11 @@ def test_layers_have_their_own_lengths_within_a_forward() -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("make", ["opt", "bloom", "llava"])
+@pytest.mark.parametrize("make", ["opt", "bloom", "llava", "gemma3n"])
 def test_models_of_other_forms(make: str) -> None:
-    """OPT calls its decoder past the module between, Bloom has its own attention, Llava embeds tokens outside of it."""
+    """OPT calls its decoder past the module between, Bloom has its own attention, Llava embeds tokens outside of it, Gemma 3n
+    shares K and V between layers.
+    """
     model = FORMS[make]()
     pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=32))
     ids = rows_of(*make_prompts([3 * B + 1]))
@@ -520,6 +522,8 @@ def test_models_of_other_forms(make: str) -> None:
         with KVPageCache(pool, ids) as cache:
             assert cache.get_seq_length() == found
             assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    if make == "gemma3n":
+        assert list(pool.layers) == [0, 1]
     if make == "llava":
         images = torch.zeros(1, 3, 8, 8)
         with KVPageCache(pool, ids, namespace=b"images") as cache, torch.no_grad():
@@ -554,7 +558,17 @@ def make_llava() -> tf.PreTrainedModel:
     return tf.LlavaForConditionalGeneration(config).eval()
 
 
-FORMS = {"opt": make_opt, "bloom": make_bloom, "llava": make_llava}
+def make_gemma3n() -> tf.PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention"]
+    config = tf.Gemma3nTextConfig(
+        **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=6, layer_types=kinds * 2,
+        num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
+    )  # fmt: skip
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+FORMS = {"opt": make_opt, "bloom": make_bloom, "llava": make_llava, "gemma3n": make_gemma3n}
 
 
 def test_lengths_that_it_tells() -> None:
