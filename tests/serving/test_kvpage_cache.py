@@ -510,8 +510,8 @@ def test_layers_have_their_own_lengths_within_a_forward() -> None:
 
 @pytest.mark.parametrize("make", ["opt", "bloom", "llava", "gemma3n"])
 def test_models_of_other_forms(make: str) -> None:
-    """OPT calls its decoder past the module between, Bloom has its own attention, Llava embeds tokens outside of it, Gemma 3n
-    shares K and V between layers.
+    """OPT calls its decoder past the module between, Bloom has its own attention, Llava embeds tokens outside of its
+    decoder, Gemma 3n shares K and V between layers.
     """
     model = FORMS[make]()
     pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=32))
