@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "copy_life.h"
+#include "pool_life.h"
 #include "slot_life.h"
 #include "tree_life.h"
 
@@ -27,11 +28,15 @@ std::unique_ptr<Life> slot_life(uint64_t seed, Figures* figures) {
 }
 std::unique_ptr<Life> copy_life(uint64_t seed, Figures* figures) { return std::make_unique<CopyLife>(seed, figures); }
 
+std::unique_ptr<Life> pool_life(uint64_t seed, Figures* figures) {
+  constexpr int64_t kNumBlocks[] = {32, 100, 0, 1, 12};
+  return std::make_unique<PoolLife>(kNumBlocks[seed % std::size(kNumBlocks)], seed, figures);
+}
+
 constexpr Kind kKinds[] = {
-    {"tree", 800, 20'000, 64, &tree_life},
-    {"wide_tree", 10, 20'000, 512, &wide_life},
-    {"slots", 170, 20'000, 16, &slot_life},
-    {"copy", 20, 20, 1, &copy_life},
+    {"pool", 400, 50'000, 64, &pool_life},       {"tree", 480, 20'000, 128, &tree_life},
+    {"wide_tree", 10, 20'000, 512, &wide_life}, {"slots", 100, 20'000, 32, &slot_life},
+    {"copy", 10, 20, 1, &copy_life},
 };
 
 }  // namespace

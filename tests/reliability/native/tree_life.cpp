@@ -77,7 +77,7 @@ Tokens TreeLife::tokens(int64_t count) {
 // Mostly owned and distinct, sometimes anything.
 Ids TreeLife::some_ids(int64_t count) {
   Ids ids;
-  const bool is_any = rng.chance(8);
+  const bool is_any = rng.chance(3);
   for (int64_t i = 0; i < count; ++i) {
     if (is_any) {
       ids.push_back(static_cast<int32_t>(rng.below(world_.num_blocks + 3) - 1));
@@ -111,7 +111,12 @@ void TreeLife::disown(const Ids& ids) {
 
 // --- the pool ---
 
-void TreeLife::allocate() { allocate(rng.below(6)); }
+// Seldom more than there are: refusals are slow.
+void TreeLife::allocate() {
+  const int64_t count = rng.below(6);
+  const auto num_free = static_cast<int64_t>(naive_pool_.free.size());
+  allocate(rng.chance(90) ? std::min(count, num_free) : count);
+}
 
 void TreeLife::allocate(int64_t count) {
   Ids ids(static_cast<size_t>(count), kNone);
@@ -134,7 +139,7 @@ void TreeLife::share() {
 
 void TreeLife::release_ids() {
   Ids ids = some_ids(rng.below(6));
-  if (!ids.empty() && rng.chance(30)) ids.push_back(ids.front());
+  if (!ids.empty() && rng.chance(10)) ids.push_back(ids.front());
   const bool can = naive_pool_.can_release(ids);
   expect((outcome([&] { pool_->release(ids); }) == Outcome::kDone) == can, "release came to another end");
   if (!can) return;
@@ -194,6 +199,7 @@ void TreeLife::release_at(size_t at) {
   matches_.erase(matches_.begin() + static_cast<int64_t>(at));
   call([&] { tree_->release(held.real); });
   naive_.release(held.naive);
+  if (rng.chance(95)) return;
   expect(outcome([&] { tree_->release(held.real); }) == Outcome::kRefused, "a match was released twice");
 }
 
