@@ -13,7 +13,8 @@ from native_build import build, missing
 LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life"]
 # Millions of small allocations: their call stacks cost more than all else.
 OPTIONS = {
-    "ASAN_OPTIONS": "malloc_context_size=2:quarantine_size_mb=8:max_malloc_fill_size=0:detect_leaks=1",
+    "ASAN_OPTIONS": "malloc_context_size=1:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:detect_leaks=1"
+    ":max_malloc_fill_size=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1",
 }

@@ -2,7 +2,7 @@
 
     csrc/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in .pytest_cache
 
-Nothing is built twice: a name is the digest of the source, all headers, the flags and the compiler.
+Nothing is built twice: a name is the digest of the source, the headers, the flags and the compiler.
 """
 
 import functools
@@ -53,7 +53,8 @@ def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str
 
 
 def _object(flags: list[str], source: Path) -> Path:
-    digest = _digest(_version(), _headers(), *flags, source.read_text())
+    headers = [_headers(CSRC), *([_headers(NATIVE)] if source.parent == NATIVE else [])]
+    digest = _digest(_version(), *headers, *flags, source.read_text())
     return _made(CACHE / f"{source.stem}-{digest}.o", [*flags, f"-I{CSRC}", f"-I{NATIVE}", "-c", str(source)])
 
 
@@ -76,8 +77,8 @@ def _version() -> str:
 
 
 @functools.cache
-def _headers() -> str:
-    return "".join(path.read_text() for path in sorted([*CSRC.glob("*.h"), *NATIVE.glob("*.h")]))
+def _headers(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("*.h")))
 
 
 def _digest(*parts: str) -> str:

@@ -34,7 +34,7 @@ int main(int, char** arguments) {
     const int64_t share = num_operations * kind.per_thousand / 1000;
     for (int64_t done = 0, life = 0; done < share; done += kind.num_steps, ++life) {
       const int64_t num_steps = std::min(kind.num_steps, share - done);
-      live(kind, seed + static_cast<uint64_t>(life), num_steps, life % 32 == 0 ? 1 : kind.check_every, &figures);
+      live(kind, seed + static_cast<uint64_t>(life), num_steps, life % 64 == 63 ? 1 : kind.check_every, &figures);
     }
     figures[std::string(kind.name) + "_operations"] = share;
   }

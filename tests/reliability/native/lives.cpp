@@ -34,8 +34,8 @@ std::unique_ptr<Life> pool_life(uint64_t seed, Figures* figures) {
 }
 
 constexpr Kind kKinds[] = {
-    {"pool", 400, 50'000, 64, &pool_life},       {"tree", 480, 20'000, 128, &tree_life},
-    {"wide_tree", 10, 20'000, 512, &wide_life}, {"slots", 100, 20'000, 32, &slot_life},
+    {"pool", 450, 50'000, 128, &pool_life},      {"tree", 480, 20'000, 256, &tree_life},
+    {"wide_tree", 10, 20'000, 1024, &wide_life}, {"slots", 50, 20'000, 32, &slot_life},
     {"copy", 10, 20, 1, &copy_life},
 };
 

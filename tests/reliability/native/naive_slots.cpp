@@ -15,13 +15,13 @@ NaiveSlots::Facts NaiveSlots::facts() const {
   Facts found(tokens_.size());
   for (const auto& [slot, holder] : held) {
     found.ends[holder.record] = true;
-    for (int record : path_to(holder.record)) found.is_held[record] = true;
+    for (int record = holder.record; record >= 0; record = tokens_[record].parent) found.is_held[record] = true;
   }
   for (size_t i = 0; i < tokens_.size(); ++i) {
     if (!tokens_[i].is_live) continue;
     if (tokens_[i].num_pins > 0) {
       found.ends[i] = true;
-      for (int record : path_to(static_cast<int>(i))) found.is_pinned[record] = true;
+      for (auto record = static_cast<int>(i); record >= 0; record = tokens_[record].parent) found.is_pinned[record] = true;
     }
     if (tokens_[i].parent < 0) continue;
     ++found.num_children[tokens_[i].parent];
