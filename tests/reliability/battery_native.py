@@ -1,5 +1,5 @@
-"""The C++ core alone, without Python and CUDA: beside naive models under the address and undefined behaviour sanitizers,
-from several threads under the thread sanitizer, and with each allocation failing in turn."""
+"""The C++ core alone, without Python and CUDA: beside naive models under the sanitizers of addresses and of undefined
+behaviour, from several threads under that of threads, and with each allocation failing in turn."""
 
 import json
 import os

@@ -19,9 +19,25 @@ NATIVE = Path(__file__).parent / "native"
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / ".pytest_cache" / "reliability"
-CORE = """block_pool block_copier child_table copy_params copy_plan host_copy prefix_tree prefix_tree_check prefix_tree_log
-    prefix_tree_tiers sibling_index slot_allocator slot_tree slot_tree_check token_view tree_log""".split()
-FLAGS = "-std=c++20 -O1 -g1 -fno-omit-frame-pointer -fno-math-errno -Wall -Wextra -pthread".split()
+CORE = [
+    "block_pool",
+    "block_copier",
+    "child_table",
+    "copy_params",
+    "copy_plan",
+    "host_copy",
+    "prefix_tree",
+    "prefix_tree_check",
+    "prefix_tree_log",
+    "prefix_tree_tiers",
+    "sibling_index",
+    "slot_allocator",
+    "slot_tree",
+    "slot_tree_check",
+    "token_view",
+    "tree_log",
+]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
 
 
