@@ -522,9 +522,10 @@ def test_models_of_other_forms(make: str) -> None:
         with KVPageCache(pool, ids) as cache:
             assert cache.get_seq_length() == found
             assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-    with KVPageCache(pool, ids, namespace=b"past the hooks of the model itself") as cache, torch.no_grad():
-        assert torch.allclose(model.forward(ids, past_key_values=cache).logits, model(ids).logits, atol=1e-4)
-        assert cache.get_seq_length() == 3 * B + 1
+    if make != "llava" or int(tf.__version__.split(".")[0]) > 4:  # there it gives its decoder embeddings: refused
+        with KVPageCache(pool, ids, namespace=b"past the hooks of the model itself") as cache, torch.no_grad():
+            assert torch.allclose(model.forward(ids, past_key_values=cache).logits, model(ids).logits, atol=1e-4)
+            assert cache.get_seq_length() == 3 * B + 1
     if make == "gemma3n":
         assert list(pool.layers) == [0, 1]
     if make == "llava":
