@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,10 @@ class Trial:
             self.committed.pop(key(n), None)
         except TierError:
             pass
+
+    def flush(self) -> None:
+        with suppress(TierError):
+            self.tier.flush(sync=True)
 
     def check(self, tier: DiskTier) -> None:
         """What is there is what was committed."""
