@@ -6,6 +6,7 @@ is over. A failure names battery and seed, and the others go on. Ends in a table
 
 import argparse
 import json
+import logging
 import sys
 import time
 import traceback
@@ -69,6 +70,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    logging.getLogger("kvpage").setLevel(logging.ERROR)  # tiers in trouble, as they are meant to be
     chosen = [b for b in all_batteries() if not options.only or any(text in b.name for text in options.only)]
     if not chosen:
         parser.error(f"--only must name batteries, got {options.only}: {', '.join(b.name for b in all_batteries())}")
