@@ -29,13 +29,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -188,11 +188,6 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
     int64_t num_blocks;
   };
 
-  struct NameHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view name) const { return std::hash<std::string_view>()(name); }
-  };
-
   // Pairs that one call has made. A host block that is evicted and given away again takes its first pair with it.
   class Demotions;
 
@@ -256,7 +251,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   ChildTable children_;
   SiblingIndex siblings_;
   EvictionOrder order_;
-  std::unordered_map<std::string, TreeNode*, NameHash, std::equal_to<>> roots_;
+  std::map<std::string, TreeNode*, std::less<>> roots_;  // ordered: no names can be chosen that make it slow
   int64_t num_cached_ = 0;
   int64_t num_evictable_ = 0;
   int64_t num_host_cached_ = 0;

@@ -1,7 +1,6 @@
 // PrefixTree: what leaves the device, what leaves the host, and what comes back.
 #include <algorithm>
 #include <array>
-#include <iterator>
 #include <new>
 #include <utility>
 
@@ -15,9 +14,7 @@ class PrefixTree::Demotions {
   explicit Demotions(std::vector<int32_t>& pair_of_host_block) : pair_of_host_block_(pair_of_host_block) {}
   Demotions(const Demotions&) = delete;
   Demotions& operator=(const Demotions&) = delete;
-  ~Demotions() {
-    for (const TierPair& pair : pairs_) pair_of_host_block_[static_cast<size_t>(pair.second)] = kNoBlock;
-  }
+  ~Demotions() { forget_places(); }
 
   // False, and nothing changed, if there is no memory.
   bool add(int32_t device_id, int32_t host_id) noexcept try {
@@ -34,15 +31,18 @@ class PrefixTree::Demotions {
     if (pair != kNoBlock) pairs_[static_cast<size_t>(pair)].first = kNoBlock;
   }
 
-  std::vector<TierPair> pairs() const {
-    std::vector<TierPair> kept;
-    kept.reserve(pairs_.size());
-    std::copy_if(pairs_.begin(), pairs_.end(), std::back_inserter(kept),
-                 [](const TierPair& pair) { return pair.first != kNoBlock; });
-    return kept;
+  // Ends it. What has been given up for these pairs is gone already: nothing may fail any more.
+  std::vector<TierPair> take() noexcept {
+    forget_places();
+    std::erase_if(pairs_, [](const TierPair& pair) { return pair.first == kNoBlock; });
+    return std::move(pairs_);
   }
 
  private:
+  void forget_places() noexcept {
+    for (const TierPair& pair : pairs_) pair_of_host_block_[static_cast<size_t>(pair.second)] = kNoBlock;
+  }
+
   std::vector<int32_t>& pair_of_host_block_;
   std::vector<TierPair> pairs_;
 };
@@ -103,9 +103,9 @@ std::vector<TierPair> PrefixTree::write_out(const Match& match, int64_t min_hits
   for (size_t i = path.size(); host_pool_ && i-- > 0;) {
     if (path[i]->num_hits < min_hits) continue;
     for (int64_t block = 0; block < path[i]->num_device_blocks(); ++block)
-      if (!path[i]->has_host_block(block) && !give_host_block(path[i], block, &written)) return written.pairs();
+      if (!path[i]->has_host_block(block) && !give_host_block(path[i], block, &written)) return written.take();
   }
-  return written.pairs();
+  return written.take();
 }
 
 // --- leaving the device ---
@@ -121,7 +121,7 @@ std::pair<int64_t, std::vector<TierPair>> PrefixTree::demote(int64_t num_blocks)
   check(num_blocks >= 0, "num_blocks must not be negative, got ", num_blocks);
   Demotions demotions(pair_of_host_block_);
   const int64_t num_freed = evict_locked(num_blocks, host_pool_ ? &demotions : nullptr);
-  return {num_freed, demotions.pairs()};
+  return {num_freed, demotions.take()};
 }
 
 int64_t PrefixTree::clear() {

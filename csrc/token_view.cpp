@@ -6,8 +6,9 @@
 #include "check.h"
 
 // Loops over int64 tokens are compiled for newer vector units too and chosen when the library is loaded. int32 needs
-// none of it: memcmp and memcpy of the C library do the same by themselves.
-#if defined(__x86_64__) && defined(__GLIBC__)
+// none of it: memcmp and memcpy of the C library do the same by themselves. The thread sanitizer has not begun yet when
+// the choice is made, and crashes.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 #define KVPAGE_VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define KVPAGE_VECTORIZED

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+MAX_NAMESPACE_BYTES = 4096  # whole namespaces stand in every record of a store
+
 
 def check_namespace(namespace: bytes) -> None:
-    """TypeError unless it is bytes."""
+    """TypeError unless it is bytes, ValueError for more than MAX_NAMESPACE_BYTES."""
     if not isinstance(namespace, bytes):
         raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
+    if len(namespace) > MAX_NAMESPACE_BYTES:
+        raise ValueError(f"namespace must be at most {MAX_NAMESPACE_BYTES} bytes, got {len(namespace)}")
 
 
 def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int]:

@@ -1,10 +1,12 @@
 """Real servers of Redis for tests: on loopback, in a directory of their own, gone with the test."""
 
 import atexit
+import contextlib
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -60,3 +62,40 @@ class RedisServer:
         """Also if it is paused, or dead."""
         self.process.kill()
         self.process.wait()
+
+
+class Proxy:
+    """Passes bytes on to a server, and what it says one byte each `delay` seconds, if that is not 0."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.target, self.delay = self.listener.getsockname()[1], port, 0.0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.listener.accept()[0]
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:  # the server is down
+                    near.close()
+                    continue
+                threading.Thread(target=self._pass, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self._pass, args=(far, near, True), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
+        with contextlib.suppress(OSError), source, sink:
+            while True:
+                data = source.recv(1 << 16)
+                if not data:
+                    sink.shutdown(socket.SHUT_WR)
+                    return
+                while is_slow and self.delay and data:
+                    time.sleep(self.delay)
+                    sink.sendall(data[:1])
+                    data = data[1:]
+                sink.sendall(data)
+
+    def close(self) -> None:
+        self.listener.close()

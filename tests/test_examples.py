@@ -42,11 +42,16 @@ def test_own_loop_gives_the_tokens_of_generate(capsys):
     assert len({token for tokens in got for token in tokens}) > 10, "the model repeats itself; the test shows little"
 
 
-def test_readme_example_runs(capsys):
+def test_readme_examples_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
+    assert len(blocks) == 2
+    names: dict = {"__name__": "readme"}
+    exec(compile(blocks[0], "README.md", "exec"), names)
     assert re.search(r"\[\d+(, \d+)+\]", capsys.readouterr().out)
+    exec(compile(blocks[1], "README.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["0 of 42 tokens are not computed again", "40 of 41 tokens are not computed again"]
+    assert names["output"].shape[1] > 41
 
 
 def test_particles_estimate_what_enumeration_finds_and_compute_each_token_once(capsys):

@@ -2,9 +2,9 @@
 
 from kvpage.serving.beam_search import Beam, BeamSearchOutput, BeamSearchParams
 from kvpage.serving.branches import Branch, Branches
+from kvpage.serving.cache_pool import KVPageCachePool
 from kvpage.serving.engine import Engine
-from kvpage.serving.kv_page_pool import KVPagePool
-from kvpage.serving.kvpage_cache import KVPageCache
+from kvpage.serving.kv_page_cache import KVPageCache
 from kvpage.serving.paged_token_trie import PagedTokenTrie
 from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "KVPageCache",
-    "KVPagePool",
+    "KVPageCachePool",
     "PagedTokenTrie",
     "RequestOutput",
     "Sample",

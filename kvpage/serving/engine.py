@@ -24,6 +24,7 @@ from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
+from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import check_namespace
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.kv_calibration import choose_scales
@@ -44,7 +45,8 @@ from kvpage.tokens import Tokens, as_tokens
 
 
 class Engine:
-    """A serving loop over one model. Make it by `from_model`. Not thread-safe: one engine, one thread.
+    """A serving loop over one model. Make it by `from_model`. Not thread-safe: one engine, one thread. A forked process
+    needs one of its own: there, whatever computes raises RuntimeError.
 
     It owns the cache tensors and the block manager; the model stays the caller's.
     """
@@ -74,6 +76,7 @@ class Engine:
         self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
         self._store_rule: LoadOrCompute | None = None
         self._link: StoreLink | None = None
+        self._process = OwnProcess("the engine")
 
     @classmethod
     def from_model(
@@ -410,6 +413,7 @@ class Engine:
             self.telemetry.tell()
 
     def _run_step(self) -> None:
+        self._process.check()
         with self._step():
             self._compute_batch()
 

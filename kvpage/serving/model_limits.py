@@ -24,18 +24,27 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def max_model_len(model: PreTrainedModel) -> int:
-    """The most tokens of a sequence.
+    """The most tokens of a sequence."""
+    text = model.config.get_text_config(decoder=True)
+    return min(getattr(text, "max_position_embeddings", None) or sys.maxsize, constant_rope_len(model))
+
+
+def constant_rope_len(model: PreTrainedModel) -> int:
+    """The length up to which a token's K depends on its position alone.
 
     Rotary embeddings whose frequencies change with the length ("dynamic", "longrope") are held to the length before
     that: beyond it, a token's K would depend on what else is in the batch, and no block could be shared.
     """
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
-    for parameters in _rope_parameters(text):
-        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
-            original = parameters.get("original_max_position_embeddings")
-            limit = min(limit, original or getattr(text, "original_max_position_embeddings", None) or limit)
-    return limit
+    lengths = [
+        parameters.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        or limit
+        for parameters in _rope_parameters(text)
+        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope")
+    ]
+    return min(lengths, default=sys.maxsize)
 
 
 def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:

@@ -108,10 +108,13 @@ class KVStoreConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "KVStoreConfig":
-        """From a file of keys and values. It needs the extra `store` (PyYAML)."""
+        """From a file of keys and values. It needs the extra `store` (PyYAML). ValueError for any other file."""
         import yaml
 
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} must be YAML of plain keys and values: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold keys and values, got {type(values).__name__}")
         return cls.from_dict(values)

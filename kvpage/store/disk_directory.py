@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment
+from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, open_file
 from kvpage.store.disk_space import Drive, Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
@@ -174,7 +174,7 @@ def _lock(path: Path, make: bool) -> int:
     """Held until the descriptor is closed, by the process's death at the latest."""
     if make:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
+    fd = open_file(path / "lock", os.O_CREAT if make else 0)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -64,6 +64,18 @@ class Run(NamedTuple):
         return self.slot + self.num_slots
 
 
+def open_file(path: Path, flags: int = 0) -> int:
+    """A descriptor to read and write; a new file is for its owner alone. ValueError for a symbolic link, which may lead
+    out of the directory; OSError.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} must be a file, got a symbolic link") from None
+        raise
+
+
 class Segment:
     """One file. Not thread-safe in its closing alone: nobody may be reading or writing then."""
 
@@ -75,7 +87,7 @@ class Segment:
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> "Segment":
         """Preallocates the file; OSError (ENOSPC), and no file, if the space is not there."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = open_file(path, os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, slot_bytes * num_slots)
             segment = cls(path, fd, secrets.token_bytes(16), slot_bytes, num_slots)
@@ -90,8 +102,8 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path) -> "Segment":
-        """DamagedSegment for what is none; ValueError for a whole one of another version; OSError."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        """DamagedSegment for what is none; ValueError for a whole one of another version, and for a link; OSError."""
+        fd = open_file(path)
         try:
             head = os.pread(fd, SEGMENT.size, 0)
             if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):

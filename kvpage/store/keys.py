@@ -17,6 +17,8 @@ import torch
 
 from kvpage.chunk_ops import FORMATS
 from kvpage.kv_scales import KVScales
+from kvpage.sequence_args import MAX_NAMESPACE_BYTES
+from kvpage.store.record import MAX_META_BYTES
 from kvpage.tokens import Tokens, as_tokens
 
 ENCODING = b"kvpage-meta-1"
@@ -97,6 +99,10 @@ class ChunkKeys:
     """Makes keys for one metadata and chunk size."""
 
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int) -> None:
+        """ValueError for metadata too long for a record."""
+        num_bytes = len(metadata.encode(chunk_size, b"")) + MAX_NAMESPACE_BYTES
+        if num_bytes > MAX_META_BYTES:
+            raise ValueError(f"metadata and a namespace must be at most {MAX_META_BYTES} bytes, got {num_bytes}")
         self.metadata = metadata
         self.chunk_size = chunk_size
         self._seeds: dict[bytes, tuple[bytes, bytes]] = {}

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import check_namespace
 from kvpage.store.block_io import BlockChunks
 from kvpage.store.chunk_io import Codec, Part, RecordKind, read_head, read_record
@@ -88,7 +89,8 @@ class Pin:
 
 
 class KVStore:
-    """Thread-safe. `close` it, or use it in `with`.
+    """Thread-safe. `close` it, or use it in `with`. A forked process needs one of its own: in it, all but `close`
+    raises RuntimeError.
 
     tiers: made already, instead of those that the configuration names.
     """
@@ -104,6 +106,7 @@ class KVStore:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._is_closed = False
+        self._process = OwnProcess("the store")
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
@@ -271,12 +274,15 @@ class KVStore:
         self._tiers.flush(sync)
 
     def stats(self) -> KVStoreStats:
+        self._process.check()
         counts = self._tiers.counts
         return KVStoreStats(**{name: counts[name] for name in COUNTERS}, tiers=self._tiers.stats())
 
     def close(self) -> None:
-        """Flushes, and closes the tiers. Twice is fine; anything else afterwards raises ValueError."""
-        if not self._is_closed:
+        """Flushes, and closes the tiers. Twice is fine; anything else afterwards raises ValueError. In a forked process
+        nothing happens: the tiers are the parent's.
+        """
+        if not self._is_closed and self._process.is_here:
             self._is_closed = True
             self._tiers.close()
 
@@ -347,6 +353,7 @@ class KVStore:
         return RecordKind(key, self._keys.meta(namespace), shape, num_bytes, name, self._codec)
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
+        self._process.check()
         if self._is_closed:
             raise ValueError("the store is closed")
         check_namespace(namespace)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvpage.own_process import OwnProcess
 from kvpage.store.backend import Backend
 from kvpage.store.breaker import Breaker
 from kvpage.store.caller import Caller
@@ -31,7 +32,7 @@ CLOSE_SECONDS = 5.0
 
 class RemoteTier(Tier):
     """A Tier over a Backend, which it owns. A call that was late may take effect all the same: what it stores is whole,
-    and what it removes is a miss. A forked process needs a tier of its own.
+    and what it removes is a miss. A forked process needs a tier of its own: this one raises RuntimeError there.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RemoteTier(Tier):
         self._lock = threading.Lock()
         self._num_corrupted, self._num_errors = 0, 0
         self._is_closed = False
+        self._process = OwnProcess(name)
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         if not keys:
@@ -123,6 +125,7 @@ class RemoteTier(Tier):
 
     def _call(self, function: Callable[[float | None], T], timeout: float | None) -> T:
         """The only door to the backend. function: takes the seconds that are left."""
+        self._process.check()
         deadline = _Deadline(self._options.timeout if timeout is None else timeout)
         self._admit(deadline)
         try:

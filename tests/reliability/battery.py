@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Figures = dict[str, int | float]
 Advance = Callable[[int], None]
@@ -15,7 +15,8 @@ Advance = Callable[[int], None]
 @dataclass(frozen=True, slots=True)
 class Battery:
     """name: as in the tables. unit: what `count` counts. short, long: how many in the test run, and in the long form.
-    run: see above. needs: why it cannot run here; None where it can.
+    run: see above. needs: why it cannot run here; None where it can. limits: what figures may be at most in the long
+    form, such as times, which the test run does not judge. longest: of one round of the long form; None for `short`.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Battery:
     long: int
     run: Callable[[int, int, Advance], Figures]
     needs: str | None = None
+    limits: dict[str, float] = field(default_factory=dict)
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.short <= self.long:

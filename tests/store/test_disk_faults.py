@@ -1,125 +1,18 @@
-"""The disk tier when the disk fails: errors at every call, records cut off, processes killed, power lost."""
+"""The disk tier when the disk fails: errors at every call, records cut off, files deleted.
+
+What kills and losses of power leave behind: tests/reliability/battery_disk_crashes.py.
+"""
 
 import errno
-import os
-import random
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import xxhash
+from disk_faults import SEGMENT_BYTES, fail_at, faulty, make, work
 from store_records import get, key, put, record
 
-from kvpage.store import disk_directory, disk_segment
 from kvpage.store.disk import SLOT_BYTES, DiskTier
 from kvpage.store.tier import TierError
-
-SEGMENT_BYTES = 32 * SLOT_BYTES
-CALLS = ("pwrite", "preadv", "pread", "posix_fallocate", "open", "fsync", "fstat")
-
-
-def make(*paths: Path, capacity: int = 2 * SEGMENT_BYTES, **fields) -> DiskTier:
-    return DiskTier(paths, capacity * len(paths), segment_bytes=SEGMENT_BYTES, retry_seconds=0, **fields)
-
-
-def is_right(name: bytes, data: bytes | None) -> bool:
-    """As every reader of records checks it: the key in the header, and the checksum."""
-    return data is not None and data[16:48] == name and xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
-
-
-class FaultyOS:
-    """os, some of whose calls fail. fails(name, arguments): whether this one is to."""
-
-    def __init__(self, fails: Callable[[str, tuple], bool], error: int | None, half: bool = False) -> None:
-        self.fails, self.error, self.half = fails, error, half
-        self.num_calls = 0
-
-    def __getattr__(self, name: str):
-        real = getattr(os, name)
-        return (lambda *arguments: self._call(name, real, arguments)) if name in CALLS else real
-
-    def _call(self, name: str, real: Callable, arguments: tuple):
-        self.num_calls += 1
-        if not self.fails(name, arguments):
-            return real(*arguments)
-        if name == "pwrite" and (self.half or self.error is None):
-            done = real(arguments[0], bytes(arguments[1])[: max(len(arguments[1]) // 2, 1)], *arguments[2:])
-            if self.error is None:
-                return done
-        elif name == "preadv" and self.error is None:
-            return real(arguments[0], [arguments[1][0][: max(len(arguments[1][0]) // 2, 1)]], *arguments[2:])
-        elif self.error is None:
-            return real(*arguments)
-        raise OSError(self.error, os.strerror(self.error))
-
-
-@contextmanager
-def faulty(
-    monkeypatch, fails: Callable[[str, tuple], bool], error: int | None, half: bool = False
-) -> Iterator[FaultyOS]:
-    fake = FaultyOS(fails, error, half)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_segment, "os", fake)
-        patch.setattr(disk_directory, "os", fake)
-        yield fake
-
-
-class Trial:
-    """Writes, reads and removes, whatever happens, and remembers what must be there and what may be."""
-
-    def __init__(self, tier: DiskTier) -> None:
-        self.tier = tier
-        self.committed: dict[bytes, bytes] = {}
-
-    def put(self, n: int, num_bytes: int) -> None:
-        name, data = key(n), record(key(n), num_bytes, seed=num_bytes)
-        try:
-            writer = self.tier.create(name, len(data))
-            if writer is None:
-                return
-            with writer:
-                for begin in range(0, len(data), 3000):
-                    writer.piece(begin, min(begin + 3000, len(data)))[:] = data[begin : begin + 3000]
-                if self.tier.commit([writer]) == [True]:
-                    self.committed[name] = data
-        except TierError:
-            pass
-
-    def get(self, n: int) -> None:
-        try:
-            (found,) = get(self.tier, [key(n)])
-        except TierError:
-            return
-        assert found is None or found == self.committed[key(n)]
-
-    def remove(self, n: int) -> None:
-        try:
-            self.tier.remove([key(n)])
-            self.committed.pop(key(n), None)
-        except TierError:
-            pass
-
-    def check(self, tier: DiskTier) -> None:
-        """What is there is what was committed."""
-        names = [key(n) for n in range(12)]
-        for name, found in zip(names, get(tier, names), strict=True):
-            assert found is None or found == self.committed[name]
-
-
-def work(trial: Trial) -> None:
-    for n in range(4):
-        trial.put(n, 6000 + 2000 * n)
-    trial.get(0)
-    trial.put(1, 9000)
-    trial.remove(2)
-    for n in range(4, 10):  # evicts
-        trial.put(n, 8 * SLOT_BYTES)
-    for n in (9, 8, 0):
-        trial.get(n)
-    trial.put(10, 100)
 
 
 @pytest.mark.parametrize(
@@ -127,47 +20,15 @@ def work(trial: Trial) -> None:
     [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, False), (None, False)],
 )
 @pytest.mark.parametrize("lasts", [False, True])
-def test_errors_at_every_call(tmp_path: Path, error: int | None, lasts: bool, half: bool, monkeypatch) -> None:
+def test_errors_at_every_call(tmp_path: Path, error: int | None, lasts: bool, half: bool) -> None:
     """One that fails (half: half written), or it and all after it: nothing wrong comes out, nothing is lost, and all
     goes on afterwards. Without an error: reads and writes that are short.
     """
     for nth in range(1, 400):
         path = tmp_path / str(nth)
-        tier = make(path)
-        trial = Trial(tier)
-        trial.put(11, 5000)
-
-        def fails(name: str, arguments: tuple, nth: int = nth) -> bool:
-            return fake.num_calls >= nth if lasts else fake.num_calls == nth
-
-        with faulty(monkeypatch, fails, error, half) as fake:
-            work(trial)
-        there = {
-            name
-            for name, is_there in zip(trial.committed, tier.contains(list(trial.committed)), strict=True)
-            if is_there
-        }
-        assert get(tier, list(there)) == [trial.committed[name] for name in there], "a record was lost by an error"
-        trial.check(tier)
-        tier.check()
-        num_committed = len(trial.committed)
-        trial.put(12, 3000)
-        assert len(trial.committed) == num_committed + 1, "it did not recover"
-        there = {
-            name
-            for name, is_there in zip(trial.committed, tier.contains(list(trial.committed)), strict=True)
-            if is_there
-        }
-        tier.close()
-        tier = make(path)
-        tier.check()
-        assert {info.key for info in tier.infos()} == there, "not what was there before it was opened again"
-        trial.check(tier)
-        assert get(tier, [key(12)]) == [trial.committed[key(12)]]
-        tier.close()
-        shutil.rmtree(path)
-        if fake.num_calls < nth:
+        if not fail_at(path, nth, error, half, lasts, work):
             return
+        shutil.rmtree(path)
     raise AssertionError("not every call was tried")
 
 
@@ -326,115 +187,6 @@ def test_a_directory_that_cannot_be_made_again(tmp_path: Path) -> None:
     (tmp_path / "parent").unlink()
     assert put(tier, {key(1): record(key(1), 9000)}) == [True]
     tier.check()
-
-
-def test_killed_while_writing(tmp_path: Path) -> None:
-    """A record is its key's, whole, or not there; the headers lead to each other whenever the process dies."""
-    rng, num_found = random.Random(0), 0
-    for attempt in range(40):
-        child = os.fork()
-        if child == 0:
-            _write_for_ever(tmp_path / "t", attempt)
-        while not (tmp_path / "t" / f"ready{attempt}").exists():
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child ended by itself"
-        signal.sigtimedwait([], rng.uniform(0.001, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        tier = make(tmp_path / "t", capacity=8 * SEGMENT_BYTES)
-        names = [key(n) for n in range(40)]
-        found = get(tier, names)
-        for n, data in enumerate(found):
-            assert data is None or data == record(names[n], 3000 + 700 * n)
-        num_found += sum(data is not None for data in found)
-        assert tier.stats().corrupted == 0, "a header was torn, or the walk has lost its way"
-        tier.check()
-        tier.close()
-    assert num_found > 400
-
-
-def _write_for_ever(path: Path, attempt: int) -> None:
-    """In a child of its own, until it is killed."""
-    try:
-        tier, n = make(path, capacity=8 * SEGMENT_BYTES), attempt * 7
-        (path / f"ready{attempt}").touch()
-        while True:
-            put(tier, {key(n % 40): record(key(n % 40), 3000 + 700 * (n % 40))})
-            n += 1
-    finally:
-        os._exit(1)
-
-
-class RecordingOS:
-    """os, whose writes are kept from the disk, as it were: each since the last fsync may reach it or not."""
-
-    def __init__(self) -> None:
-        self.writes: list[tuple[int, bytes]] = []
-        self.safe: list[tuple[int, bytes]] = []
-
-    def __getattr__(self, name: str):
-        return getattr(os, name)
-
-    def pwrite(self, fd: int, data, offset: int) -> int:
-        self.writes.append((offset, bytes(data)))
-        return os.pwrite(fd, data, offset)
-
-    def fsync(self, fd: int) -> None:
-        self.safe += self.writes
-        self.writes = []
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_power_lost(tmp_path: Path, seed: int, monkeypatch) -> None:
-    """Of what was written since the last fsync any sectors arrive, in any order: still a miss or exact, and what was
-    removed before it never comes back.
-    """
-    rng, path = random.Random(seed), tmp_path / "t"
-    for _ in range(25):
-        shutil.rmtree(path, ignore_errors=True)
-        tier = make(path, capacity=SEGMENT_BYTES)
-        put(tier, {key(0): record(key(0))})
-        (file,) = path.glob("*.segment")
-        start, fake, trial = file.read_bytes(), RecordingOS(), Trial(tier)
-        trial.committed[key(0)] = record(key(0))
-        ever, gone = {(key(0), record(key(0)))}, set()
-        monkeypatch.setattr(disk_segment, "os", fake)
-        for _ in range(rng.randint(5, 40)):
-            n = rng.randrange(10)
-            if rng.random() < 0.6:
-                trial.put(n, 4 * rng.randint(10, 4000))
-                ever |= set(trial.committed.items())
-                gone.discard(key(n))
-            elif rng.random() < 0.7:
-                trial.remove(n)
-            else:
-                tier.flush(sync=True)
-                gone = {key(n) for n in range(10)} - {info.key for info in tier.infos()}
-        monkeypatch.undo()
-        tier.close()
-        file.write_bytes(_after_power_loss(start, fake, rng))
-        tier = make(path, capacity=SEGMENT_BYTES)
-        for name in {name for name, _ in ever}:
-            (found,) = get(tier, [name])
-            if is_right(name, found):
-                assert (name, found) in ever and name not in gone
-        tier.check()
-        assert put(tier, {key(11): record(key(11))}) == [True]
-        tier.check()
-        tier.close()
-
-
-def _after_power_loss(start: bytes, fake: RecordingOS, rng: random.Random) -> bytes:
-    data = bytearray(start)
-    for offset, written in fake.safe:
-        data[offset : offset + len(written)] = written
-    pending = [w for w in fake.writes if rng.random() < 0.7]
-    rng.shuffle(pending)
-    for offset, written in pending:
-        is_torn = rng.random() < 0.3
-        for begin in range(0, len(written), 512):
-            if not is_torn or rng.random() < 0.5:
-                data[offset + begin : offset + begin + len(written[begin : begin + 512])] = written[begin : begin + 512]
-    return bytes(data)
 
 
 def test_a_lock_that_was_deleted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from redis_server import RedisServer, free_port, needs_redis
+from redis_server import Proxy, RedisServer, free_port, needs_redis
 from store_records import get, key, put, record
 
 redis = pytest.importorskip("redis")
@@ -208,39 +208,6 @@ def test_killed_amid_large_values(server):
         server.start()
         assert get(tier, list(big), SOON) == [None] * 4
     tier.close()
-
-
-class Proxy:
-    """Passes bytes on to a server, and what it says one byte each `delay` seconds, if that is not 0."""
-
-    def __init__(self, port: int) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self.target, self.delay = self.listener.getsockname()[1], port, 0.0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self.listener.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self.target))
-                threading.Thread(target=self._pass, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self._pass, args=(far, near, True), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
-        with contextlib.suppress(OSError), source, sink:
-            while True:
-                data = source.recv(1 << 16)
-                if not data:
-                    sink.shutdown(socket.SHUT_WR)
-                    return
-                while is_slow and self.delay and data:
-                    time.sleep(self.delay)
-                    sink.sendall(data[:1])
-                    data = data[1:]
-                sink.sendall(data)
-
-    def close(self) -> None:
-        self.listener.close()
 
 
 def test_a_dribbling_server_keeps_the_deadline(server):

@@ -1,0 +1,150 @@
+"""What does KVPageCache save `model.generate` where a prefix is found, and what does it cost where none is?
+
+The bound for a prefix that is found is a DynamicCache that holds it already, contiguous and for nothing: a copy of it
+is made before the clock starts. Beside it `generate` as it is, which computes the prefix. Where nothing is found, that
+is the bound: the forward is the same, and blocks are written and gathered besides. Answers are compared before
+anything is timed; the calls take turns, and the least time of each counts: the CPU time of one thread, which is the
+same whatever else the machine does.
+
+    python benchmarks/bench_generate_cache.py [--prefix N ...] [--batch N ...] [--rounds N] [--plot PATH]
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvpage import CacheConfig
+from kvpage.serving import KVPageCache, KVPageCachePool
+
+BLOCK_SIZE, TAIL, NEW = 16, 32, 32
+NAMES = ("generate", "nothing found", "prefix found", "prefix for nothing")
+
+
+def make_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def generate(model: LlamaForCausalLM, ids: torch.Tensor, cache: transformers.Cache | None) -> torch.Tensor:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )
+
+
+def over_blocks(pool: KVPageCachePool, ids: torch.Tensor, namespace: bytes) -> torch.Tensor:
+    with KVPageCache(pool, ids, namespace=namespace) as cache:
+        return generate(pool.model, ids, cache)
+
+
+def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    begin = time.process_time()
+    tokens = call()
+    return time.process_time() - begin, tokens
+
+
+def measure(model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int) -> dict:
+    """Rows that share a prefix, and differ behind it."""
+    prefix = torch.randint(1, 2048, (1, num_prefix)).repeat(batch, 1)
+    ids = torch.cat([prefix, torch.randint(1, 2048, (batch, TAIL))], dim=1)
+    held = DynamicCache()
+    with torch.no_grad():
+        model(prefix, past_key_values=held)
+    num_blocks = -(-(num_prefix + TAIL + NEW) // BLOCK_SIZE) * (batch + 1) + 8
+    pool = KVPageCachePool.from_model(model, CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks))
+    fresh = itertools.count()
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    expected = generate(model, ids, None)
+    for _ in range(rounds):
+        with KVPageCache(pool, prefix[:1], namespace=b"found") as cache, torch.no_grad():
+            model(prefix[:1, cache.get_seq_length() :], past_key_values=cache)
+        calls = (
+            functools.partial(generate, model, ids, None),
+            functools.partial(over_blocks, pool, ids, b"%d" % next(fresh)),
+            functools.partial(over_blocks, pool, ids, b"found"),
+            functools.partial(generate, model, ids, copy.deepcopy(held)),
+        )
+        for name, call in zip(NAMES, calls, strict=True):
+            taken, tokens = seconds(call)
+            assert torch.equal(tokens, expected), f"{name}: the tokens are not those of generate"
+            times[name].append(taken)
+    least = {name: min(taken) for name, taken in times.items()}
+    return {
+        "prefix": num_prefix,
+        "batch": batch,
+        **{f"{name} ms": taken * 1e3 for name, taken in least.items()},
+        "saved": least["generate"] / least["prefix found"],
+        "of bound": least["prefix for nothing"] / least["prefix found"],
+        "miss": least["nothing found"] / least["generate"],
+    }
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = list(dict.fromkeys(result["batch"] for result in results))
+    figure, axes = plt.subplots(1, len(batches), figsize=(4.5 * len(batches), 4), squeeze=False)
+    for axis, batch in zip(axes[0], batches, strict=True):
+        rows = [result for result in results if result["batch"] == batch]
+        for name in NAMES:
+            axis.plot([row["prefix"] for row in rows], [row[f"{name} ms"] for row in rows], "o-", label=name)
+        axis.set(title=f"batch {batch}", xlabel="tokens of the shared prefix", ylabel="ms", ylim=(0, None))
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = make_model()
+    print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms")
+    print(f"{'batch':>5} {'prefix':>6}", *(f"{name:>18}" for name in (*NAMES, "saved", "of bound", "miss")))
+    results = []
+    for batch, num_prefix in itertools.product(options.batch, options.prefix):
+        row = measure(model, num_prefix, batch, options.rounds)
+        results.append(row)
+        print(f"{batch:5} {num_prefix:6}", *(f"{row[name + ' ms']:18.1f}" for name in NAMES), end=" ")
+        print(*(f"{row[name]:18.2f}" for name in ("saved", "of bound", "miss")), flush=True)
+    if options.plot:
+        plot(results, options.plot)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    machine = platform.processor() or platform.machine()
+    print(json.dumps({"machine": machine, "threads": torch.get_num_threads(), **versions, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""KVPageCachePool: the blocks of one model, for KVPageCaches that come and go."""
+
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+from transformers import PreTrainedModel
+
+from kvpage.block_manager import BlockManager
+from kvpage.block_space import HostPolicy
+from kvpage.cache_engine import CacheEngine
+from kvpage.config import CacheConfig, DeviceConfig, ParallelConfig
+from kvpage.kv_scales import KVScales
+from kvpage.serving.cache_check import verify_pool
+from kvpage.serving.cached_rows import CachedRows
+from kvpage.serving.kv_page_cache import Held
+from kvpage.serving.kv_shape import KVShape
+from kvpage.serving.layer_blocks import LayerBlocks
+from kvpage.serving.model_check import check_config, unquantized
+from kvpage.serving.model_limits import constant_rope_len
+
+
+class KVPageCachePool:
+    """Owns the cache tensors and the block manager; the model stays the caller's. Make it by `from_model`.
+
+    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and other
+    weights need another pool.
+    """
+
+    def __init__(self, model: PreTrainedModel, shape: KVShape, engine: CacheEngine, manager: BlockManager) -> None:
+        self.model, self.engine, self.manager = model, engine, manager
+        scales = engine.kv_scales or [None] * len(shape.layer_ids)
+        self.layers = {
+            layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent)
+            for layer_id, cache, scale in zip(shape.layer_ids, engine.gpu_cache, scales, strict=True)
+        }
+        self.forgotten: deque[Held] = deque()  # of caches that nobody released: filled at any time, even within a call
+        self._max_len = constant_rope_len(model)
+        self._seq_ids = count()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        cache_config: CacheConfig,
+        *,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        pin_quota: int = 0,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> "KVPageCachePool":
+        """A pool on the model's device, with as many blocks on the device and on the host as the config says.
+
+        Blocks hold what the model hands to its cache. DeepSeek's models hand over latents in newer versions of
+        transformers: then the config's backend is "mla". In older ones they hand over what the latents expand to.
+
+        share_parts, host_policy, pin_quota: see BlockManager. kv_scales: see CacheEngine.
+
+        Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
+        fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
+        takes none of or that leave nothing of the model. TypeError for a config of another type.
+        """
+        if not isinstance(cache_config, CacheConfig):
+            raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
+        if cache_config.num_gpu_blocks == 0:
+            raise ValueError("num_gpu_blocks must be positive, got 0")
+        check_config(model)
+        _check_cacheable(model)
+        _check_eval(model)
+        shape = KVShape.of_model(model)
+        _check_backend(model, shape, cache_config)
+        small = replace(cache_config, block_size=2, num_gpu_blocks=16, num_cpu_blocks=0)
+        verify_pool(cls._make(model, shape, unquantized(small, shape.model_config()), None))
+        if cache_config.layout(shape.model_config(), ParallelConfig()).is_quantized:
+            verify_pool(cls._make(model, shape, small, kv_scales))
+        return cls._make(
+            model,
+            shape,
+            cache_config,
+            kv_scales,
+            share_parts=share_parts,
+            host_policy=host_policy,
+            pin_quota=pin_quota,
+        )
+
+    @classmethod
+    def _make(
+        cls,
+        model: PreTrainedModel,
+        shape: KVShape,
+        cache_config: CacheConfig,
+        kv_scales: Sequence[KVScales] | None,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        pin_quota: int = 0,
+    ) -> "KVPageCachePool":
+        engine = CacheEngine(
+            cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
+        )
+        manager = BlockManager(
+            cache_config.num_gpu_blocks,
+            cache_config.block_size,
+            num_host_blocks=cache_config.num_cpu_blocks,
+            share_parts=share_parts,
+            host_policy=host_policy,
+            pin_quota=pin_quota,
+        )
+        return cls(model, shape, engine, manager)
+
+    # --- for KVPageCache ---------------------------------------------------------------------------------------------
+
+    def make_rows(self) -> CachedRows:
+        """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
+        while self.forgotten:
+            self.forgotten.popleft().release()
+        return CachedRows(self.manager, self.engine, self._seq_ids)
+
+    def check_forward(self, num_tokens: int) -> None:
+        """ValueError unless the model may compute rows up to this length."""
+        _check_eval(self.model)
+        self.check_length(num_tokens)
+
+    def check_length(self, num_tokens: int) -> None:
+        """ValueError for rows so long that their first tokens' K would be another than that of shorter rows."""
+        if num_tokens > self._max_len:
+            raise ValueError(
+                f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
+                f"got {num_tokens}"
+            )
+
+
+def _check_cacheable(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"forward must take past_key_values, that of {name} does not")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"model must have no state but K and V, {name} has")
+
+
+def _check_eval(model: PreTrainedModel) -> None:
+    if model.training:
+        raise ValueError(f"model must be in eval mode, {type(model).__name__} is in training mode")
+
+
+def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:
+    if shape.is_latent != (cache_config.backend == "mla"):
+        what = "latents" if shape.is_latent else "K and V of heads"
+        raise ValueError(
+            f"backend must be 'mla' exactly where a model hands latents to its cache, {type(model).__name__} hands "
+            f"{what} to {cache_config.backend!r}"
+        )

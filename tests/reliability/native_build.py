@@ -1,0 +1,101 @@
+"""Builds the programs of tests/reliability/native with the host compiler and a sanitizer: the core without Python.
+
+    csrc/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in .pytest_cache
+
+Nothing is built twice: a name is the digest of the source, the headers, the flags and the compiler.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+NATIVE = Path(__file__).parent / "native"
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
+CACHE = ROOT / ".pytest_cache" / "reliability"
+CORE = [
+    "block_pool",
+    "block_copier",
+    "child_table",
+    "copy_params",
+    "copy_plan",
+    "host_copy",
+    "prefix_tree",
+    "prefix_tree_check",
+    "prefix_tree_log",
+    "prefix_tree_tiers",
+    "sibling_index",
+    "slot_allocator",
+    "slot_tree",
+    "slot_tree_check",
+    "token_view",
+    "tree_log",
+]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
+SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why nothing can be built here."""
+    if shutil.which(compiler()) is None:
+        return f"needs a C++ compiler, there is no {compiler()}"
+    for library in ("libasan.so", "libubsan.so", "libtsan.so"):
+        found = subprocess.run([compiler(), f"-print-file-name={library}"], capture_output=True, text=True).stdout
+        if not Path(found.strip()).is_absolute():
+            return f"needs a compiler with sanitizers, {compiler()} lacks {library}"
+    return None
+
+
+def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str] = ()) -> Path:
+    """The program made of native/<source>.cpp and the core; kind: of SANITIZERS. Raises with what the compiler said."""
+    flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind == "memory" else [])]
+    paths = [*(CSRC / f"{each}.cpp" for each in CORE), *(NATIVE / f"{each}.cpp" for each in sources)]
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(functools.partial(_object, flags), paths))
+    program = CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}"
+    return _made(program, [*flags, *link_flags, *map(str, objects)])
+
+
+def _object(flags: list[str], source: Path) -> Path:
+    headers = [_headers(CSRC), *([_headers(NATIVE)] if source.parent == NATIVE else [])]
+    digest = _digest(_version(), *headers, *flags, source.read_text())
+    return _made(CACHE / f"{source.stem}-{digest}.o", [*flags, f"-I{CSRC}", f"-I{NATIVE}", "-c", str(source)])
+
+
+def _made(target: Path, arguments: list[str]) -> Path:
+    """Whole or not there: another process may build the same."""
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=CACHE) as place:
+        made = Path(place) / "made"
+        done = subprocess.run([compiler(), *arguments, "-o", str(made)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{target.name} was not built:\n{done.stderr}")
+        made.replace(target)
+    return target
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _headers(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("*.h")))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
