@@ -10,12 +10,13 @@ See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tile
 import torch
 import triton
 import triton.language as tl
-from kvpage.kernels.arguments import _ROWS, BAD_SLOT, TILE_ELEMENTS, as_bits
+from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
 
 from kvpage.turn import Turn
 
+LINE = 128  # bytes of memory that are moved together
 BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments
 
 
@@ -23,16 +24,16 @@ BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arg
 def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.constexpr):
     """[rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
     if BLOCK_SIZE == 0:
-        return slot * row_stride + head * head_stride
-    return at(slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, block_stride, row_stride, head_stride)
+        place = slot * row_stride + head * head_stride
+    else:
+        place = at(slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, block_stride, row_stride, head_stride)
+    return place
 
 
 @triton.jit
 def slot_of(slot_ptr, token, inside, LEAST: tl.constexpr):
     """[rows] slots, or the tokens themselves where there are none; those outside are LEAST."""
-    if slot_ptr is None:
-        return token
-    return tl.load(slot_ptr + token, mask=inside, other=LEAST)
+    return token if slot_ptr is None else tl.load(slot_ptr + token, mask=inside, other=LEAST)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def mix_rows_kernel(
     FIRST: tl.constexpr,  # of the pairs
     NUM_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr,  # as many or more, a power of two
-    REST: tl.constexpr,  # as many columns as SIZE or more, a power of two; 0 where all are pairs
+    REST: tl.constexpr,  # columns of the rest at once, a power of two; 0 where all are pairs
     INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OUT_BLOCK_SIZE: tl.constexpr,
@@ -143,10 +144,11 @@ def mix_rows_kernel(
             tl.store(out_ptr + place[:, None] + x_cols, x, mask=turns)
             tl.store(out_ptr + place[:, None] + y_cols, y, mask=turns)
     if REST > 0:
-        cols = tl.arange(0, REST)[None, :]
-        mask = (cols < FIRST) | ((cols >= FIRST + 2 * NUM_PAIRS) & (cols < SIZE))
-        rest = load_either(row_ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask)
-        tl.store(out_ptr + place[:, None] + cols, rest, mask=wanted[:, None] & mask)
+        for begin in range(0, SIZE, REST):
+            rest = begin + tl.arange(0, REST)[None, :]
+            kept = (rest < FIRST) | ((rest >= FIRST + 2 * NUM_PAIRS) & (rest < SIZE))
+            copied = load_either(row_ptr, row, fresh_ptr, fresh, rest, wanted, is_fresh, kept)
+            tl.store(out_ptr + place[:, None] + rest, copied, mask=wanted[:, None] & kept)
 
 
 def mix_rows(
@@ -202,9 +204,11 @@ def mix_constants(
 ) -> dict[str, object]:
     """How rows are cut into tiles: the kernel's last arguments by name, and num_warps."""
     pairs = triton.next_power_of_2(num_pairs) if num_pairs else 0
-    rest = triton.next_power_of_2(size) if size > 2 * num_pairs else 0
-    width = max(2 * pairs, rest)
-    tile_rows = max(TILE_ELEMENTS // width, 1)
+    # Enough rows for each thread to hold 16 bytes of pairs; what is only copied follows in pieces of as many rows.
+    width = 2 * pairs if pairs else min(triton.next_power_of_2(size), TILE_ELEMENTS)
+    tile_rows = min(max(TILE_ELEMENTS // width, 1), MAX_TILE_ROWS)
+    rest = min(triton.next_power_of_2(size), max(width, LINE // dtype.itemsize)) if size > 2 * num_pairs else 0
+    width = max(width, rest)
     return {
         "NUM_HEADS": num_heads,
         "SIZE": size,

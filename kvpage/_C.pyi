@@ -38,6 +38,7 @@ def gather_cache(
     max_threads: int,
     /,
 ) -> None: ...
+
 # Address, strides of row and head in bytes; then of blocks the address of slots (0: rows), num_blocks, block_size, and
 # the stride of blocks in bytes; row stride is then that of an offset.
 _Place = tuple[int, int, int, int, int, int, int]

@@ -1,5 +1,6 @@
 """CacheBlend (Yao et al., EuroSys 2025): cached segments reused wherever they stand, and repaired."""
 
+from kvpage.blend.blocks import gather_turned, load_turned
 from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.executor import CacheBlendImpl
 from kvpage.blend.indices import create_index, indices_to_mask, mask_to_indices
@@ -40,7 +41,9 @@ __all__ = [
     "SegmentStore",
     "Selection",
     "create_index",
+    "gather_turned",
     "indices_to_mask",
+    "load_turned",
     "mask_to_indices",
     "select_tokens",
     "token_deviation",

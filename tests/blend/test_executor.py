@@ -342,3 +342,39 @@ def test_no_tokens_and_no_requests() -> None:
         for layer in range(3):
             output = forward.blend(executor, layer, torch.arange(0))
         assert output.k.shape == (0, HIDDEN)
+
+
+def test_positions_that_change_from_layer_to_layer_are_seen() -> None:
+    """The turn is made once for layers of the same positions, and anew for others, were they the same tensor."""
+    forward = Forward(13, [9])
+    executor = CacheBlendImpl(0.3, rotary=ROTARY)
+    rows = torch.arange(9)
+    for layer in range(4):
+        if layer == 3:
+            forward.original += 5
+        output = forward.blend(executor, layer, rows)
+        rows = output.local_indices if layer == 1 else rows
+        if layer > 1:
+            expected = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+            expected[rows] = forward.fresh[layer][1][rows]
+            assert torch.equal(output.k, expected)
+
+
+def test_latents_are_blended_without_values() -> None:
+    """MLA: one head, of which the last part is turned; V has no elements."""
+    torch.manual_seed(0)
+    frequencies = 100.0 ** -(torch.arange(0, 4, 2) / 4)
+    plain = RotaryTables.of_frequencies(frequencies, 4)
+    tables = RotaryTables(plain.cos_sin, 12, 4, True, offset=8)
+    k, fresh, nothing = torch.randn(6, 12), torch.randn(6, 12), torch.empty(6, 0)
+    old, new, valid = torch.arange(6) + 3, torch.arange(6), torch.ones(6, dtype=torch.bool)
+    executor, rows = CacheBlendImpl(0.5, metric="k", rotary=tables), torch.arange(6)
+    for layer in range(3):
+        output = executor.blend(
+            layer, k, nothing, valid, old, fresh[rows], fresh[rows], nothing[rows], new[rows], torch.tensor([0, 6])
+        )
+        rows = output.local_indices if layer == 1 else rows
+    want = naive_turn(k[:, None], (new - old)[:, None].double() * frequencies.double(), tables)[:, 0].float()
+    want[rows] = fresh[rows]
+    torch.testing.assert_close(output.k, want, rtol=1e-5, atol=1e-5)
+    assert output.v.shape == (6, 0) and 0 < len(rows) < 6

@@ -82,7 +82,8 @@ def test_rows_are_turned(where, dtype, is_interleaved, size, first, num_pairs):
 @pytest.mark.parametrize("from_blocks, to_blocks, has_fresh", list(itertools.product([False, True], repeat=3)))
 def test_from_anywhere_to_anywhere(where, dtype, is_interleaved, from_blocks, to_blocks, has_fresh):
     device, heads, size = device_of(where), 2, 24
-    for num_rows in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 11):
+    sizes = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 11) if where != "interpreter" else (0, 1, 11)
+    for num_rows in sizes:
         rows = torch.randn(5, BLOCK, heads, size) if from_blocks else torch.randn(num_rows, heads, size)
         slots = random_slots(num_rows, 5, device) if from_blocks else None
         if from_blocks:  # what nobody reads is NaN

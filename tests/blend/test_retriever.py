@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kvpage.blend import (
+    CacheBlendImpl,
     ContentBoundaries,
+    RotaryTables,
     SegmentBlendRetriever,
     SegmentStore,
     SPTBlendRetriever,
@@ -222,6 +224,35 @@ def test_results_are_the_callers_own():
         assert task.result(0).valid_mask.all()
 
 
+@FMTS
+def test_what_is_retrieved_is_blended(fmt):
+    """Two segments in the other order than they were computed in: K comes out as if computed where it stands now."""
+    tables = RotaryTables.of_frequencies(100.0 ** -(torch.arange(0, D, 2) / D), D)
+    texts, bare = ([1, 2, 3, 9], [4, 5, 6, 7, 9]), torch.randn(L, 2, 9, H, D)  # K before it is turned
+
+    def at(rows, positions):
+        return tables.turn(rows, torch.zeros_like(positions), positions)
+
+    with make(fmt) as store, SPTBlendRetriever([9], SegmentStore(store), META[fmt]) as retriever:
+        for text, begin in zip(texts, (0, 4), strict=True):
+            place = torch.arange(begin, begin + len(text))
+            kv = torch.stack([torch.stack([at(k[place], place), v[place]]) for k, v in bare])
+            SegmentStore(store).put(text, kv if fmt == "vllm" else kv.transpose(2, 3), place, begin == 0)
+        tokens, bounds = request([*texts[1], *texts[0], 70, 71])
+        task, new = retriever.new_request(tokens, bounds), torch.arange(11)
+        executor, rows, fresh = CacheBlendImpl(0.0, rotary=tables), new, torch.randn(11, H * D)
+        for layer in range(L):
+            found = task.result(layer)
+            given = found.k, found.v, found.valid_mask, found.original_positions
+            output = executor.blend(layer, *given, fresh[rows], fresh[rows], fresh[rows], new[rows], bounds)
+            rows = output.local_indices if layer == 1 else rows
+        order = [4, 5, 6, 7, 8, 0, 1, 2, 3]
+        want = at(bare[2, 0][order], new[:9]).flatten(1), bare[2, 1][order].flatten(1)
+        torch.testing.assert_close(output.k[:9], want[0], rtol=1e-4, atol=1e-5)
+        assert torch.equal(output.v[:9], want[1]) and rows.tolist() == [9, 10]
+        assert torch.equal(output.k[9:], fresh[9:]) and torch.equal(output.v[9:], fresh[9:])
+
+
 def test_latents_have_no_values():
     kv = torch.randn(L, 1, 5, 1, D)
     with make() as store, SPTBlendRetriever([9], SegmentStore(store), META["vllm"]) as retriever:
@@ -258,6 +289,15 @@ def test_retrieval_is_asynchronous_and_fetches_a_segment_once():
         waiting.join(30)
         assert not waiting.is_alive() and task.result(0).k is None
         assert sorted(source.calls) == [(b"a", (1, 9)), (b"a", (2, 9)), (b"b", (1, 9))]
+
+
+def test_no_empty_segment_is_asked_for():
+    source = Held()
+    source.go.set()
+    with SegmentBlendRetriever(source, META["vllm"]) as retriever:
+        tokens, bounds = request([1, 2, 3], [], [4, 5])
+        assert retriever.new_request(tokens, bounds, boundaries=[0, 1, 3, 5]).result(0).k is None
+    assert sorted(tokens for _, tokens in source.calls) == [(1,), (2, 3), (4, 5)]
 
 
 def test_errors_of_the_store_reach_the_result():

@@ -1,0 +1,236 @@
+"""How near does blending K and V come to copying them?
+
+Blending a prompt's layer reads the K and V that were retrieved, turns K from the positions where it was computed to
+those where it is used, puts the rows that were computed afresh in place of theirs, and writes both: the bound is a copy
+of as many bytes, torch's copy_ into memory that is there, measured in the same run, alternating with the operations.
+The result is checked before anything is timed, in fp64 by each pair's angle.
+
+    turn        K turned                         turn+copy   K turned, V copied: what loads a segment into blocks
+    blend       both, with fresh rows scattered, through CacheBlendImpl (new tensors, as it hands out)
+    deviation   two tensors compared, against the copy's reading half
+    eager       K un-turned and turned again by torch operations, V cloned, fresh rows put in by indices
+
+Layers follow each other as in a model, so that nothing but what one layer holds can stay in a cache. On a CPU the
+operations write past the cache, which copy_ of as little does not: turning and copying together may take less. Target:
+at most 2 copies for the whole blend on a CPU; at least 0.85 of the copy's speed on a GPU.
+
+    python benchmarks/bench_blend_ops.py [--device cpu|cuda] [--layers N] [--tokens N] [--threads N] [--plot PATH]
+"""
+
+import argparse
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvpage import ops
+from kvpage.blend import CacheBlendImpl, RotaryTables
+
+HEADS, SIZE = 8, 128  # Llama 3 8B
+SEGMENT = 512  # tokens that were computed together
+RATIO = 0.15
+
+
+class Prompt:
+    """Retrieved and fresh K and V of all layers: [tokens, HEADS * SIZE] bf16 each."""
+
+    def __init__(self, num_layers: int, num_tokens: int, device: str) -> None:
+        def rows(count: int) -> torch.Tensor:
+            return torch.randn(count, HEADS * SIZE, device=device).to(torch.bfloat16)
+
+        frequencies = 500000.0 ** -(torch.arange(0, SIZE, 2, device=device) / SIZE)
+        self.tables = RotaryTables.of_frequencies(frequencies, SIZE)
+        self.positions = torch.arange(num_tokens, device=device)
+        self.original = self.positions % SEGMENT
+        self.valid = torch.ones(num_tokens, dtype=torch.bool, device=device)
+        self.bounds = torch.tensor([0, num_tokens])
+        self.retrieved = [(rows(num_tokens), rows(num_tokens)) for _ in range(num_layers)]
+        self.fresh = rows(num_tokens)
+        self.room = [(torch.empty_like(k), torch.empty_like(v)) for k, v in self.retrieved]
+
+        self.executor = CacheBlendImpl(RATIO, rotary=self.tables)
+
+    # Each does some layers, in order; what all layers share is made at layer 0.
+
+    def copy(self, layers: range) -> None:
+        for layer in layers:
+            for part, to in zip(self.retrieved[layer], self.room[layer], strict=True):
+                to.copy_(part)
+
+    def turn(self, layers: range) -> None:
+        if 0 in layers:
+            self.its_turn = self.tables.turning(self.original, self.positions, self.fresh.device)
+        for layer in layers:
+            ops.mix_rows(heads(self.retrieved[layer][0]), heads(self.room[layer][0]), self.its_turn)
+
+    def turn_and_copy(self, layers: range) -> None:
+        self.turn(layers)
+        for layer in layers:
+            ops.mix_rows(self.retrieved[layer][1][:, None], self.room[layer][1][:, None])
+
+    def deviation(self, layers: range) -> None:
+        for layer in layers:
+            k, v = self.retrieved[layer]
+            ops.row_deviation(k[:, None], v[:, None], self.valid)
+
+    def blend(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the last of the layers. Layer 1 chooses rows."""
+        output = None
+        for layer in layers:
+            chosen = None if layer <= self.executor.check_layer else self.chosen
+            positions, fresh = self.positions, self.fresh
+            if chosen is not None:
+                positions, fresh = self.chosen_positions, self.chosen_fresh
+            output = self.executor.blend(
+                layer, *self.retrieved[layer], self.valid, self.original, fresh, fresh, fresh, positions, self.bounds
+            )
+            if layer == self.executor.check_layer:
+                self.chosen, self.chosen_positions = output.local_indices, output.positions
+                self.chosen_fresh = self.fresh[self.chosen]
+        assert output is not None
+        return output.k, output.v
+
+    def eager(self, layers: range) -> None:
+        if 0 in layers:
+            self.new, self.old = (self.tables.cos_sin(at) for at in (self.positions, self.original))
+        for layer in layers:
+            k, v = self.retrieved[layer]
+            plain = eager_turn(heads(k).float(), self.old[0][:, None], -self.old[1][:, None])
+            mixed_k = eager_turn(plain, *(part[:, None] for part in self.new)).to(k.dtype).view_as(k)
+            mixed_v = v.clone()
+            mixed_k[self.chosen], mixed_v[self.chosen] = self.chosen_fresh, self.chosen_fresh
+
+
+def heads(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(len(rows), HEADS, SIZE)
+
+
+def eager_turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x, y = rows.chunk(2, dim=-1)
+    return torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+
+
+def check(prompt: Prompt) -> None:
+    """The last layer's blend against fp64, K within what bf16 keeps."""
+    k, v = prompt.blend(range(len(prompt.retrieved)))
+    chosen = prompt.chosen
+    last_k, last_v = prompt.retrieved[-1]
+    pairs = torch.arange(0, SIZE, 2, dtype=torch.float64, device=k.device) / SIZE
+    angles = (prompt.positions - prompt.original)[:, None].double() * 500000.0**-pairs
+    want = eager_turn(heads(last_k).double(), angles.cos()[:, None], angles.sin()[:, None]).view_as(last_k)
+    want_v = last_v.clone()
+    want[chosen], want_v[chosen] = prompt.fresh[chosen].double(), prompt.fresh[chosen]
+    torch.testing.assert_close(k.double(), want, rtol=2**-8, atol=2e-2)
+    assert torch.equal(v, want_v), "V is not what was retrieved and computed"
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    before = time.perf_counter()
+    call()
+    return time.perf_counter() - before
+
+
+def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
+    """The least time of each, others being noise; they take turns, on a CPU layer by layer, so that a noisy moment
+    meets them all: the least times of all layers are added up.
+    """
+    calls = {
+        "copy": prompt.copy,
+        "turn": prompt.turn,
+        "turn+copy": prompt.turn_and_copy,
+        "blend": prompt.blend,
+        "deviation": prompt.deviation,
+        "eager": prompt.eager,
+    }
+    num_layers = len(prompt.retrieved)
+    step = 1 if device == "cpu" else num_layers
+    parts = [range(first, first + step) for first in range(0, num_layers, step)]
+    best = dict.fromkeys(calls, 0.0)
+    least = {(name, part): float("inf") for name in calls for part in parts}
+    for round_id in range(rounds + 1):
+        for part in parts:
+            for name, call in calls.items():
+                if name != "eager" or round_id < 4:
+                    taken = seconds(functools.partial(call, part), device)
+                    least[name, part] = min(least[name, part], taken) if round_id else float("inf")
+    for (name, _), taken in least.items():
+        best[name] += taken
+    num_bytes = 2 * sum(k.nbytes + v.nbytes for k, v in prompt.retrieved)  # read and written
+    share = {"turn": 0.5, "deviation": 0.5}
+    return [
+        {
+            "operation": name,
+            "ms": taken * 1e3,
+            "GB/s": num_bytes * share.get(name, 1.0) / taken / 1e9,
+            "copies": taken / (best["copy"] * share.get(name, 1.0)),
+        }
+        for name, taken in best.items()
+    ]
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    axes.barh([row["operation"] for row in results], [row["copies"] for row in results])
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.axvline(2.0, color="gray", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="time, in copies of as many bytes", xscale="log")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: needs a CUDA device; --device cpu tries the script without one")
+        return
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    prompt = Prompt(options.layers, options.tokens, options.device)
+    check(prompt)
+    results = measure(prompt, options.device, options.rounds)
+    print(f"{'operation':12} {'ms':>9} {'GB/s':>8} {'copies':>8}")
+    for row in results:
+        print("{operation:12} {ms:9.2f} {GB/s:8.1f} {copies:8.2f}".format(**row))
+    if options.plot:
+        plot(results, options.plot)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    shape = {"layers": options.layers, "tokens": options.tokens, "heads": HEADS, "head size": SIZE}
+    print(
+        json.dumps(
+            {
+                "machine": machine,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                **shape,
+                "results": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
