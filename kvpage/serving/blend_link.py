@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvpage import ops
-from kvpage.blend.boundaries import Span
-from kvpage.blend.segments import Reuse, Segment, SegmentSource
+from kvpage.blend.spans import Span
+from kvpage.blend.segments import Reuse, SegmentKV, SegmentCache
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.serving.attention import row_dtype
@@ -71,7 +71,7 @@ class BlendLink:
     """
 
     def __init__(
-        self, source: SegmentSource, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
+        self, source: SegmentCache, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
     ) -> None:
         self.source = source
         self.stats = BlendStats()
@@ -185,7 +185,7 @@ class BlendLink:
         request.reusable, request.wanted_spans = future.result()
         self.stats.num_found_tokens += sum(one.num_tokens for one in request.reusable)
 
-    def _segment(self, request: Request, span: Span) -> Segment:
+    def _segment(self, request: Request, span: Span) -> SegmentKV:
         """K and V of the span out of the request's blocks: a copy on the host."""
         cache, layout, num_tokens = self._cache, self._cache.layout, span.end - span.start
         table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(cache.device)
@@ -196,4 +196,4 @@ class BlendLink:
             out = (key[index], value[index])
             ops.gather_cache(blocks, table, [num_tokens], layout, [span.start], out, scale)
         positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
-        return Segment(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)
+        return SegmentKV(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)
