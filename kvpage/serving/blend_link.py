@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from kvpage import ops
+from kvpage.blend.segments import Reuse, SegmentCache, SegmentKV
 from kvpage.blend.spans import Span
-from kvpage.blend.segments import Reuse, SegmentKV, SegmentCache
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.serving.attention import row_dtype
 from kvpage.serving.blend_pass import BlendCounts
 from kvpage.serving.requests import Request
+
+GRACE = 1e-3  # seconds: what is in memory has come by then, and is admitted a step earlier
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class BlendLink:
                 if self._manager.is_swapped(request.seq_id):
                     continue
                 self._start(request)
+        wait([lookup.future for lookup in self._lookups.values()], timeout=GRACE)
+        self._poll()
 
     def holds(self, request: Request) -> bool:
         """Whether the request had better wait for its segments."""
