@@ -22,6 +22,7 @@ from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segment_store import Segment, SegmentStore
 from kvpage.blend.segments import MemorySegments, Reuse, SegmentCache, SegmentKV
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+from kvpage.blend.stored_segments import StoredSegments
 
 __all__ = [
     "BlendExecutor",
@@ -36,6 +37,7 @@ __all__ = [
     "MemorySegments",
     "Reuse",
     "SegmentCache",
+    "StoredSegments",
     "SegmentKV",
     "RotaryTables",
     "SPTBlendRetriever",

@@ -41,6 +41,10 @@ class SegmentKV:
             )
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
     def num_bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
@@ -70,7 +74,7 @@ class SegmentCache(Protocol):
     """Where segments come from and go to. Called in other threads; trouble of its own is a miss, never an error."""
 
     def find(self, tokens: TokenIds, namespace: bytes) -> SegmentKV | None:
-        """The segment of exactly these tokens."""
+        """The segment of exactly these tokens, or of some of them, from the first one on."""
 
     def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes) -> bool:
         """Whether there is none, or the one that is there had better be replaced by a standalone one."""

@@ -158,7 +158,7 @@ class BlendLink:
                 tokens = prompt[slice(*span)]
                 segment = self.source.find(tokens, namespace) if reuses and span.end > num_cached else None
                 if segment is not None:
-                    reusable.append(Reuse(segment, 0, span.start, span.end - span.start))
+                    reusable.append(Reuse(segment, 0, span.start, segment.num_tokens))
                 elif self.source.wants(tokens, span.start == 0, namespace):
                     wanted.append(span)
             return _Found(reusable, wanted)

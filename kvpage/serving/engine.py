@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.spans import Span, spans_by_separator, spans_of_lengths
+from kvpage.blend.stored_segments import StoredSegments
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
@@ -45,6 +46,7 @@ from kvpage.serving.step import Piece, Step
 from kvpage.serving.store_link import BlockStore, StoreLink
 from kvpage.serving.token_stream import TokenStream
 from kvpage.serving.transfer_meter import TransferMeter
+from kvpage.store import KVStore
 from kvpage.telemetry import Telemetry
 from kvpage.tokens import Tokens, as_tokens
 
@@ -126,7 +128,7 @@ class Engine:
             was generated, too (None: as the store's save_decode_cache says). It stays its owner's to close, after the
             engine.
         blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
-            `segments`, by default in host memory.
+            `segments`: by default in `store`, where that is a KVStore of the cache's dtype, or in host memory.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, or not be blended where that
         is asked for, for a cache without any, and for scales that the cache takes none of or that leave nothing of the
@@ -162,7 +164,9 @@ class Engine:
             engine.use_store(store, store_deadline, save_generated, rule)
         if blend is not None:
             blender = Blender.of_model(blend, runner, cache_config, model_config)
-            engine.use_blend(blender, MemorySegments(blend.max_bytes) if segments is None else segments)
+            if segments is None:
+                segments = StoredSegments(store) if _keeps_rows(store, cache) else MemorySegments(blend.max_bytes)
+            engine.use_blend(blender, segments)
         elif segments is not None:
             raise ValueError("segments must be None without blend")
         return engine
@@ -607,6 +611,13 @@ class Engine:
             output = request.first.output()
         sink = self._undelivered if request.sink is None else request.sink
         sink.append(StepOutput(request.request_id, token, request.sample_index, finish_reason, output))
+
+
+def _keeps_rows(store: BlockStore | None, cache: CacheEngine) -> TypeGuard[KVStore]:
+    """Whether rows of the cache's tokens can lie in the store as they are."""
+    return (
+        isinstance(store, KVStore) and store.metadata.kv_dtype == cache.layout.dtype and not cache.layout.is_quantized
+    )
 
 
 def _pieces(batch: Batch) -> list[Piece]:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from serving.models import COMMON, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, MemorySegments, SegmentKV
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving import Engine, RequestOutput, SamplingParams, attention
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B = 4
 ONE = SamplingParams(max_tokens=1)
@@ -490,3 +492,52 @@ def test_a_model_whose_layers_do_not_let_go_of_rows_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="go on with some rows, those of LlamaForCausalLM cannot"):
         Engine.from_model(model, cache, blend=BlendConfig())
+
+
+@pytest.mark.parametrize("num_blocks", [64, 0])
+def test_segments_lie_in_the_store_and_outlive_the_engine(tmp_path: Path, num_blocks: int) -> None:
+    model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
+    config = KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
+    blend = BlendConfig(ratio=0.3)
+    for lead in (LEAD, [9, 11]):  # the first one is a segment itself by then
+        cache = CacheConfig(block_size=B, num_gpu_blocks=64, num_cpu_blocks=num_blocks)
+        plain = Engine.from_model(model, cache)
+        with KVStore(config, metadata_of(plain.cache, "tiny")) as store:
+            engine = Engine.from_model(model, cache, store=store, blend=blend)
+            if lead is LEAD:
+                engine.warm_segments(parts)
+            output, logits = serve(engine, parts, lead=lead)
+            engine.close()
+        recorder = Recorder(standalone(model, parts), 0.3, 1)
+        expected = blend_oracle.run(model, prompt_of(parts, lead=lead), 0, recorder)
+        assert error(logits, expected) <= FULL
+        assert output.num_recomputed_tokens + len(LEAD) + len(QUESTION) == len(recorder.chosen)
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "int8"])
+def test_caches_of_other_dtypes(cache_dtype: str) -> None:
+    model = model_of("llama")
+    cache = CacheConfig(block_size=B, num_gpu_blocks=64, cache_dtype=cache_dtype)
+    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0))
+    engine.warm_segments(SEGMENTS)
+    output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
+    recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0, 1)
+    assert output.num_reused_tokens == 22
+    assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= 0.1
+
+
+@pytest.mark.parametrize("backend, kv_layout", [("flash", "HND"), ("flashinfer", "NHD"), ("paged", "NHD")])
+def test_other_layouts(backend: str, kv_layout: str) -> None:
+    model = model_of("llama")
+    cache = CacheConfig(block_size=B, num_gpu_blocks=64, backend=backend, kv_layout=kv_layout, layer_layout="separate")
+    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0.3))
+    engine.warm_segments(SEGMENTS)
+    output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
+    recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0.3, 1)
+    assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_rows_may_be_gathered_instead_of_read_in_place(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_reads_in_place", lambda *_: False)
+    test_any_ratio_is_what_the_definition_says(family)
