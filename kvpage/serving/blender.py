@@ -81,7 +81,7 @@ class Blender:
             _, found = probe.compute(0, Blender(half, self._layers, self._rotary), segment)
         except (AssertionError, IndexError, RuntimeError, TypeError) as cause:
             raise ValueError(f"blend needs layers that can go on with some rows, those of {name} cannot") from cause
-        limit = MAX_ERROR if probe.runner.model.dtype.itemsize >= 4 else MAX_ERROR_HALF
+        limit = MAX_ERROR if min(probe.runner.model.dtype.itemsize, key.dtype.itemsize) >= 4 else MAX_ERROR_HALF
         error = relative_error(found, expected)
         if not error <= limit:
             raise ValueError(f"blended logits must be the model's own, those of {name} are {error:.1e} off (relative)")

@@ -46,7 +46,7 @@ def rotary_of_layers(
     at_zero, shifted: (K, V) of each layer, [num_tokens, kv heads, size], of the same tokens at positions 0, 1, ... and
     at shift, shift + 1, .... ValueError, with the layer, if nothing turns the one into the other.
     """
-    limit = MAX_ERROR if model.dtype.itemsize >= 4 else MAX_ERROR_HALF
+    limit = MAX_ERROR if min(model.dtype.itemsize, at_zero[0][0].dtype.itemsize) >= 4 else MAX_ERROR_HALF
     tables = list(_tables(model, at_zero[0][0].device))
     found: list[RotaryTables | None] = []
     for layer, ((key, value), (key_there, value_there)) in enumerate(zip(at_zero, shifted, strict=True)):
