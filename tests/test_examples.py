@@ -42,11 +42,12 @@ def test_own_loop_gives_the_tokens_of_generate(capsys):
     assert len({token for tokens in got for token in tokens}) > 10, "the model repeats itself; the test shows little"
 
 
-def test_readme_example_runs(capsys):
+@pytest.mark.parametrize("index, expected", [(0, r"\[\d+(, \d+)+\]"), (1, "102 of 124 tokens reused")])
+def test_readme_examples_run(index, expected, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
-    assert re.search(r"\[\d+(, \d+)+\]", capsys.readouterr().out)
+    assert len(blocks) == 2
+    exec(compile(blocks[index], "README.md", "exec"), {"__name__": "readme"})
+    assert re.search(expected, capsys.readouterr().out)
 
 
 def test_particles_estimate_what_enumeration_finds_and_compute_each_token_once(capsys):
