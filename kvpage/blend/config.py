@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.selection import METRICS
+from kvpage.blend.spans import Span, spans_by_separator
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +20,8 @@ class BlendConfig:
     check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
         token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding.
     metric: by what it chooses: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
-    separator: the tokens that end a segment and belong to it, for requests that do not name their segments.
+    separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
+        which belong to the segment, or where the text itself says. At most one of them.
     max_bytes: of the segments' K and V that are kept in host memory.
     deadline: seconds that a request waits for its segments.
     """
@@ -24,6 +30,7 @@ class BlendConfig:
     check_layer: int = 1
     metric: str = "v"
     separator: Sequence[int] = ()
+    boundaries: ContentBoundaries | None = None
     max_bytes: int = 1 << 30
     deadline: float = 5.0
 
@@ -41,6 +48,19 @@ class BlendConfig:
         object.__setattr__(self, "separator", tuple(self.separator))
         if not all(_is_int(token) for token in self.separator):
             raise ValueError(f"separator must be token ids, got {self.separator!r}")
+        if self.boundaries is not None and not isinstance(self.boundaries, ContentBoundaries):
+            raise TypeError(f"boundaries must be ContentBoundaries, got {type(self.boundaries).__name__}")
+        if self.separator and self.boundaries:
+            raise ValueError("boundaries must be None with a separator")
+
+    def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
+        """The segments of a prompt whose request names none. ValueError without separator and boundaries."""
+        if self.boundaries:
+            ends = self.boundaries.cuts(tokens)[:-1]  # what is behind the last boundary goes on in other prompts
+            return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        if not self.separator:
+            raise ValueError("segments must be given where BlendConfig has neither separator nor boundaries")
+        return spans_by_separator(tokens, self.separator)
 
 
 def _is_int(value: object) -> bool:

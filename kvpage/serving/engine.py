@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import MemorySegments, SegmentCache
-from kvpage.blend.spans import Span, spans_by_separator, spans_of_lengths
+from kvpage.blend.spans import Span, spans_of_lengths
 from kvpage.blend.stored_segments import StoredSegments
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
@@ -216,6 +216,8 @@ class Engine:
         if self._blend_link:
             self._blend_link.close()
             self._blend_link = None
+            for request in self.scheduler.waiting:
+                request.reusable = []
         if self._link:
             self._link.close()
             self.scheduler.reclaimers.remove(self._link.reclaim)
@@ -240,13 +242,13 @@ class Engine:
         blend: reuse the segments of the prompt that are kept, and keep the others. What of the prompt is cached as a
             prefix is taken from there first.
         segments: the lengths of the prompt's segments, from its first token on; the rest is in none. By default they
-            end with the separator of the BlendConfig. Given without `blend`, the prompt is computed in full, and its
+            end where the BlendConfig says. Given without `blend`, the prompt is computed in full, and its
             segments are kept.
 
         Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary, a
         request that is longer than the model or than all blocks, blend and segments in an engine without a BlendConfig,
-        and segments that are no lengths or longer than the prompt; TypeError for params, an id or a namespace of
-        another type.
+        and segments that are no lengths, longer than the prompt, or neither given nor found by the BlendConfig;
+        TypeError for params, an id or a namespace of another type.
         """
         return self._add(tokens, params, request_id, namespace, None, blend, segments).request_id
 
@@ -480,7 +482,7 @@ class Engine:
         if self._blender is None or self._blend_link is None:
             raise ValueError("blend and segments need an engine with a BlendConfig")
         if segments is None:
-            return spans_by_separator(prompt, self._blender.config.separator)
+            return self._blender.config.spans(prompt)
         return spans_of_lengths(segments, len(prompt))
 
     def _is_held(self, request: Request) -> bool:

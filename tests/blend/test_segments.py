@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpage.blend import BlendConfig, MemorySegments, Reuse, SegmentKV, StoredSegments
+from kvpage.blend import BlendConfig, ContentBoundaries, MemorySegments, Reuse, SegmentKV, StoredSegments
 from kvpage.blend.spans import spans_by_separator, spans_of_lengths
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
@@ -153,4 +153,8 @@ def check(found: SegmentKV | None, expected: SegmentKV, num_tokens: int) -> None
 def test_configs_that_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlendConfig(**fields)
+    with pytest.raises(ValueError, match="boundaries must be None with a separator"):
+        BlendConfig(separator=[1], boundaries=ContentBoundaries())
+    with pytest.raises(TypeError, match="boundaries must be ContentBoundaries, got int"):
+        BlendConfig(boundaries=3)
     assert BlendConfig(separator=[1, 2]).separator == (1, 2)

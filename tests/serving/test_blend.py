@@ -12,10 +12,10 @@ import torch
 import transformers as tf
 from serving import blend_oracle
 from serving.blend_oracle import Place, Recorder
-from serving.models import COMMON, make_model, make_prompts
+from serving.models import COMMON, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.blend import BlendConfig, MemorySegments, SegmentKV
+from kvpage.blend import BlendConfig, ContentBoundaries, MemorySegments, SegmentKV
 from kvpage.serving import Engine, RequestOutput, SamplingParams, attention
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
@@ -56,7 +56,7 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
-    names = ("check_layer", "metric", "separator", "max_bytes", "deadline")
+    names = ("check_layer", "metric", "separator", "boundaries", "max_bytes", "deadline")
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
         model_of(family), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), blend=config, **fields
@@ -373,6 +373,37 @@ def test_separators_end_segments() -> None:
     assert not plain.is_blended
 
 
+def test_boundaries_by_contents() -> None:
+    boundaries = ContentBoundaries(window=2, min_length=3, max_length=8)
+    engine = make_engine(ratio=0, boundaries=boundaries)
+    text = make_prompts([60], seed=21)[0]
+    assert not engine.generate([[1, 2, *text]], ONE, blend=True)[0].is_blended
+    moved = engine.generate([[5, 6, 7, 8, 9, *text]], ONE, blend=True)[0]
+    assert 30 <= moved.num_reused_tokens <= 60
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_tokens_behind_a_blended_prompt_that_has_left_its_window(family: str) -> None:
+    engine = make_engine(family)
+    engine.warm_segments(SEGMENTS)
+    parts, params = [SEGMENTS[2], SEGMENTS[0]], SamplingParams(max_tokens=16)
+    one = engine.add_request(prompt_of(parts), params, blend=True, segments=lengths_of(parts))
+    assert drain(engine)[one].token_ids == generate_each(model_of(family), [prompt_of(parts)], 16)[0]
+    engine.manager.check()
+
+
+def test_an_engine_that_was_closed_computes_in_full() -> None:
+    engine = make_engine(ratio=0)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[2]]
+    one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
+    engine._blend_link.ask(engine.scheduler.waiting)
+    engine.close()
+    assert not drain(engine)[one].is_blended
+    with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
+        engine.add_request([1, 2], ONE, blend=True)
+
+
 def test_samples_of_a_blended_prompt() -> None:
     engine = make_engine(ratio=1.0)
     engine.warm_segments(SEGMENTS)
@@ -457,6 +488,8 @@ def test_bad_arguments_change_nothing() -> None:
     for lengths, message in (([0], "positive lengths"), ([True], "positive lengths"), ([3, 3], "fit into 5 tokens")):
         with pytest.raises(ValueError, match=f"segments must .*{message}"):
             engine.add_request([1, 2, 3, 4, 5], ONE, blend=True, segments=lengths)
+    with pytest.raises(ValueError, match="segments must be given where BlendConfig has neither separator nor boundar"):
+        engine.add_request([1, 2, 3], ONE, blend=True)
     for arguments in ({"blend": True}, {"segments": [1]}):
         with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
             plain.add_request([1, 2, 3], ONE, **arguments)
