@@ -102,6 +102,7 @@ def paged_attention(
     tables: _Tables,
     seq_lens: list[int],
     query_lens: list[int],
+    positions: int,  # address, 0: none
     sizes: tuple[int, int, int, int, int],  # num_tokens, num_kv_heads, group_size, key_size, value_size
     window: int,
     scale: float,

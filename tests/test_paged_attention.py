@@ -193,6 +193,33 @@ def test_outputs_are_rounded_as_torch_rounds(dtype):
 
 
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 700}, {"softcap": 5.0}])
+def test_queries_at_some_positions(extra):
+    seq_lens = [70, 1, 33, 2, 300]
+    at = [[0, 5, 6, 31, 32, 33, 69], [0], [32], [0, 1], sorted(torch.randperm(300)[:100].tolist())]
+    case = make_case(seq_lens, seq_lens, make_layout())
+    want = expected({**case, **extra})
+    rows = torch.tensor([sum(seq_lens[:seq]) + position for seq, some in enumerate(at) for position in some])
+    case |= {"query": case["query"][rows], "query_lens": torch.tensor([len(some) for some in at]), **extra}
+    positions = torch.tensor([position for some in at for position in some])
+    got = ops.paged_attention(**case, query_positions=positions)
+    torch.testing.assert_close(got, want[rows], rtol=1e-5, atol=2.5e-6)
+
+
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 7}])
+def test_nothing_is_read_that_no_query_at_its_position_sees(extra):
+    case = make_case([40], [4], make_layout())
+    seen = make_case([33], [33], make_layout())
+    first = 20 - 7 + 1 if extra else 0
+    table = torch.full((1, 11), 2**31 - 1, dtype=torch.int32)
+    table[:, first // BLOCK : 9] = seen["block_tables"][:, first // BLOCK : 9]
+    some = {"cache": seen["cache"], "block_tables": table, "query_positions": torch.tensor([20, 21, 30, 32])}
+    got = ops.paged_attention(**{**case, **some, **extra})
+    want = expected({**seen, "query": case["query"][[0, 0]].repeat(17, 1, 1)[:33], **extra})
+    torch.testing.assert_close(got[0], want[20], rtol=1e-5, atol=2.5e-6)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 700}, {"softcap": 5.0}])
 def test_one_long_sequence_is_split_and_merged(extra):
     torch.manual_seed(11)
     case = make_case([2500], [2], make_layout(heads=4, size=64, block=16))
@@ -294,6 +321,13 @@ def bad_calls():
     yield "sinks.shape", {"sinks": torch.zeros(2)}
     yield "sinks must be on", {"sinks": torch.zeros(6, device="meta")}
     yield "cache.shape", {"layout": make_layout(size=24)}
+    positions = torch.tensor([39, 2, 3, 7, 8])
+    for at, wrong in ((0, 40), (0, -1), (2, 2), (4, 9)):
+        changed = positions.clone()
+        changed[at] = wrong
+        yield f"query_positions must ascend within .0, .*got {wrong}", {"query_positions": changed}
+    yield "query_positions.dtype", {"query_positions": positions.int()}
+    yield "query_positions.shape", {"query_positions": positions[:4]}
 
 
 def odd_calls():

@@ -2,6 +2,7 @@
 
 from kvpage.blend.blocks import gather_turned, load_turned
 from kvpage.blend.boundaries import ContentBoundaries
+from kvpage.blend.config import BlendConfig
 from kvpage.blend.executor import CacheBlendImpl
 from kvpage.blend.indices import create_index, indices_to_mask, mask_to_indices
 from kvpage.blend.interfaces import (
@@ -20,7 +21,9 @@ from kvpage.blend.retriever import (
 )
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segment_store import Segment, SegmentStore
+from kvpage.blend.segments import MemorySegments, Reuse, SegmentCache, SegmentKV
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+from kvpage.blend.stored_segments import StoredSegments
 
 __all__ = [
     "BlendExecutor",
@@ -31,6 +34,12 @@ __all__ = [
     "CacheBlendImpl",
     "ContentBoundaries",
     "METRICS",
+    "BlendConfig",
+    "MemorySegments",
+    "Reuse",
+    "SegmentCache",
+    "StoredSegments",
+    "SegmentKV",
     "RotaryTables",
     "SPTBlendRetriever",
     "SPTBlendRetrieverTask",

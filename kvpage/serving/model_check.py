@@ -149,6 +149,6 @@ def _windowed_layers(config: PretrainedConfig, layer_ids: list[int]) -> list[int
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far logits [num_tokens, vocab_size] are off, beside how far the expected ones are from their mean."""
+    """Of logits around their mean: the norm of the difference, by the norm of what is expected."""
     found, expected = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (found, expected))
     return float((found - expected).norm() / expected.norm())

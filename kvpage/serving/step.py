@@ -8,16 +8,19 @@ It is made once a step and read by every layer.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blend.segments import Reuse
 from kvpage.cache_engine import CacheEngine
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.serving.dense_attention import AttentionOptions
 
 
 class Piece(NamedTuple):
@@ -31,6 +34,19 @@ class Piece(NamedTuple):
     start: int
     end: int
     wanted: Sequence[int]
+    reuse: Sequence[Reuse] = ()
+
+
+class StepBlend(Protocol):
+    """What a step does besides, if some of its tokens have K and V already."""
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Inside, the model's layers go on with the rows that were chosen."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
 
 
 @dataclass(slots=True)
@@ -41,6 +57,8 @@ class Step:
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
         query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
+    query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
+    blend: what is done with tokens that have K and V already; None where there are none.
     """
 
     caches: dict[int, torch.Tensor]
@@ -53,6 +71,8 @@ class Step:
     seq_lens: list[int]
     scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
+    query_positions: torch.Tensor | None = None
+    blend: StepBlend | None = None
 
     @classmethod
     def make(
@@ -75,6 +95,22 @@ class Step:
             query_lens=query_lens,
             seq_lens=ends,
             scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
+        )
+
+    def of_rows(self, rows: torch.Tensor) -> "Step":
+        """The same for some of its rows only: int64, ascending, one of each sequence at least."""
+        at = rows.cpu().numpy()
+        bounds = np.cumsum([0, *self.query_lens])
+        counts = np.diff(np.searchsorted(at, bounds)).tolist()
+        starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
+        positions = at + np.repeat(np.array(starts) - bounds[:-1], counts)
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[rows],
+            device_query_lens=_upload(torch.tensor(counts), rows.device),
+            query_lens=counts,
+            query_positions=torch.from_numpy(positions),
+            blend=None,
         )
 
 

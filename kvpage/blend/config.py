@@ -1,0 +1,67 @@
+"""BlendConfig: how prompts are blended in the serving loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.blend.boundaries import ContentBoundaries
+from kvpage.blend.selection import METRICS
+from kvpage.blend.spans import Span, spans_by_separator
+
+
+@dataclass(frozen=True, slots=True)
+class BlendConfig:
+    """Frozen and validated.
+
+    ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 all of them are, which gives what
+        a full prefill gives.
+    check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
+        token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding.
+    metric: by what it chooses: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
+    separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
+        which belong to the segment, or where the text itself says. At most one of them.
+    max_bytes: of the segments' K and V that are kept in host memory.
+    deadline: seconds that a request waits for its segments.
+    """
+
+    ratio: float = 0.15
+    check_layer: int = 1
+    metric: str = "v"
+    separator: Sequence[int] = ()
+    boundaries: ContentBoundaries | None = None
+    max_bytes: int = 1 << 30
+    deadline: float = 5.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be in [0, 1], got {self.ratio!r}")
+        for name, least in (("check_layer", 0), ("max_bytes", 1)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not self.deadline >= 0:
+            raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
+        object.__setattr__(self, "separator", tuple(self.separator))
+        if not all(_is_int(token) for token in self.separator):
+            raise ValueError(f"separator must be token ids, got {self.separator!r}")
+        if self.boundaries is not None and not isinstance(self.boundaries, ContentBoundaries):
+            raise TypeError(f"boundaries must be ContentBoundaries, got {type(self.boundaries).__name__}")
+        if self.separator and self.boundaries:
+            raise ValueError("boundaries must be None with a separator")
+
+    def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
+        """The segments of a prompt whose request names none. ValueError without separator and boundaries."""
+        if self.boundaries:
+            ends = self.boundaries.cuts(tokens)[:-1]  # what is behind the last boundary goes on in other prompts
+            return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        if not self.separator:
+            raise ValueError("segments must be given where BlendConfig has neither separator nor boundaries")
+        return spans_by_separator(tokens, self.separator)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

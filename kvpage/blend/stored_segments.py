@@ -1,0 +1,41 @@
+"""StoredSegments: the segments of a serving loop in a KVStore, all of its tiers included.
+
+find(tokens) ─► SegmentStore.get ─► K and V by layer, in the store's format ─► views of them by token
+keep(...)    ─► SegmentStore.put, in the background
+"""
+
+import torch
+
+from kvpage.blend.segment_store import SegmentStore, segment_namespace
+from kvpage.blend.segments import SegmentKV, TokenIds
+from kvpage.store import KVStore
+
+
+class StoredSegments:
+    """A SegmentCache over a KVStore of the engine's shape and dtype, which it does not close.
+
+    ValueError for a store whose codec is lossy.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store, self._segments = store, SegmentStore(store)
+        self._is_by_head = store.metadata.fmt == "huggingface"
+
+    def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
+        """The longest leading run of the tokens that the store has; see SegmentStore.get."""
+        found = self._segments.get(tokens, namespace)
+        if found is None:
+            return None
+        rows = found.kv.transpose(2, 3) if self._is_by_head else found.kv
+        return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone)
+
+    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
+        """See SegmentCache."""
+        kinds = (True,) if is_standalone else (True, False)
+        return all(self._store.lookup(tokens, segment_namespace(namespace, kind)) < len(tokens) for kind in kinds)
+
+    def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
+        """See SegmentCache. Trouble of the store is one segment less."""
+        rows = torch.stack([segment.k, segment.v], dim=1)
+        kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows
+        self._segments.put(tokens, kv, segment.positions, segment.is_standalone, namespace).result()

@@ -1,0 +1,177 @@
+"""BlendPass: one forward pass in which some tokens have K and V already, out of segments (CacheBlend).
+
+    a blended prompt     [ prefix | segment A . . . | new | segment B . . . | question ]
+    K and V in           blocks     segments          -     segments          -
+    computed up to the check layer  # # # # # # # # # # # # # # # # # # # # # # # # # # #
+    and behind it                   . # . . . . . . # # # # . . # . . . . . # # # # # # #
+
+The check layer compares K or V of the reused tokens with what the segments say, and chooses. Behind it, a layer's
+blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over these; a chosen
+row attends to all keys up to its own position. Other sequences of the same pass are computed as ever.
+
+An exception leaves K and V behind in blocks that nobody has committed.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage import ops
+from kvpage.blend.config import BlendConfig
+from kvpage.blend.mixing import mix
+from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.segments import Reuse
+from kvpage.blend.selection import Selection, select_tokens, token_deviation
+from kvpage.serving.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
+from kvpage.serving.dense_attention import AttentionOptions
+from kvpage.serving.row_hooks import RowHooks, RowsChosen
+from kvpage.serving.step import Piece, Step
+from kvpage.turn import Turn
+
+PAD_SLOT = -1  # written nowhere
+
+
+class BlendCounts(NamedTuple):
+    """Tokens of a piece that segments had: kept as they were, and computed again."""
+
+    num_reused: int
+    num_recomputed: int
+
+
+class BlendPass:
+    """See above. layers: the decoder's, whose hooks it sets. rotary: of each of them, None where K is not turned."""
+
+    def __init__(
+        self,
+        config: BlendConfig,
+        layers: Sequence[torch.nn.Module],
+        rotary: Sequence[RotaryTables | None],
+        step: Step,
+        pieces: Sequence[Piece],
+    ) -> None:
+        self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
+        self._step = step
+        self._order = {layer: index for index, layer in enumerate(step.caches)}
+        self._first_rows = np.cumsum([0, *step.query_lens])
+        self._reuses = [reuse for piece in pieces for reuse in piece.reuse]
+        rows = [
+            first + reuse.start - piece.start + np.arange(reuse.num_tokens)
+            for first, piece in zip(self._first_rows, pieces, strict=False)
+            for reuse in piece.reuse
+        ]
+        device = step.slot_mapping.device
+        self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
+        self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
+        self._selection: Selection | None = None
+        self._narrowed: Step | None = None  # of the chosen rows
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._first_rows[-1])
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """See StepBlend."""
+        return RowHooks(self._layers, self._config.check_layer, self.num_rows, lambda: self.selection.indices).on()
+
+    @property
+    def selection(self) -> Selection:
+        """What the check layer has chosen, among all rows of the pass. RuntimeError before it has."""
+        if self._selection is None:
+            raise RuntimeError("selection is there once the check layer has been computed")
+        return self._selection
+
+    def counts(self) -> list[BlendCounts]:
+        """Of each piece, once the check layer has been computed."""
+        is_reused = np.zeros(self.num_rows, dtype=bool)
+        is_reused[self._rows.cpu().numpy()] = True
+        is_chosen = np.zeros(self.num_rows, dtype=bool)
+        is_chosen[self.selection.indices.cpu().numpy()] = True
+        spans = [slice(*bounds) for bounds in zip(self._first_rows[:-1], self._first_rows[1:], strict=True)]
+        return [
+            BlendCounts(int((is_reused & ~is_chosen)[span].sum()), int((is_reused & is_chosen)[span].sum()))
+            for span in spans
+        ]
+
+    # --- a layer -----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See StepBlend. RowsChosen out of the check layer's first call."""
+        index, step = self._order[layer], self._step
+        if index < self._config.check_layer:
+            write_rows(key, value, layer, step, step.slot_mapping)
+            return attend_rows(query, key, value, layer, step, options)
+        if self._narrowed is None:
+            write_rows(key, value, layer, step, step.slot_mapping)
+            self._selection = self._choose(index, key, value)
+            self._narrowed = step.of_rows(self._selection.indices)
+            self._open_slots = self._slots_not_chosen(self._selection)
+            raise RowsChosen
+        if index > self._config.check_layer:
+            self._fill(index, layer, key)
+        write_rows(key, value, layer, step, self._narrowed.slot_mapping)
+        return attend_rows(query, key, value, layer, self._narrowed, options)
+
+    def _fill(self, index: int, layer: int, like: torch.Tensor) -> None:
+        """The segments' rows go into the blocks: in one pass over memory, where the cache keeps numbers as they are."""
+        step = self._step
+        caches = self._open_blocks(layer)
+        if caches is None:
+            write_rows(*self._retrieved(index, like), layer, step, step.slot_mapping[self._rows])
+            return
+        for one, turn, slots in zip(self._reuses, self._turns_of(index), self._open_slots, strict=True):
+            for rows, cache, how in zip(one.rows(index), caches, (turn, None), strict=True):
+                ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
+
+    def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of the layer, [num_blocks, block_size, kv heads, size], if the segments' rows fit in as they are."""
+        layout, rows = self._step.layout, self._reuses[0].segment.k
+        key, value = layout.views(self._step.caches[layer])
+        is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
+        if not is_plain or value is None or key.rows.shape[3] > 1 or value.rows.shape[3] > 1:
+            return None
+        return key.rows[..., 0, : rows.shape[-1]], value.rows[..., 0, : rows.shape[-1]]
+
+    def _retrieved(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, turned, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
+        dtype = row_dtype(like.dtype, self._step.layout)
+        keys, values = [], []
+        for one, turn in zip(self._reuses, self._turns_of(index), strict=True):
+            key, value = (rows.to(like.device, dtype) for rows in one.rows(index))
+            keys.append(key if turn is None else mix(key, 0, key.shape[-1], turn))
+            values.append(value)
+        return torch.cat(keys), torch.cat(values)
+
+    def _turns_of(self, index: int) -> list[Turn | None]:
+        """Of each reused run, from where its K was computed to where it is: the same in all layers of a kind."""
+        rotary = self._rotary[index]
+        if rotary not in self._turns:
+            self._turns[rotary] = [None if rotary is None else self._turn(rotary, one) for one in self._reuses]
+        return self._turns[rotary]
+
+    def _turn(self, rotary: RotaryTables, one: Reuse) -> Turn:
+        old = one.segment.positions[one.begin : one.begin + one.num_tokens]
+        return rotary.turning(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
+
+    def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
+        slots = self._step.slot_mapping.clone()
+        slots[selection.indices] = PAD_SLOT
+        return slots[self._rows].split([one.num_tokens for one in self._reuses])
+
+    def _choose(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Selection:
+        retrieved = dict(zip("kv", self._retrieved(index, key), strict=True))
+        fresh = {"k": key[self._rows], "v": value[self._rows]}
+        valid = torch.zeros(self.num_rows, dtype=torch.bool, device=key.device)
+        valid[self._rows] = True
+        everything = torch.ones_like(self._rows, dtype=torch.bool)
+        deviation = torch.zeros(self.num_rows, device=key.device)
+        for part in self._config.metric:
+            size = fresh[part].shape[-1]
+            deviation[self._rows] += token_deviation(fresh[part], retrieved[part][..., :size], everything, 0)
+        ratios = [self._config.ratio] * len(self._pieces)
+        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios)
