@@ -267,7 +267,7 @@ void expand_tile(const AttentionTask& task, const TileSource& source, int64_t he
     const std::byte* rows = part.at(block_id, offset, head);
     int64_t stride = part.token_stride;
     if (part.run_size < size) {
-      collect_tokens(part, rows, count, size, codes, row_bytes);
+      collect_tokens(part, rows, count, size, codes, row_bytes, {});
       rows = codes, stride = row_bytes;
     }
     for (int64_t i = 0; i < count; ++i) {

@@ -23,7 +23,7 @@ void check_blocks(const ChunkCopy& args) {
           args.num_blocks, "), got ", args.block_ids[i]);
 }
 
-// body(part, block id, offset, number of tokens, first row): each layer's parts, block by block; threads share them all.
+// body(part, block id, offset, number of tokens, first row, next block id, streaming): each layer's parts, block by block; threads share them all.
 template <typename Body>
 void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& body) {
   int64_t work = 0;
@@ -37,7 +37,9 @@ void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& b
                    const int64_t token = begin % args.num_tokens, position = args.start + token;
                    const int64_t offset = position % args.block_size;
                    const int64_t count = std::min({end - begin, args.num_tokens - token, args.block_size - offset});
-                   body(part, args.block_ids[position / args.block_size], offset, count, part.rows.row(token), streaming);
+                   const int32_t* block_id = args.block_ids + position / args.block_size;
+                   const bool is_last = count == std::min(end - begin, args.num_tokens - token);
+                   body(part, *block_id, offset, count, part.rows.row(token), is_last ? *block_id : block_id[1], streaming);
                    begin += count;
                  }
                  if (streaming) end_streaming();
@@ -51,8 +53,8 @@ void store_chunk(const ChunkCopy& args) {
   const TabledMoves parts = TabledMoves::for_reads(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
                                                    args.num_tokens);
   for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
-                         bool streaming) {
-    read_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
+                         int64_t next_block_id, bool streaming) {
+    read_tokens(part, args.num_heads, block_id, offset, count, row, next_block_id, streaming);
   });
 }
 
@@ -61,7 +63,7 @@ void load_chunk(const ChunkCopy& args) {
   const TabledMoves parts = TabledMoves::for_writes(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
                                                    args.num_tokens);
   for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row,
-                         bool streaming) {
+                         int64_t, bool streaming) {
     write_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
   });
 }

@@ -22,9 +22,10 @@ void gather_tokens(const GatherCache& args, const TabledMoves& parts, int64_t se
     const int64_t position = args.seq_starts[seq] + begin;
     const int64_t block_id = args.tables.row(seq)[position / block_size], offset = position % block_size;
     const int64_t count = std::min(end - begin, block_size - offset);
+    const int64_t next_block_id = begin + count < end ? args.tables.row(seq)[position / block_size + 1] : block_id;
     for (int i = 0; i < args.num_parts; ++i)
       read_tokens(parts[i], args.num_heads, block_id, offset, count,
-                  parts[i].rows.row(begin) + args.row_offsets[i][seq], streaming);
+                  parts[i].rows.row(begin) + args.row_offsets[i][seq], next_block_id, streaming);
     begin += count;
   }
 }

@@ -34,12 +34,18 @@ inline void prefetch(const std::byte* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
+// How much is moved besides. `past_cache`: what is written goes past the processor's cache, where it lies dense, and the
+// caller fences. `next`: as many bytes as are moved, that are read soon after; they are asked for meanwhile. Or null.
+struct Streaming {
+  bool past_cache = false;
+  const std::byte* next = nullptr;
+};
+
 // The first `size` elements of one head of `count` tokens that follow each other in a block, whose first is at `place`
 // (KVPart::at): to rows of `out_stride` bytes, or from such rows. What lies behind them in the cache stays.
-// `streaming`: past the processor's cache, where alignment allows; the caller fences.
 void collect_tokens(const KVPart& part, const std::byte* place, int64_t count, int64_t size, std::byte* out,
-                    int64_t out_stride);
+                    int64_t out_stride, const Streaming& streaming);
 void scatter_tokens(const KVPart& part, std::byte* place, int64_t count, int64_t size, const std::byte* in,
-                    int64_t in_stride, bool streaming);
+                    int64_t in_stride, const Streaming& streaming);
 
 }  // namespace kvpage

@@ -191,18 +191,19 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
     write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, false);
     for (int64_t head = 0; head < num_heads; ++head)
       scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
-                     codes + head * move.size, num_heads * move.size, streaming);
+                     codes + head * move.size, num_heads * move.size, {streaming, nullptr});
   });
 }
 
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                    std::byte* row, bool streaming) {
+                    std::byte* row, int64_t next_block_id, bool streaming) {
   if (is_one_run(move)) return read_one_run(move, num_heads, block_id, offset, count, row, streaming);
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     for (int64_t head = 0; head < num_heads; ++head)
       collect_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
-                     codes + head * move.size, num_heads * move.size);
+                     codes + head * move.size, num_heads * move.size, {});
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
+    if (streaming) prefetch(move.cache.at(next_block_id, 0, 0) + first * num_heads * move.size, num * num_heads * move.size);
     read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, streaming);
   });
 }

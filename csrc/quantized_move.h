@@ -15,7 +15,7 @@ namespace kvpage {
 void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                      const std::byte* row, bool streaming);
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                    std::byte* row, bool streaming);
+                    std::byte* row, int64_t next_block_id, bool streaming);
 
 // Moves with the tables of their scales, where so many tokens are worth making them, and the codec, the rows' type and
 // the scales have some. Owns the tables; `moves` remain their callers'.

@@ -39,6 +39,12 @@ void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, boo
   }
 }
 
+// One head's share of the rows that mostly come next: those behind `count` tokens, in the order of memory.
+const std::byte* next_rows(const TokenMove& move, int64_t num_heads, int64_t count, const std::byte* row, int64_t head) {
+  const bool by_token = num_heads == 1 || move.rows.head_stride < move.rows.token_stride;
+  return row + count * move.rows.token_stride + head * (by_token ? count * move.row_bytes() : move.rows.head_stride);
+}
+
 }  // namespace
 
 void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
@@ -50,18 +56,14 @@ void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64
       copy_bytes(place + in_cache, row + in_rows, bytes, streaming);
     });
   }
-  // Meanwhile the rows arrive that mostly come next, in order.
-  const std::byte* next = row + count * move.rows.token_stride;
-  const int64_t share = count * move.row_bytes();
   for (int64_t head = 0; head < num_heads; ++head) {
-    if (streaming) prefetch(next + head * share, share);
     scatter_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
-                   move.rows.token_stride, streaming);
+                   move.rows.token_stride, {streaming, streaming ? next_rows(move, num_heads, count, row, head) : nullptr});
   }
 }
 
 void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-              std::byte* row, bool streaming) {
+              std::byte* row, int64_t next_block_id, bool streaming) {
   const KVPart& cache = move.cache;
   if (is_one_run(move)) {
     const std::byte* place = cache.at(block_id, offset, 0);
@@ -69,9 +71,10 @@ void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_
       copy_bytes(row + in_rows, place + in_cache, bytes, streaming);
     });
   }
-  for (int64_t head = 0; head < num_heads; ++head)
+  for (int64_t head = 0; head < num_heads; ++head) {
     collect_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
-                   move.rows.token_stride);
+                   move.rows.token_stride, {streaming, streaming ? cache.at(next_block_id, 0, head) : nullptr});
+  }
 }
 
 }  // namespace kvpage

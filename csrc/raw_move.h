@@ -9,6 +9,6 @@ namespace kvpage {
 void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                const std::byte* row, bool streaming);
 void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-              std::byte* row, bool streaming);
+              std::byte* row, int64_t next_block_id, bool streaming);
 
 }  // namespace kvpage

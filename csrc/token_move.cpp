@@ -12,9 +12,9 @@ void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, in
 }
 
 void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                 std::byte* row, bool streaming) {
+                 std::byte* row, int64_t next_block_id, bool streaming) {
   const auto read = move.row_type == RowType::kBits ? &read_raw : &read_quantized;
-  read(move, num_heads, block_id, offset, count, row, streaming);
+  read(move, num_heads, block_id, offset, count, row, next_block_id, streaming);
 }
 
 }  // namespace kvpage

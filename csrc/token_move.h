@@ -30,9 +30,10 @@ inline bool is_one_run(const TokenMove& move) { return move.cache.run_size >= mo
 
 // Moves `count` tokens that follow each other in a block, from `offset` on, and whose rows follow each other from
 // `row` on (the first head's address). `streaming`: past the processor's cache, where runs are long; the caller fences.
+// `next_block_id`: the block that is read next, and asked for meanwhile; `block_id` where there is none.
 void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                   const std::byte* row, bool streaming);
 void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                 std::byte* row, bool streaming);
+                 std::byte* row, int64_t next_block_id, bool streaming);
 
 }  // namespace kvpage
