@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import xxhash
-from store_records import get, key, put, record
+from store_records import get, is_record, key, put, record
 
 from kvpage.store import disk_directory, disk_segment
 from kvpage.store.disk import SLOT_BYTES, DiskTier
@@ -27,7 +26,7 @@ def make(*paths: Path, capacity: int = 2 * SEGMENT_BYTES, **fields) -> DiskTier:
 
 def is_right(name: bytes, data: bytes | None) -> bool:
     """As every reader of records checks it: the key in the header, and the checksum."""
-    return data is not None and data[16:48] == name and xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
+    return is_record(data, name)
 
 
 class FaultyOS:
