@@ -9,7 +9,7 @@ from kvpage.store.record import CorruptRecord, RecordHead
 from kvpage.store.tier import Reader, Tier
 
 META = b"who wrote it"
-STRETCH = 300  # of the payloads of records
+STRETCH = 1 << 20  # of the payloads of records: one digest, 16 bytes, for most
 
 
 def key(i: int) -> bytes:

@@ -8,6 +8,7 @@
 Every read gives nothing, or exactly what was stored under that key. A tier's trouble is a miss, never an exception.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.sequence_args import check_namespace
-from kvpage.store.block_io import BlockChunks
+from kvpage.store.block_io import BlockChunk, BlockChunks
 from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import ChunkKeys, KVStoreMetadata
@@ -33,6 +34,7 @@ from kvpage.store.kv_tensors import (
     token_dim,
     tokens_of,
 )
+from kvpage.store.layer_load import LayerLoad, OpenChunk
 from kvpage.store.record import CorruptRecord, Shape
 from kvpage.store.tier import Key, Reader, Tier, TierStats
 from kvpage.store.tier_stack import TierStack, num_leading
@@ -214,27 +216,60 @@ class KVStore:
 
         Blocks behind that may have been written, and mean nothing. Done on return, on a GPU, too.
         """
-        array, size = self._checked(tokens, namespace), self.config.chunk_size
-        blocks = BlockChunks(engine, block_table, self.metadata)
-        end = min(len(array), blocks.num_tokens)
-        if not 0 <= start <= end:
-            raise ValueError(f"start must be in [0, {end}], got {start}")
-        blocks.check_writable(start, end)
-        first = start // size
-        keys = self._keys.of(array, namespace)[first : -(-end // size)]
-        self._tiers.count(query_tokens=end - start)
+        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
 
         def read(index: int, reader: Reader, num_threads: int) -> None:
-            begin = (first + index) * size
-            stop = min(begin + size, len(array))
-            chunk = blocks.chunk(begin, stop, max(begin, start), min(stop, end))
-            read_record(reader, self._kind(keys[index], chunk.shape, namespace), chunk, num_threads)
+            made, _ = chunk(index)
+            read_record(reader, self._kind(keys[index], made.shape, namespace), made, num_threads)
 
         num_chunks = self._tiers.read(keys, read)
         blocks.finish()
-        loaded = max(min((first + num_chunks) * size, end), start) if num_chunks else start
+        loaded = chunk(num_chunks - 1)[1] if num_chunks else start
         self._tiers.count(hit_tokens=loaded - start)
         return loaded
+
+    def load_layers(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        start: int = 0,
+        namespace: bytes = b"",
+    ) -> LayerLoad:
+        """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
+        blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
+        """
+        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
+        blocks.finish()  # what the blocks were before
+        opened: list[tuple[Placed, Key, OpenChunk]] = []
+        readers = self._tiers.open_leading(keys)
+        for index, (placed, reader) in enumerate(readers):
+            made, end = chunk(index)
+            kind = self._kind(keys[index], made.shape, namespace)
+            found = self._tiers.verified(placed, keys[index], functools.partial(OpenChunk, reader, kind, made, end))
+            reader.rest()
+            if found is None:
+                break
+            opened.append((placed, keys[index], found))
+        for _, reader in readers[len(opened) :]:
+            reader.close()
+
+        def take_one(layer: int, index: int) -> bool:
+            placed, key, one = opened[index]
+            is_right: bool = self._tiers.verified(placed, key, functools.partial(one.take, layer)) or False
+            blocks.finish()
+            return is_right
+
+        def take(layer: int, num_chunks: int) -> int:
+            return self._tiers.shared(functools.partial(take_one, layer), num_chunks)
+
+        return LayerLoad(
+            [one for _, _, one in opened],
+            start,
+            len(engine.gpu_cache),
+            take,
+            lambda count: self._tiers.count(hit_tokens=count),
+        )
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -310,6 +345,34 @@ class KVStore:
             return self._kind(keys[index], made.shape, namespace), made
 
         return self._tiers.put(keys, record, skip_existing)
+
+    def _wanted(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        start: int,
+        namespace: bytes,
+    ) -> tuple[BlockChunks, list[Key], Callable[[int], tuple[BlockChunk, int]]]:
+        """What a load is about: the blocks, the keys of its chunks, and for each of these the chunk and up to which
+        token it brings them.
+        """
+        array, size = self._checked(tokens, namespace), self.config.chunk_size
+        blocks = BlockChunks(engine, block_table, self.metadata)
+        end = min(len(array), blocks.num_tokens)
+        if not 0 <= start <= end:
+            raise ValueError(f"start must be in [0, {end}], got {start}")
+        blocks.check_writable(start, end)
+        first = start // size
+        keys = self._keys.of(array, namespace)[first : -(-end // size)]
+        self._tiers.count(query_tokens=end - start)
+
+        def chunk(index: int) -> tuple[BlockChunk, int]:
+            begin = (first + index) * size
+            last = min(begin + size, len(array))
+            return blocks.chunk(begin, last, max(begin, start), min(last, end)), max(min(last, end), start)
+
+        return blocks, keys, chunk
 
     def _fetch(self, tokens: npt.NDArray[np.int32], num_skipped: int, namespace: bytes) -> torch.Tensor | None:
         """K and V of the tokens from num_skipped on, as far as there are some: one tensor; None for nothing."""

@@ -131,10 +131,48 @@ class TierStack:
             for reader in self._open(one, [key]):
                 if reader is not None:
                     with reader:
-                        found = self._verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
+                        found = self.verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
                     if found is not None:
                         return found
         return None
+
+    def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
+        """What `read` makes of a record of the tier; None for a corrupt one, which is dropped, and for trouble."""
+        try:
+            return self.ask(one, read)
+        except UnreadableRecord as error:
+            logger.info("%s: %s", one.tier.name, error)
+            return None
+        except CorruptRecord as error:
+            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
+            self.count(corrupt_records=1)
+            self.ask(one, one.tier.remove, [key], one.deadline)
+            return None
+
+    def open_leading(self, keys: Sequence[Key]) -> list[tuple[Placed, Reader]]:
+        """Readers of the leading records that are there, and their tiers."""
+        located = self.locate(keys)
+        readers = self.open(keys, located)
+        count = num_leading(reader is not None for reader in readers)
+        for reader in readers[count:]:
+            if reader is not None:
+                reader.close()
+        pairs = zip(located[:count], readers[:count], strict=True)
+        return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
+
+    def shared(self, call: Callable[[int], bool], num_items: int) -> int:
+        """Calls for items in order by as many threads as there are, until one fails; how many leading ones did not."""
+        num_shares = min(self._num_threads, num_items)
+        bounds = [num_items * share // max(num_shares, 1) for share in range(num_shares + 1)]
+
+        def run(share: int) -> int:
+            return num_leading(map(call, range(bounds[share], bounds[share + 1])))
+
+        counts = self._map(run, range(num_shares))
+        for share, count in enumerate(counts):
+            if count < bounds[share + 1] - bounds[share]:
+                return bounds[share] + count
+        return num_items
 
     # --- all of them ---
 
@@ -281,22 +319,10 @@ class TierStack:
             if found is None:
                 continue
             with found:
-                if self._verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
+                if self.verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
                     self._promote(at, key, found)
                     return True
         return False
-
-    def _verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
-        try:
-            return self.ask(one, read)
-        except UnreadableRecord as error:
-            logger.info("%s: %s", one.tier.name, error)
-            return None
-        except CorruptRecord as error:
-            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
-            self.count(corrupt_records=1)
-            self.ask(one, one.tier.remove, [key], one.deadline)
-            return None
 
     def _promote(self, at: int, key: Key, reader: Reader) -> None:
         for one in self.tiers[:at]:
