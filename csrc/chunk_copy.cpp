@@ -13,14 +13,7 @@ namespace {
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 void check_blocks(const ChunkCopy& args) {
-  check(args.start >= 0, "start must not be negative, got ", args.start);
-  const int64_t room = args.num_block_ids * args.block_size;
-  check(args.num_tokens <= room && args.start <= room - args.num_tokens, "block_ids must hold the blocks of ",
-        args.num_tokens, " tokens from ", args.start, ", got room for ", room);
-  if (args.num_tokens == 0) return;
-  for (int64_t i = args.start / args.block_size; i <= (args.start + args.num_tokens - 1) / args.block_size; ++i)
-    check(args.block_ids[i] >= 0 && args.block_ids[i] < args.num_blocks, "block_ids[", i, "] must be in [0, ",
-          args.num_blocks, "), got ", args.block_ids[i]);
+  check_chunk_blocks(args.block_ids, args.num_block_ids, args.num_blocks, args.block_size, args.start, args.num_tokens);
 }
 
 // body(part, block id, offset, number of tokens, first row, next block id, streaming): each layer's parts, block by block; threads share them all.
@@ -47,6 +40,18 @@ void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& b
 }
 
 }  // namespace
+
+void check_chunk_blocks(const int32_t* block_ids, int64_t num_block_ids, int64_t num_blocks, int64_t block_size,
+                        int64_t start, int64_t num_tokens) {
+  check(start >= 0, "start must not be negative, got ", start);
+  const int64_t room = num_block_ids * block_size;
+  check(num_tokens <= room && start <= room - num_tokens, "block_ids must hold the blocks of ", num_tokens,
+        " tokens from ", start, ", got room for ", room);
+  if (num_tokens == 0) return;
+  for (int64_t i = start / block_size; i <= (start + num_tokens - 1) / block_size; ++i)
+    check(block_ids[i] >= 0 && block_ids[i] < num_blocks, "block_ids[", i, "] must be in [0, ", num_blocks, "), got ",
+          block_ids[i]);
+}
 
 void store_chunk(const ChunkCopy& args) {
   check_blocks(args);

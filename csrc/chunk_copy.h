@@ -22,4 +22,8 @@ struct ChunkCopy {
 void store_chunk(const ChunkCopy& args);
 void load_chunk(const ChunkCopy& args);
 
+// InvalidArgument unless `num_tokens` from `start` on lie in blocks that are there.
+void check_chunk_blocks(const int32_t* block_ids, int64_t num_block_ids, int64_t num_blocks, int64_t block_size,
+                        int64_t start, int64_t num_tokens);
+
 }  // namespace kvpage

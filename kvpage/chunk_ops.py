@@ -98,7 +98,7 @@ def _move(
         return
     ids = block_ids.contiguous()  # held until the call is over
     (_C.store_chunk if to_chunk else _C.load_chunk)(
-        _native_parts(caches, rows, layout, scales),
+        native_chunk_parts(caches, rows, layout, scales),
         ids.data_ptr(),
         len(ids),
         num_blocks,
@@ -176,9 +176,13 @@ def _check_distinct(block_ids: torch.Tensor, start: int, num_tokens: int, layout
         raise ValueError("block_ids must name a block once where it is written, got one twice")
 
 
-def _native_parts(
-    caches: Sequence[torch.Tensor], rows: torch.Tensor, layout: CacheLayout, scales: Sequence[KVScales] | None
+def native_chunk_parts(
+    caches: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
 ) -> list[tuple[int, ...]]:
+    """Of each layer K's and V's moves as the extension takes them; rows: [layers, parts, tokens, heads, size]."""
     parts = []
     for layer, cache in enumerate(caches):
         given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)

@@ -5,10 +5,11 @@ import random
 
 import xxhash
 
-from kvpage.store.record import RecordHead
+from kvpage.store.record import CorruptRecord, RecordHead
 from kvpage.store.tier import Reader, Tier
 
 META = b"who wrote it"
+STRETCH = 1 << 20  # of the payloads of records: one digest, 16 bytes, for most
 
 
 def key(i: int) -> bytes:
@@ -18,9 +19,28 @@ def key(i: int) -> bytes:
 def record(name: bytes, payload_bytes: int = 1000, seed: int = 0) -> bytes:
     """A whole record, right to the last byte."""
     payload = random.Random(seed).randbytes(payload_bytes)
-    head = RecordHead(name, META, "bfloat16", (1, 2, 1, 1, payload_bytes // 4), payload_bytes, payload_bytes)
-    data = head.pack() + payload
-    return data + xxhash.xxh3_128_digest(data)
+    shape = (1, 2, 1, 1, payload_bytes // 4)
+    head = RecordHead(name, META, "bfloat16", shape, payload_bytes, payload_bytes, STRETCH)
+    return head.pack() + payload + trailer(head.pack(), payload)
+
+
+def trailer(head: bytes, payload: bytes, stretch: int = STRETCH) -> bytes:
+    """Digests and checksum, by the package xxhash."""
+    runs = [payload[at : at + stretch] for at in range(0, len(payload), stretch)]
+    digests = b"".join(map(xxhash.xxh3_128_digest, runs))
+    return digests + xxhash.xxh3_128_digest(head + digests)
+
+
+def is_record(data: bytes | None, name: bytes) -> bool:
+    """Whether it is a whole one of `record`, of any length."""
+    if data is None or data[16:48] != name:
+        return False
+    try:
+        head = RecordHead.unpack(data, len(data))
+    except CorruptRecord:
+        return False
+    payload = data[head.payload_begin : head.payload_end]
+    return data[head.payload_end :] == trailer(data[: head.payload_begin], payload)
 
 
 def put(tier: Tier, records: dict[bytes, bytes], timeout: float | None = None) -> list[bool]:

@@ -5,6 +5,7 @@ from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_store import KVStore, KVStoreStats, Pin
+from kvpage.store.layer_load import LayerLoad
 from kvpage.store.tier import Tier, TierError, TierStats
 from kvpage.store.tiers import Placed, register_tier
 
@@ -14,6 +15,7 @@ __all__ = [
     "KVStoreConfig",
     "KVStoreMetadata",
     "KVStoreStats",
+    "LayerLoad",
     "Pin",
     "Placed",
     "Tier",

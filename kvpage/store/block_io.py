@@ -1,18 +1,24 @@
-"""BlockChunks: an engine's blocks as chunks, a few layers at a time, straight from and to the records' bytes."""
+"""BlockChunks: an engine's blocks as chunks, straight from and to the records' bytes.
+
+blocks of every layer ◄──► payload [ layer 0: K, V of the tokens | layer 1 | ... ]      a layer is a stretch
+"""
 
 import math
-from collections.abc import Callable
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.chunk_ops import load_chunk, store_chunk
+from kvpage import _C
+from kvpage.chunk_ops import load_chunk, native_chunk_parts, store_chunk
 from kvpage.layout import SCALE_BYTES
-from kvpage.store.chunk_io import Part
 from kvpage.store.keys import KVStoreMetadata, scales_digest
 from kvpage.store.record import Shape
+from kvpage.store.stretches import address_of, digests_of
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
@@ -28,7 +34,7 @@ def metadata_of(
     )
 
 
-RUN_BYTES = 4 << 20  # larger ones leave the cache before they are hashed, smaller ones cost more calls
+RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
 
 
 class BlockChunks:
@@ -45,110 +51,151 @@ class BlockChunks:
                     f"got {getattr(metadata, name)!r}; kvpage.store.metadata_of tells it"
                 )
         ids = block_table if isinstance(block_table, torch.Tensor) else torch.from_numpy(np.asarray(block_table))
-        self._ids = ids.cpu().to(torch.int32).contiguous()
-        self._engine, self._fmt = engine, metadata.fmt
+        self.ids = ids.cpu().to(torch.int32).contiguous()
+        self.engine, self.fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
+        self._plans: dict[int, _C.ChunkPlan] = {}
+        self._lock = threading.Lock()
 
     @property
     def num_tokens(self) -> int:
         """That there is room for."""
-        return len(self._ids) * self._engine.layout.block_size
+        return len(self.ids) * self.engine.layout.block_size
 
     def check_room(self, num_tokens: int) -> None:
         """ValueError if so many tokens need more blocks."""
         if num_tokens > self.num_tokens:
             raise ValueError(f"block_table must have room for {num_tokens} tokens, got {self.num_tokens}")
 
+    def check_writable(self, begin: int, end: int) -> None:
+        """ValueError unless the tokens [begin, end) lie in blocks that are there, each named once."""
+        size, num_blocks = self.engine.layout.block_size, self.engine.layout.num_blocks(self.engine.gpu_cache[0])
+        ids = self.ids[begin // size : -(-end // size)]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+            raise ValueError(f"block_table must be in [0, {num_blocks}), got {int(ids.min())} to {int(ids.max())}")
+        if len(ids.unique()) < len(ids):
+            raise ValueError("block_table must name a block once where it is written, got one twice")
+
     def shape(self, num_tokens: int) -> Shape:
         """Of a chunk of so many tokens."""
-        layout, num_layers = self._engine.layout, len(self._engine.gpu_cache)
+        layout, num_layers = self.engine.layout, len(self.engine.gpu_cache)
         tokens_heads = (num_tokens, layout.num_kv_heads)
-        rows, columns = tokens_heads if self._fmt == "vllm" else tokens_heads[::-1]
+        rows, columns = tokens_heads if self.fmt == "vllm" else tokens_heads[::-1]
         return num_layers, self._num_parts, rows, columns, self._row_size
 
-    def sizes(self, num_tokens: int) -> list[int]:
-        """The bytes of each run of such a chunk: some layers, so many that a run stays in the CPU's cache."""
-        shape = self.shape(num_tokens)
-        layer_bytes = math.prod(shape[1:]) * self._item_size
-        step = self._layers_a_run(layer_bytes)
-        return [layer_bytes * min(step, shape[0] - first) for first in range(0, shape[0], step)]
+    def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
+        """The tokens [begin, end) as a payload, of which [first, last) are taken back: all, unless told."""
+        wanted = begin if first is None else first, end if last is None else last
+        kind = HostBlockChunk if self.engine.device.type == "cpu" else DeviceBlockChunk
+        return kind(self, begin, end, *wanted)
 
-    def chunk(self, begin: int, end: int) -> tuple[Shape, list[Part]]:
-        """The tokens [begin, end) as the runs of a payload."""
-        shape = self.shape(end - begin)
-
-        def part(index: int, num_bytes: int) -> Part:
-            def fill(buffer: memoryview) -> None:
-                rows = self._rows(buffer, shape)
-                caches = self._caches(index, shape)
-                self._between(rows, lambda chunk: self._store(caches, chunk, begin), is_read=False)
-
-            return Part(num_bytes, fill)
-
-        return shape, [part(index, size) for index, size in enumerate(self.sizes(end - begin))]
-
-    def taker(self, begin: int, end: int, first: int, last: int) -> Callable[[int, memoryview], None]:
-        """Writes of a chunk's tokens [begin, end) those in [first, last) into the blocks, a run at a time."""
-        shape = self.shape(end - begin)
-        dim = 2 if self._fmt == "vllm" else 3
-
-        def take(index: int, piece: memoryview) -> None:
-            rows = self._rows(piece, shape).narrow(dim, first - begin, last - first)
-            caches = self._caches(index, shape)
-            self._between(rows, lambda chunk: self._load(caches, chunk, first), is_read=True)
-
-        return take
+    def plan(self, num_tokens: int) -> _C.ChunkPlan:
+        """For chunks of so many tokens in host memory; made once."""
+        with self._lock:
+            if num_tokens not in self._plans:
+                self._plans[num_tokens] = self._make_plan(num_tokens)
+            return self._plans[num_tokens]
 
     def finish(self) -> None:
         """Waits for what a GPU still does."""
-        if self._engine.device.type == "cuda":
-            torch.cuda.current_stream(self._engine.device).synchronize()
+        if self.engine.device.type == "cuda":
+            torch.cuda.current_stream(self.engine.device).synchronize()
 
     # --- inside ---
 
+    def _make_plan(self, num_tokens: int) -> _C.ChunkPlan:
+        layout, caches, shape = self.engine.layout, self.engine.gpu_cache, self.shape(num_tokens)
+        payload = torch.empty(shape, dtype=layout.dtype, device="meta")  # whose addresses count from 0
+        parts = native_chunk_parts(caches, payload if self.fmt == "vllm" else payload.transpose(2, 3), layout)
+        moves_per_part = len(parts) // (shape[0] * shape[1])
+        layer_bytes = math.prod(shape[1:]) * layout.dtype.itemsize
+        sizes = layout.num_kv_heads, layout.num_blocks(caches[0]), layout.block_size, layer_bytes
+        return _C.ChunkPlan(parts, (shape[0], moves_per_part, num_tokens, *sizes))
+
     @property
     def _row_size(self) -> int:
-        layout = self._engine.layout
+        layout = self.engine.layout
         return layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
 
-    @property
-    def _item_size(self) -> int:
-        return torch.empty(0, dtype=self._engine.layout.dtype).element_size()
 
-    def _rows(self, buffer: memoryview, shape: Shape) -> torch.Tensor:
+class BlockChunk(ABC):
+    """The tokens [begin, end) of a sequence's blocks as a payload, whose stretches are layers."""
+
+    def __init__(self, blocks: BlockChunks, begin: int, end: int, first: int, last: int) -> None:
+        self.shape = blocks.shape(end - begin)
+        self.stretch_bytes = math.prod(self.shape[1:]) * blocks.engine.layout.dtype.itemsize
+        self._blocks, self._begin = blocks, begin
+        self._first, self._last = first - begin, last - begin  # of the chunk's tokens those that are taken
+
+    @abstractmethod
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        """As chunk_io.Source has it."""
+
+    @abstractmethod
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        """As chunk_io.Sink has it."""
+
+
+class HostBlockChunk(BlockChunk):
+    """Blocks in host memory: every byte is read once."""
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
+        return self._plan.store(place, first, address_of(buffer), len(buffer))
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes
+        return self._plan.load(place, first, address_of(piece), len(piece), self._first, self._last)
+
+    @property
+    def _plan(self) -> _C.ChunkPlan:
+        return self._blocks.plan(self.shape[2 if self._blocks.fmt == "vllm" else 3])
+
+    def _place(self, num_threads: int, streaming: bool) -> tuple[int, int, int, int, bool]:
+        ids = self._blocks.ids
+        return ids.data_ptr(), len(ids), self._begin, num_threads, streaming
+
+
+class DeviceBlockChunk(BlockChunk):
+    """Blocks on a GPU: by way of its memory, since not every tier's is pinned; a few layers at a time."""
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        digests = []
+        for caches, piece in self._runs(begin, buffer):
+            rows = self._rows(piece)
+            chunk = torch.empty_like(rows, device=self._blocks.engine.device)
+            store_chunk(caches, self._blocks.ids, chunk, self._blocks.engine.layout, self._begin, self._blocks.fmt)
+            rows.copy_(chunk)
+            digests.append(digests_of(piece, self.stretch_bytes, num_threads))
+        return b"".join(digests)
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        digests, dim = [], 2 if self._blocks.fmt == "vllm" else 3
+        for caches, run in self._runs(begin, piece):
+            digests.append(digests_of(run, self.stretch_bytes, num_threads))
+            rows = self._rows(run).to(self._blocks.engine.device)
+            chunk = rows.narrow(dim, self._first, self._last - self._first)
+            start = self._begin + self._first
+            load_chunk(caches, self._blocks.ids, chunk, self._blocks.engine.layout, start, self._blocks.fmt)
+        return b"".join(digests)
+
+    def _runs(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
+        """Some layers' caches and bytes."""
+        step, first = max(RUN_BYTES // self.stretch_bytes, 1), begin // self.stretch_bytes
+        for at in range(0, len(data) // self.stretch_bytes, step):
+            run = data[at * self.stretch_bytes : (at + step) * self.stretch_bytes]
+            yield self._blocks.engine.gpu_cache[first + at :][: len(run) // self.stretch_bytes], run
+
+    def _rows(self, buffer: memoryview) -> torch.Tensor:
         """[layers, parts, ...]: a view of some layers' bytes."""
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:  # torch has no read-only tensors, and nobody writes to this one
             array = np.asarray(_Unlocked(array))
-        return torch.from_numpy(array).view(self._engine.layout.dtype).view(-1, *shape[1:])
-
-    def _between(self, rows: torch.Tensor, move: Callable[[torch.Tensor], None], is_read: bool) -> None:
-        """Moves between blocks and rows on the host; by way of the device where these are not pinned."""
-        if self._engine.device.type == "cpu":
-            move(rows)
-            return
-        chunk = rows.to(self._engine.device) if is_read else torch.empty_like(rows, device=self._engine.device)
-        move(chunk)
-        if not is_read:
-            rows.copy_(chunk)
-
-    def _store(self, caches: list[torch.Tensor], chunk: torch.Tensor, start: int) -> None:
-        store_chunk(caches, self._ids, chunk, self._engine.layout, start, self._fmt, num_threads=1)
-
-    def _load(self, caches: list[torch.Tensor], chunk: torch.Tensor, start: int) -> None:
-        load_chunk(caches, self._ids, chunk, self._engine.layout, start, self._fmt, num_threads=1)
-
-    def _layers_a_run(self, layer_bytes: int) -> int:
-        return max(RUN_BYTES // layer_bytes, 1)
-
-    def _caches(self, index: int, shape: Shape) -> list[torch.Tensor]:
-        """Of a run's layers."""
-        step = self._layers_a_run(math.prod(shape[1:]) * self._item_size)
-        return self._engine.gpu_cache[index * step : (index + 1) * step]
+        return torch.from_numpy(array).view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
 
 
 class _Unlocked:
-    """Lets torch see read-only bytes; see BlockChunks._rows."""
+    """Lets torch see read-only bytes; see DeviceBlockChunk._rows."""
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}

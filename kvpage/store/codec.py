@@ -27,6 +27,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 PIECE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
+LOSSLESS = ("zstd",)  # besides raw
 ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
 
 

@@ -82,6 +82,11 @@ class DiskReader(Reader):
         self._owner.on_disk(entry, lambda: entry.space.segment.read(entry.run, HEADER_BYTES + begin, view))
         return view
 
+    def rest(self) -> None:
+        if self._buffer is not None:
+            self._owner.buffers.give(self._buffer)
+            self._buffer = None
+
     def is_there(self) -> bool:
         """Whether the header on the disk is still the record's. TierError."""
         found, entry = bytearray(HEADER_BYTES), self._entry
@@ -92,9 +97,7 @@ class DiskReader(Reader):
         if not self._is_open:
             return
         self._is_open = False
-        if self._buffer is not None:
-            self._owner.buffers.give(self._buffer)
-            self._buffer = None
+        self.rest()
         self._owner.let_go(self._entry)
 
 

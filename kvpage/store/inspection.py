@@ -5,16 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
+from kvpage.store.chunk_io import read_head, verify_record
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk import DiskTier
 from kvpage.store.keys import decode_meta
-from kvpage.store.record import CHECKSUM_BYTES, HEADER, MAX_META_BYTES, CorruptRecord, RecordHead
+from kvpage.store.record import CorruptRecord
 from kvpage.store.tier import Reader, RecordInfo, Tier, TierError
 from kvpage.store.tiers import paths_of, place_tiers
-
-PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +73,11 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 def is_whole(reader: Reader, key: bytes) -> bool:
     """Whether it is the record of the key, to its last byte, and can be read."""
-    checksum, end = xxhash.xxh3_128(), reader.num_bytes - CHECKSUM_BYTES
     try:
-        if _head(reader).key != key:
-            return False
-        for begin in range(0, end, PIECE):
-            checksum.update(reader.piece(begin, min(begin + PIECE, end)))
-        return bytes(reader.piece(end, reader.num_bytes)) == checksum.digest()
+        verify_record(reader, key)
     except (CorruptRecord, TierError):
         return False
+    return True
 
 
 def free(tier: Tier, num_bytes: int) -> int:
@@ -118,21 +111,10 @@ def by_model(records: list[RecordSummary]) -> list[tuple[str, int, int, int]]:
 def _summary(info: RecordInfo, reader: Reader, now: float) -> RecordSummary:
     age = None if info.last_used is None else now - info.last_used
     try:
-        head = _head(reader)
+        head, _ = read_head(reader)
         fields = decode_meta(head.meta)
         num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
     except (CorruptRecord, ValueError, KeyError):
         return RecordSummary(info.key.hex(), info.num_bytes, age=age)
     model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
     return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age)
-
-
-def _head(reader: Reader) -> RecordHead:
-    """Of whatever meta it has. CorruptRecord."""
-    if reader.num_bytes < HEADER.size + CHECKSUM_BYTES:
-        raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no head")
-    num_meta = HEADER.unpack_from(reader.piece(0, HEADER.size))[2]
-    end = -(-(HEADER.size + num_meta) // 64) * 64
-    if num_meta > MAX_META_BYTES or end > reader.num_bytes:
-        raise CorruptRecord(f"meta of {num_meta} bytes does not fit")
-    return RecordHead.unpack(reader.piece(0, end), reader.num_bytes)

@@ -21,7 +21,7 @@ from kvpage.sequence_args import MAX_NAMESPACE_BYTES
 from kvpage.store.record import MAX_META_BYTES
 from kvpage.tokens import Tokens, as_tokens
 
-ENCODING = b"kvpage-meta-1"
+ENCODING = b"kvpage-meta-2"
 LENGTH = struct.Struct("<Q")
 
 
@@ -58,10 +58,14 @@ class KVStoreMetadata:
         if not isinstance(self.kv_dtype, torch.dtype):
             raise TypeError(f"kv_dtype must be a torch.dtype, got {type(self.kv_dtype).__name__}")
 
-    def encode(self, chunk_size: int, namespace: bytes) -> bytes:
-        """The one encoding of all of it, the record's `meta`: names and values, each behind its length."""
+    def encode(self, chunk_size: int, namespace: bytes, lossy_codec: str = "") -> bytes:
+        """The one encoding of all of it, the record's `meta`: names and values, each behind its length.
+
+        lossy_codec: the name of one that does not give back what it was given: its records are not those of others.
+        """
         fields = {
             "chunk_size": str(chunk_size).encode(),
+            "codec": lossy_codec.encode(),
             "extra": _encode((name.encode(), value.encode()) for name, value in self.extra),
             "fmt": self.fmt.encode(),
             "kv_dtype": str(self.kv_dtype).removeprefix("torch.").encode(),
@@ -96,15 +100,15 @@ def decode_meta(meta: bytes) -> dict[str, Any]:
 
 
 class ChunkKeys:
-    """Makes keys for one metadata and chunk size."""
+    """Makes keys for one metadata and chunk size, and for a codec that loses something: see KVStoreMetadata.encode."""
 
-    def __init__(self, metadata: KVStoreMetadata, chunk_size: int) -> None:
+    def __init__(self, metadata: KVStoreMetadata, chunk_size: int, lossy_codec: str = "") -> None:
         """ValueError for metadata too long for a record."""
-        num_bytes = len(metadata.encode(chunk_size, b"")) + MAX_NAMESPACE_BYTES
+        num_bytes = len(metadata.encode(chunk_size, b"", lossy_codec)) + MAX_NAMESPACE_BYTES
         if num_bytes > MAX_META_BYTES:
             raise ValueError(f"metadata and a namespace must be at most {MAX_META_BYTES} bytes, got {num_bytes}")
         self.metadata = metadata
-        self.chunk_size = chunk_size
+        self.chunk_size, self.lossy_codec = chunk_size, lossy_codec
         self._seeds: dict[bytes, tuple[bytes, bytes]] = {}
 
     def meta(self, namespace: bytes) -> bytes:
@@ -128,7 +132,7 @@ class ChunkKeys:
     def _seed(self, namespace: bytes) -> tuple[bytes, bytes]:
         found = self._seeds.get(namespace)
         if found is None:
-            meta = self.metadata.encode(self.chunk_size, namespace)
+            meta = self.metadata.encode(self.chunk_size, namespace, self.lossy_codec)
             found = meta, hashlib.sha256(meta).digest()
             if len(self._seeds) >= 1024:  # namespaces come from outside
                 self._seeds.clear()

@@ -8,11 +8,12 @@
 Every read gives nothing, or exactly what was stored under that key. A tier's trouble is a miss, never an exception.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +21,21 @@ import torch
 
 from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import check_namespace
-from kvpage.store.block_io import BlockChunks
-from kvpage.store.chunk_io import Codec, Part, RecordKind, read_head, read_record
+from kvpage.store.block_io import BlockChunk, BlockChunks
+from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import ChunkKeys, KVStoreMetadata
 from kvpage.store.kv_tensors import (
     KVTensors,
+    TensorChunk,
     as_parts,
     as_tuple,
-    chunk_parts,
-    chunk_shape,
     empty_chunks,
     owned,
-    taker,
     token_dim,
-    with_tokens,
+    tokens_of,
 )
+from kvpage.store.layer_load import LayerLoad, OpenChunk
 from kvpage.store.record import CorruptRecord, Shape
 from kvpage.store.tier import Key, Reader, Tier, TierStats
 from kvpage.store.tier_stack import TierStack, num_leading
@@ -88,6 +88,12 @@ class Pin:
         self.release()
 
 
+class ShapedSource(Source, Protocol):
+    """A chunk to be written. shape: of its payload."""
+
+    shape: Shape
+
+
 class KVStore:
     """Thread-safe. `close` it, or use it in `with`. A forked process needs one of its own: in it, all but `close`
     raises RuntimeError.
@@ -99,8 +105,10 @@ class KVStore:
         self, config: KVStoreConfig, metadata: KVStoreMetadata, tiers: Sequence[Tier | Placed] | None = None
     ) -> None:
         self.config, self.metadata = config, metadata
-        self._keys = ChunkKeys(metadata, config.chunk_size)
-        self._codec = _codec(config.codec, metadata)
+        self._codecs = _codecs(config.codec, metadata)
+        codec = next(iter(self._codecs.values()))
+        lossy = codec.name if codec and not codec.is_lossless else ""
+        self._keys = ChunkKeys(metadata, config.chunk_size, lossy)
         placed = [_placed(one, config) for one in tiers] if tiers is not None else place_tiers(config)
         if not placed:
             raise ValueError("tiers must be at least one, got none")
@@ -141,9 +149,8 @@ class KVStore:
         if not blocking:
             parts = owned(parts, fmt, 0)
 
-        def chunk(begin: int, end: int) -> tuple[Shape, list[Part]]:
-            shape = chunk_shape(parts, fmt, end - begin)
-            return shape, chunk_parts(parts, fmt, begin - num_skipped, end - num_skipped)
+        def chunk(begin: int, end: int) -> TensorChunk:
+            return TensorChunk(tokens_of(parts, fmt, begin - num_skipped, end - num_skipped), fmt, end - begin)
 
         def run() -> int:
             return self._put(array, num_skipped, chunk, skip_existing, namespace)
@@ -212,28 +219,60 @@ class KVStore:
 
         Blocks behind that may have been written, and mean nothing. Done on return, on a GPU, too.
         """
-        array, size = self._checked(tokens, namespace), self.config.chunk_size
-        blocks = BlockChunks(engine, block_table, self.metadata)
-        end = min(len(array), blocks.num_tokens)
-        if not 0 <= start <= end:
-            raise ValueError(f"start must be in [0, {end}], got {start}")
-        first = start // size
-        keys = self._keys.of(array, namespace)[first : -(-end // size)]
-        self._tiers.count(query_tokens=end - start)
+        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
 
-        def read(index: int, reader: Reader) -> None:
-            begin = (first + index) * size
-            stop = min(begin + size, len(array))
-            shape = blocks.shape(stop - begin)
-            kind = self._kind(keys[index], shape, namespace)
-            wanted = max(begin, start), min(stop, end)
-            read_record(reader, kind, blocks.sizes(stop - begin), blocks.taker(begin, stop, *wanted))
+        def read(index: int, reader: Reader, num_threads: int) -> None:
+            made, _ = chunk(index)
+            read_record(reader, self._kind(keys[index], made.shape, namespace), made, num_threads)
 
         num_chunks = self._tiers.read(keys, read)
         blocks.finish()
-        loaded = max(min((first + num_chunks) * size, end), start) if num_chunks else start
+        loaded = chunk(num_chunks - 1)[1] if num_chunks else start
         self._tiers.count(hit_tokens=loaded - start)
         return loaded
+
+    def load_layers(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        start: int = 0,
+        namespace: bytes = b"",
+    ) -> LayerLoad:
+        """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
+        blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
+        """
+        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
+        blocks.finish()  # what the blocks were before
+        opened: list[tuple[Placed, Key, OpenChunk]] = []
+        readers = self._tiers.open_leading(keys)
+        for index, (placed, reader) in enumerate(readers):
+            made, end = chunk(index)
+            kind = self._kind(keys[index], made.shape, namespace)
+            found = self._tiers.verified(placed, keys[index], functools.partial(OpenChunk, reader, kind, made, end))
+            reader.rest()
+            if found is None:
+                break
+            opened.append((placed, keys[index], found))
+        for _, reader in readers[len(opened) :]:
+            reader.close()
+
+        def take_one(layer: int, index: int) -> bool:
+            placed, key, one = opened[index]
+            is_right: bool = self._tiers.verified(placed, key, functools.partial(one.take, layer)) or False
+            blocks.finish()
+            return is_right
+
+        def take(layer: int, num_chunks: int) -> int:
+            return self._tiers.shared(functools.partial(take_one, layer), num_chunks)
+
+        return LayerLoad(
+            [one for _, _, one in opened],
+            start,
+            len(engine.gpu_cache),
+            take,
+            lambda count: self._tiers.count(hit_tokens=count),
+        )
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -298,22 +337,48 @@ class KVStore:
         self,
         tokens: npt.NDArray[np.int32],
         num_skipped: int,
-        chunk: Callable[[int, int], tuple[Shape, list[Part]]],
+        chunk: Callable[[int, int], "ShapedSource"],
         skip_existing: bool,
         namespace: bytes,
     ) -> int:
-        """Writes the chunks behind the skipped tokens; how many were new to a tier. chunk(begin, end): the shape and
-        the bytes of tokens.
-        """
+        """Writes the chunks behind the skipped tokens; how many were new to a tier. chunk(begin, end): of tokens."""
         size = self.config.chunk_size
         keys = self._keys.of(tokens, namespace)[num_skipped // size :]
 
-        def record(index: int) -> tuple[RecordKind, list[Part]]:
+        def record(index: int) -> tuple[RecordKind, Source]:
             begin = num_skipped + index * size
-            shape, parts = chunk(begin, min(begin + size, len(tokens)))
-            return self._kind(keys[index], shape, namespace), parts
+            made = chunk(begin, min(begin + size, len(tokens)))
+            return self._kind(keys[index], made.shape, namespace), made
 
         return self._tiers.put(keys, record, skip_existing)
+
+    def _wanted(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        start: int,
+        namespace: bytes,
+    ) -> tuple[BlockChunks, list[Key], Callable[[int], tuple[BlockChunk, int]]]:
+        """What a load is about: the blocks, the keys of its chunks, and for each of these the chunk and up to which
+        token it brings them.
+        """
+        array, size = self._checked(tokens, namespace), self.config.chunk_size
+        blocks = BlockChunks(engine, block_table, self.metadata)
+        end = min(len(array), blocks.num_tokens)
+        if not 0 <= start <= end:
+            raise ValueError(f"start must be in [0, {end}], got {start}")
+        blocks.check_writable(start, end)
+        first = start // size
+        keys = self._keys.of(array, namespace)[first : -(-end // size)]
+        self._tiers.count(query_tokens=end - start)
+
+        def chunk(index: int) -> tuple[BlockChunk, int]:
+            begin = (first + index) * size
+            last = min(begin + size, len(array))
+            return blocks.chunk(begin, last, max(begin, start), min(last, end)), max(min(last, end), start)
+
+        return blocks, keys, chunk
 
     def _fetch(self, tokens: npt.NDArray[np.int32], num_skipped: int, namespace: bytes) -> torch.Tensor | None:
         """K and V of the tokens from num_skipped on, as far as there are some: one tensor; None for nothing."""
@@ -325,32 +390,29 @@ class KVStore:
             return None
         out = empty_chunks(shape, fmt, len(tokens) - num_skipped, self.metadata.kv_dtype)
 
-        def read(index: int, reader: Reader) -> None:
+        def read(index: int, reader: Reader, num_threads: int) -> None:
             begin = (first + index) * size
             end = min(begin + size, len(tokens))
-            chunk = with_tokens(shape, fmt, end - begin)
             room = out.narrow(dim, max(begin, num_skipped) - num_skipped, end - max(begin, num_skipped))
-            kind = self._kind(keys[index], chunk, namespace)
-            num_parts = chunk[0] * chunk[1]
-            read_record(reader, kind, [kind.raw_bytes // num_parts] * num_parts, taker(chunk, fmt, room))
+            chunk = TensorChunk([list(layer) for layer in room], fmt, end - begin)
+            read_record(reader, self._kind(keys[index], chunk.shape, namespace), chunk, num_threads)
 
         num_chunks = self._tiers.read(keys, read)
         num_found = min((first + num_chunks) * size, len(tokens)) - num_skipped
         return out.narrow(dim, 0, num_found) if num_chunks and num_found > 0 else None
 
     def _shape(self, reader: Reader, namespace: bytes) -> Shape:
-        """What a record says of its payload; it is verified when it is read. CorruptRecord if that cannot be."""
-        head = read_head(reader, self._keys.meta(namespace))
+        """What a record says of its payload. CorruptRecord if that cannot be."""
+        head, _ = read_head(reader, self._keys.meta(namespace))
         num_bytes = math.prod(head.shape) * self.metadata.kv_dtype.itemsize
-        if num_bytes != head.raw_bytes or num_bytes == 0 or (self._codec is None and num_bytes != head.payload_bytes):
+        is_raw = self._codecs.get(head.codec) is None
+        if num_bytes != head.raw_bytes or num_bytes == 0 or (is_raw and num_bytes != head.payload_bytes):
             raise CorruptRecord(f"a payload of {head.payload_bytes} bytes cannot be of shape {head.shape}")
         return head.shape
 
     def _kind(self, key: Key, shape: Shape, namespace: bytes) -> RecordKind:
-        dtype = self.metadata.kv_dtype
-        name = self._codec.name if self._codec else str(dtype).removeprefix("torch.")
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return RecordKind(key, self._keys.meta(namespace), shape, num_bytes, name, self._codec)
+        num_bytes = math.prod(shape) * self.metadata.kv_dtype.itemsize
+        return RecordKind(key, self._keys.meta(namespace), shape, num_bytes, self._codecs)
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
         self._process.check()
@@ -370,12 +432,23 @@ def _done(result: int) -> "Future[int]":
     return future
 
 
-def _codec(name: str, metadata: KVStoreMetadata) -> Codec | None:
-    if name == "raw":
-        return None
-    from kvpage.store.codec import get_codec
+def _codecs(name: str, metadata: KVStoreMetadata) -> dict[str, Codec | None]:
+    """By the name in records: what is written first, and what else can be read: all that gives back the same bytes."""
+    from kvpage.store.codec import LOSSLESS, get_codec
 
-    return get_codec(name, metadata.kv_dtype, "vllm" if metadata.fmt == "vllm" else "huggingface")
+    fmt: Literal["vllm", "huggingface"] = "vllm" if metadata.fmt == "vllm" else "huggingface"
+    raw = str(metadata.kv_dtype).removeprefix("torch.")
+    written = None if name == "raw" else get_codec(name, metadata.kv_dtype, fmt)
+    if written is not None and not written.is_lossless:
+        return {written.name: written}
+    codecs: dict[str, Codec | None] = {raw if written is None else written.name: written, raw: None}
+    for other in LOSSLESS:
+        try:
+            codec = get_codec(other, metadata.kv_dtype, fmt)
+        except (ImportError, ValueError):  # not for this dtype, or what it wrote elsewhere cannot be read here
+            continue
+        codecs.setdefault(codec.name, codec)
+    return codecs
 
 
 def _num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num_tokens: int) -> int:

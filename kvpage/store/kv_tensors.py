@@ -4,15 +4,15 @@
 "huggingface"   one tensor [layers, parts, heads, tokens, size], or for each layer (K, V) of [heads, tokens, size]
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.store.chunk_io import Part
 from kvpage.store.record import Shape
+from kvpage.store.stretches import digests_of
 
 KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
 Parts = list[list[torch.Tensor]]
@@ -61,9 +61,46 @@ def with_tokens(shape: Shape, fmt: str, num_tokens: int) -> Shape:
     return dims[0], dims[1], dims[2], dims[3], dims[4]
 
 
-def chunk_parts(parts: Parts, fmt: str, begin: int, end: int) -> list[Part]:
-    """The tokens [begin, end) as the runs of a payload."""
-    return [_part(part.narrow(token_dim(fmt), begin, end - begin)) for layer in parts for part in layer]
+class TensorChunk:
+    """Some tokens of such parts as a payload, whose stretches are layers. parts: of each layer, each with these tokens
+    alone; of any device where they are stored, on the CPU where they take. num_tokens: of the payload, of which the
+    parts take the last ones.
+    """
+
+    def __init__(self, parts: Parts, fmt: str, num_tokens: int) -> None:
+        self.shape = chunk_shape(parts, fmt, num_tokens)
+        self.stretch_bytes = math.prod(self.shape[1:]) * parts[0][0].element_size()
+        self._parts, self._dim = parts, token_dim(fmt)
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        digests = []
+        for layer, data in self._layers(begin, buffer):
+            for part, room in zip(layer, np.split(np.frombuffer(data, np.uint8), len(layer)), strict=True):
+                source = as_bytes(part.cpu() if part.stride(-1) == 1 else part.cpu().contiguous())
+                np.copyto(room.reshape(source.shape), source)
+            digests.append(digests_of(data, self.stretch_bytes))
+        return b"".join(digests)
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        digests = []
+        for layer, data in self._layers(begin, piece):
+            digests.append(digests_of(data, self.stretch_bytes))
+            for part, rows in zip(layer, np.split(np.frombuffer(data, np.uint8), len(layer)), strict=True):
+                target = as_bytes(part)
+                source = rows.reshape(*self.shape[2:4], target.shape[-1])
+                num_left = source.shape[self._dim] - target.shape[self._dim]
+                np.copyto(target, source[num_left:] if self._dim == 0 else source[:, num_left:])
+        return b"".join(digests)
+
+    def _layers(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
+        """The parts of each layer, with its bytes."""
+        for at in range(0, len(data), self.stretch_bytes):
+            yield self._parts[(begin + at) // self.stretch_bytes], data[at : at + self.stretch_bytes]
+
+
+def tokens_of(parts: Parts, fmt: str, begin: int, end: int) -> Parts:
+    """The tokens [begin, end): views."""
+    return [[part.narrow(token_dim(fmt), begin, end - begin) for part in layer] for layer in parts]
 
 
 def owned(parts: Parts, fmt: str, begin: int) -> Parts:
@@ -79,21 +116,6 @@ def empty_chunks(shape: Shape, fmt: str, num_tokens: int, dtype: torch.dtype) ->
     return torch.empty(with_tokens(shape, fmt, num_tokens), dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
-def taker(shape: Shape, fmt: str, room: torch.Tensor) -> Callable[[int, memoryview], None]:
-    """Takes the parts of a chunk, [tokens, heads, size] or [heads, tokens, size] each, and puts the last tokens of each
-    into `room`: one tensor of all layers and parts, with as many tokens as are wanted.
-    """
-    dim = token_dim(fmt)
-    num_left = shape[2 + dim] - room.shape[2 + dim]
-
-    def take(index: int, piece: memoryview) -> None:
-        target = as_bytes(room[index // shape[1], index % shape[1]])
-        source = np.frombuffer(piece, np.uint8).reshape(*shape[2:4], target.shape[-1])
-        np.copyto(target, source[num_left:] if dim == 0 else source[:, num_left:])
-
-    return take
-
-
 def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A CPU tensor's elements as bytes, the last dimension so many times longer: a view."""
     return tensor.view(torch.uint8).numpy()
@@ -102,11 +124,3 @@ def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def as_tuple(chunks: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
     """For each layer (K, V): views."""
     return tuple(tuple(layer) for layer in chunks)
-
-
-def _part(rows: torch.Tensor) -> Part:
-    def fill(buffer: memoryview) -> None:
-        source: Any = as_bytes(rows.cpu() if rows.stride(-1) == 1 else rows.cpu().contiguous())
-        np.copyto(np.frombuffer(buffer, np.uint8).reshape(source.shape), source)
-
-    return Part(rows.numel() * rows.element_size(), fill)

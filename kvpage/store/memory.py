@@ -24,6 +24,8 @@ class _Entry:
 
 
 class _MemoryReader(Reader):
+    is_in_memory = True
+
     def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
         self._tier, self._entry = tier, entry
         self.num_bytes = entry.num_bytes
@@ -39,6 +41,8 @@ class _MemoryReader(Reader):
 
 
 class _MemoryWriter(Writer):
+    is_in_memory = True
+
     def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
         self._tier, self.entry = tier, entry
         self.key, self.num_bytes = entry.key, entry.num_bytes

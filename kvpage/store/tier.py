@@ -44,15 +44,22 @@ class TierStats:
 
 
 class Reader(ABC):
-    """A record, kept as it is until `close`; a context manager that closes."""
+    """A record, kept as it is until `close`; a context manager that closes.
+
+    is_in_memory: pieces are the record itself, so that small ones gain nothing.
+    """
 
     num_bytes: int
+    is_in_memory = False
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:
         """The bytes [begin, end), read-only or to be left alone; valid until the next call. TierError if they cannot
         be had; ValueError outside [0, num_bytes].
         """
+
+    def rest(self) -> None:  # noqa: B027, nothing is a fine default
+        """Gives the memory of the last piece back; the record stays open."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,10 +73,14 @@ class Reader(ABC):
 
 
 class Writer(ABC):
-    """Room for one record, found by nobody before Tier.commit; a context manager that gives uncommitted room back."""
+    """Room for one record, found by nobody before Tier.commit; a context manager that gives uncommitted room back.
+
+    is_in_memory: pieces are where the record stays, so that small ones gain nothing.
+    """
 
     key: Key
     num_bytes: int
+    is_in_memory = False
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:

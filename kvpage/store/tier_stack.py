@@ -1,6 +1,6 @@
 """TierStack: several tiers as one, the fastest first. Their trouble is counted and logged, and is a miss.
 
-put     ─► every tier that lacks it (those written back later, from the first that has it)
+put     ─► every tier that lacks it (those written back later, from the first that has it, which keeps it until then)
 read    ─► the first tier that has it ─► verified ─► copied into the faster ones
 """
 
@@ -8,17 +8,26 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from kvpage.store.chunk_io import Part, RecordKind, copy_record, encoded, write_record
-from kvpage.store.record import CorruptRecord
+from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, write_record
+from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
 from kvpage.store.tier import Key, Reader, TierError, TierStats
 from kvpage.store.tiers import Placed
 
 WINDOW = 8  # records that are open at once
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class _Back:
+    """A record on its way into a tier that is written back. reader: keeps it in the tier where it is."""
+
+    __slots__ = ("placed", "key", "reader")
+
+    def __init__(self, placed: Placed, key: Key, reader: Reader) -> None:
+        self.placed, self.key, self.reader = placed, key, reader
 
 
 class TierStack:
@@ -31,26 +40,33 @@ class TierStack:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-chunk")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvpage-store")
         self._pending: set[Future[int]] = set()
+        self._num_threads = num_threads
+        self._writing_back = threading.Lock()
+        self._backs: set[_Back] = set()  # that are still wanted
 
     # --- writing ---
 
-    def put(
-        self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Sequence[Part]]], skip_existing: bool
-    ) -> int:
+    def put(self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], skip_existing: bool) -> int:
         """Writes records into the tiers that lack them (or into all); how many were new to one. record(index): what to
-        write.
+        write. For a tier that is written back they are kept where they are until it has them; what cannot be kept is
+        written at once.
         """
-        written: set[int] = set()
-        for at, one in enumerate(self.tiers):
-            there = self.contains(one, keys) if skip_existing else [False] * len(keys)
-            lacking = [index for index in range(len(keys)) if not there[index]]
-            if one.is_written_back and at > 0:
-                self.later(lambda one=one, lacking=lacking: self._copy_down(one, [keys[i] for i in lacking]))  # type: ignore[misc]
-                continue
-            done = self._pool.map(lambda index, one=one: self._put_one(one, *record(index)), lacking)  # type: ignore[misc]
-            written.update(index for index, is_there in zip(lacking, done, strict=True) if is_there)
-        self.count(stored_chunks=len(written))
-        return len(written)
+        there = [self.contains(one, keys) if skip_existing else [False] * len(keys) for one in self.tiers]
+        lacking = [[one for one, has in zip(self.tiers, there, strict=True) if not has[i]] for i in range(len(keys))]
+        wanted = [index for index in range(len(keys)) if lacking[index]]
+        num_threads = self._threads_each(len(wanted))
+        backs: list[_Back] = []
+
+        def put_one(index: int) -> bool:
+            return self._put_one(keys[index], lacking[index], lambda: record(index), num_threads, backs)
+
+        try:
+            num_written = sum(self._map(put_one, wanted))
+        finally:
+            if backs:
+                self.later(lambda: self._write_back(backs))
+        self.count(stored_chunks=num_written)
+        return num_written
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
         """In the background, one after the other."""
@@ -87,20 +103,24 @@ class TierStack:
                 readers[index] = reader
         return readers
 
-    def read(self, keys: Sequence[Key], read: Callable[[int, Reader], None]) -> int:
-        """Reads records in order until one cannot be had; how many were read. read(index, reader): raises CorruptRecord
-        for what is not the right one, which is dropped.
+    def read(self, keys: Sequence[Key], read: Callable[[int, Reader, int], None]) -> int:
+        """Reads records in order until one cannot be had; how many were read. read(index, reader, num_threads): raises
+        CorruptRecord for what is not the right one, which is dropped.
         """
         located = self.locate(keys)
         count = num_leading(tier is not None for tier in located)
         for begin in range(0, count, WINDOW):
             window = range(begin, min(begin + WINDOW, count))
             readers = self.open([keys[index] for index in window], [located[index] for index in window])
+            num_threads = self._threads_each(len(window))
 
-            def read_one(index: int, begin: int = begin, readers: list[Reader | None] = readers) -> bool:
-                return self._read_one(keys[index], located[index] or 0, readers[index - begin], index, read)
+            def read_one(
+                index: int, begin: int = begin, readers: list[Reader | None] = readers, num_threads: int = num_threads
+            ) -> bool:
+                reader, at = readers[index - begin], located[index] or 0
+                return self._read_one(keys[index], at, reader, lambda found: read(index, found, num_threads))
 
-            num_read = num_leading(list(self._pool.map(read_one, window)))
+            num_read = num_leading(self._map(read_one, window))
             if num_read < len(window):
                 return begin + num_read
         return count
@@ -111,18 +131,61 @@ class TierStack:
             for reader in self._open(one, [key]):
                 if reader is not None:
                     with reader:
-                        found = self._verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
+                        found = self.verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
                     if found is not None:
                         return found
         return None
+
+    def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
+        """What `read` makes of a record of the tier; None for a corrupt one, which is dropped, and for trouble."""
+        try:
+            return self.ask(one, read)
+        except UnreadableRecord as error:
+            logger.info("%s: %s", one.tier.name, error)
+            return None
+        except CorruptRecord as error:
+            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
+            self.count(corrupt_records=1)
+            self.ask(one, one.tier.remove, [key], one.deadline)
+            return None
+
+    def open_leading(self, keys: Sequence[Key]) -> list[tuple[Placed, Reader]]:
+        """Readers of the leading records that are there, and their tiers."""
+        located = self.locate(keys)
+        readers = self.open(keys, located)
+        count = num_leading(reader is not None for reader in readers)
+        for reader in readers[count:]:
+            if reader is not None:
+                reader.close()
+        pairs = zip(located[:count], readers[:count], strict=True)
+        return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
+
+    def shared(self, call: Callable[[int], bool], num_items: int) -> int:
+        """Calls for items in order by as many threads as there are, until one fails; how many leading ones did not."""
+        num_shares = min(self._num_threads, num_items)
+        bounds = [num_items * share // max(num_shares, 1) for share in range(num_shares + 1)]
+
+        def run(share: int) -> int:
+            return num_leading(map(call, range(bounds[share], bounds[share + 1])))
+
+        counts = self._map(run, range(num_shares))
+        for share, count in enumerate(counts):
+            if count < bounds[share + 1] - bounds[share]:
+                return bounds[share] + count
+        return num_items
 
     # --- all of them ---
 
     def remove(self, keys: Sequence[Key]) -> int:
         """How many there were, in the tier that had most."""
+        with self._writing_back:
+            gone = set(keys)
+            self._backs = {back for back in self._backs if back.key not in gone}
         return max(self.ask(one, one.tier.remove, keys, one.deadline) or 0 for one in self.tiers)
 
     def clear(self) -> None:
+        with self._writing_back:
+            self._backs.clear()
         for one in self.tiers:
             self.ask(one, one.tier.clear)
 
@@ -167,47 +230,88 @@ class TierStack:
         opened = self.ask(one, one.tier.open, keys, one.deadline) or []
         return opened if len(opened) == len(keys) else [None] * len(keys)
 
-    def _put_one(self, one: Placed, kind: RecordKind, parts: Sequence[Part]) -> bool:
-        head, payload = encoded(kind, parts)
+    def _map(self, call: Callable[[int], T], items: Sequence[int]) -> list[T]:
+        """By the threads; one item alone needs none. An error comes through when all are done."""
+        if len(items) < 2:
+            return [call(item) for item in items]
+        futures = [self._pool.submit(call, item) for item in items]
+        wait(futures)
+        return [future.result() for future in futures]
 
+    def _threads_each(self, num_items: int) -> int:
+        """For each of so many records at once."""
+        return max(self._num_threads // max(num_items, 1), 1)
+
+    def _put_one(
+        self,
+        key: Key,
+        lacking: Sequence[Placed],
+        record: Callable[[], tuple[RecordKind, Source]],
+        num_threads: int,
+        backs: "list[_Back]",
+    ) -> bool:
+        """Whether a tier has it that had not, or will have it."""
+        made: tuple[RecordHead, Source] | None = None
+        is_new = False
+        for one in lacking:
+            if one.is_written_back and one is not self.tiers[0]:
+                back = self._keep(one, key)
+                if back is not None:
+                    backs.append(back)
+                    continue
+            made = made or encoded(*record())
+            is_new = self._write(one, *made, num_threads) or is_new
+        return is_new
+
+    def _write(self, one: Placed, head: RecordHead, payload: Source, num_threads: int) -> bool:
         def put() -> bool:
             writer = one.tier.create(head.key, head.num_bytes)
             if writer is None:
                 return False
             with writer:
-                write_record(writer, head, payload)
+                write_record(writer, head, payload, num_threads)
                 return one.tier.commit([writer], one.deadline)[0]
 
         return self.ask(one, put) or False
 
-    def _copy_down(self, one: Placed, keys: Sequence[Key]) -> int:
-        return sum(self._copy_from_another(one, key) for key in keys)
-
-    def _copy_from_another(self, one: Placed, key: Key) -> bool:
-        for source in self.tiers:
-            for reader in self._open(source, [key]) if source is not one else []:
+    def _keep(self, one: Placed, key: Key) -> "_Back | None":
+        """The record in a faster tier, which stays there until it is written back; None if none has it."""
+        for source in self.tiers[: self.tiers.index(one)]:
+            for reader in self._open(source, [key]):
                 if reader is not None:
-                    with reader:
-                        return self._copy_to(one, key, reader)
-        return False
+                    back = _Back(one, key, reader)
+                    with self._writing_back:
+                        self._backs.add(back)
+                    return back
+        return None
 
-    def _copy_to(self, one: Placed, key: Key, reader: Reader) -> bool:
+    def _write_back(self, backs: "Sequence[_Back]") -> int:
+        return sum([self._copy_back(back) for back in backs])
+
+    def _copy_back(self, back: "_Back") -> bool:
+        """Unless it was removed meanwhile."""
+        with back.reader:
+            is_there = self._copy_to(back.placed, back.key, back.reader, lambda: back in self._backs)
+        with self._writing_back:
+            self._backs.discard(back)
+        return is_there
+
+    def _copy_to(self, one: Placed, key: Key, reader: Reader, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         def copy() -> bool:
             writer = one.tier.create(key, reader.num_bytes)
             if writer is None:
                 return False
             with writer:
                 copy_record(reader, writer, key)
-                return one.tier.commit([writer], one.deadline)[0]
+                with self._writing_back:  # who removes the record does so before, and it is not wanted, or afterwards
+                    return is_wanted() and one.tier.commit([writer], one.deadline)[0]
 
         try:
             return self.ask(one, copy) or False
         except CorruptRecord:  # it will be found out by whoever reads it
             return False
 
-    def _read_one(
-        self, key: Key, located: int, reader: Reader | None, index: int, read: Callable[[int, Reader], None]
-    ) -> bool:
+    def _read_one(self, key: Key, located: int, reader: Reader | None, read: Callable[[Reader], None]) -> bool:
         """From the tier where it was seen, or else from a slower one."""
         for at in range(located, len(self.tiers)):
             one = self.tiers[at]
@@ -215,19 +319,10 @@ class TierStack:
             if found is None:
                 continue
             with found:
-                if self._verified(one, key, lambda found=found: _true(read(index, found))):  # type: ignore[misc, func-returns-value]
+                if self.verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
                     self._promote(at, key, found)
                     return True
         return False
-
-    def _verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
-        try:
-            return self.ask(one, read)
-        except CorruptRecord as error:
-            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
-            self.count(corrupt_records=1)
-            self.ask(one, one.tier.remove, [key], one.deadline)
-            return None
 
     def _promote(self, at: int, key: Key, reader: Reader) -> None:
         for one in self.tiers[:at]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import xxhash
 from battery import Advance, Battery, Figures
 from disk_faults import SEGMENT_BYTES, PowerLog
 from stamps import difference, stamped
-from store_records import get, key, put
+from store_records import get, is_record, key, put
 
 from kvpage.store import disk_directory, disk_segment
 from kvpage.store.disk import DiskTier
@@ -39,11 +38,6 @@ class Deed:
     end: int
     there: dict[int, int]
     num_evicted: int
-
-
-def is_right(name: bytes, data: bytes | None) -> bool:
-    """As every reader of records checks it: the key in the header, and the checksum."""
-    return data is not None and data[16:48] == name and xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
 
 
 def run(seed: int, count: int, advance: Advance) -> Figures:
@@ -101,9 +95,9 @@ def _lose_power(path: Path, log: PowerLog, deeds: list[Deed], rng: random.Random
     tier = _tier(path)
     found = get(tier, [key(n) for n in range(NUM_KEYS)])
     for n, data in enumerate(found):
-        _check(n, data if is_right(key(n), data) else None, deeds, at, figures)
+        _check(n, data if is_record(data, key(n)) else None, deeds, at, figures)
         figures["verified_reads"] += 1
-        figures["torn"] += data is not None and not is_right(key(n), data)
+        figures["torn"] += data is not None and not is_record(data, key(n))
     tier.check()
     assert put(tier, {key(0): stamped(0, 10**6)}) == [True]
     assert get(tier, [key(0)]) == [stamped(0, 10**6)], "what is stored afterwards does not count"

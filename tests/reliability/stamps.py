@@ -6,8 +6,7 @@ so that a wrong byte in what was read names the record, the place in it and the 
 """
 
 import numpy as np
-import xxhash
-from store_records import META, key
+from store_records import META, STRETCH, key, trailer
 
 from kvpage.store.record import RecordHead
 
@@ -33,8 +32,8 @@ def stamped(n: int, generation: int) -> bytes:
     """The whole record of key n."""
     payload = stamps(n, generation, NUM_LAYERS, num_slots(n, generation)).tobytes()
     shape = (NUM_LAYERS, 1, 1, num_slots(n, generation), 4)
-    data = RecordHead(key(n), META, "uint32", shape, len(payload), len(payload)).pack() + payload
-    return data + xxhash.xxh3_128_digest(data)
+    head = RecordHead(key(n), META, "uint32", shape, len(payload), len(payload), STRETCH).pack()
+    return head + payload + trailer(head, payload)
 
 
 def difference(found: bytes, wanted: bytes, payload_begin: int = 128) -> str:

@@ -232,10 +232,10 @@ def test_answers_in_another_order_are_misses(tier, backend):
 
 
 def test_a_batch_holds_no_more_than_it_may(backend):
-    """Records of 1,144 bytes, at most 2,000 each: four fit, as the fifth might not have."""
+    """Records of 1,160 bytes, at most 2,000 each: four fit, as the fifth might not have."""
     tier = RemoteTier(backend, options=RemoteOptions(max_record_bytes=2000, max_batch_bytes=6000))
     data = {k: record(k, 1000) for k in K}
-    assert {len(value) for value in data.values()} == {1144}
+    assert {len(value) for value in data.values()} == {1160}
     put(tier, data)
     got = get(tier, K)
     assert got == [data[k] for k in K[:4]] + [None] * 4
