@@ -72,6 +72,7 @@ class Server {
     check_contents(match, tokens);
     Ids ids(static_cast<size_t>(std::max<int64_t>(num_blocks - num_found, 0)));
     if (!take(ids)) return shared_.tree->release(match);
+    if (rng_.chance(20)) share(ids);
     for (size_t i = 0; i < ids.size(); ++i)
       memory(ids[i]) = content(tokens, (num_found + static_cast<int64_t>(i) + 1) * kBlockSize);
     const auto begin = static_cast<size_t>(num_found * kBlockSize);
@@ -100,6 +101,13 @@ class Server {
     return false;
   }
 
+  // As a fork does.
+  void share(const Ids& ids) {
+    shared_.pool->share(ids);
+    for (int32_t id : ids) expect(shared_.pool->ref_count(id) == 2, "a block has another's references");
+    shared_.pool->release(ids);
+  }
+
   // A prefix that was promoted from a host block nobody has written is nobody's.
   void check_contents(const Match& match, const Tokens& tokens) {
     Ids ids(static_cast<size_t>(match.num_blocks()));
@@ -116,7 +124,17 @@ class Server {
     if (rng_.chance(10)) shared_.pool->check_invariants();
     if (rng_.chance(5)) shared_.tree->clear();
     shared_.tree->evict_host(rng_.below(3));
-    expect(shared_.tree->num_cached() >= match.num_blocks(), "a pinned block is not cached");
+    ask(match);
+  }
+
+  void ask(const Match& match) {
+    const PrefixTree& tree = *shared_.tree;
+    const int64_t num_blocks = shared_.pool->num_blocks();
+    expect(shared_.pool->num_free() + match.num_blocks() <= num_blocks, "a pinned block is free");
+    expect(tree.num_cached() >= match.num_blocks() && tree.num_cached() <= num_blocks, "a pinned block is not cached");
+    expect(tree.num_evictable() + match.num_blocks() <= num_blocks, "a pinned block is evictable");
+    expect(tree.num_matches() > 0 && !tree.is_released(match), "a live match is released");
+    expect(tree.num_nodes() <= num_blocks + tree.num_host_cached() + tree.num_host_evictable() + 20, "too many nodes");
   }
 
   SharedTree& shared_;
@@ -154,9 +172,13 @@ void serve_slots(uint64_t seed, int64_t num_operations) {
       const int64_t own = owners[static_cast<size_t>(slot)] = thread * num_operations + i;
       tree.insert(view(tokens), slot, allocator.version(slot));
       if (rng.chance(50)) tree.find(view(tokens), nullptr);
+      if (rng.chance(10))
+        expect(tree.num_pins() > 0 && tree.num_slots() <= 16 && tree.num_over() <= tree.num_tokens() + 60 && tree.num_nodes() > 0,
+               "a pinned sequence is not there");
       if (rng.chance(30)) tree.withdraw(slot);
       tree.release(view(tokens));
-      expect(owners[static_cast<size_t>(slot)] == own, "a slot was given out twice");
+      expect(owners[static_cast<size_t>(slot)] == own && !allocator.is_free(slot) && allocator.free_count() < 16,
+             "a slot was given out twice");
       allocator.free(slot);
     }
   });
