@@ -1,5 +1,6 @@
-// Allocations: which requests of the library for memory fail. It is up to who replaces the allocator (failing_allocator)
-// to ask; what the experiment itself requests, outside of CountedAllocations, is neither counted nor refused.
+// Allocations: which requests of the library for memory fail. It is up to who replaces the allocator
+// (failing_allocator) to ask; what the experiment itself requests, outside of CountedAllocations, is neither counted
+// nor refused.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,8 @@ CopyLife::CopyLife(uint64_t seed, Figures* figures) : Life(seed, figures), is_sa
 std::vector<int64_t> CopyLife::strides(bool block_first, int64_t* num_bytes) {
   std::vector<size_t> order(shape_.sizes.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  for (size_t i = order.size() - 1; i > 0; --i) std::swap(order[i], order[static_cast<size_t>(rng.below(static_cast<int64_t>(i) + 1))]);
+  for (size_t i = order.size() - 1; i > 0; --i)
+    std::swap(order[i], order[static_cast<size_t>(rng.below(static_cast<int64_t>(i) + 1))]);
   const auto block = std::find(order.begin(), order.end(), static_cast<size_t>(shape_.block_dim));
   if (block_first) std::rotate(order.begin(), block, block + 1);
   std::vector<int64_t> found(order.size());
@@ -80,7 +81,8 @@ CopyLife::Pairs CopyLife::some_pairs() {
 bool CopyLife::can_copy(const Pairs& pairs) const {
   std::set<int64_t> named, changed;
   for (size_t i = 0; i < pairs.size(); i += 2) {
-    const bool is_in_range = pairs[i] >= 0 && pairs[i] < src_.num_blocks && pairs[i + 1] >= 0 && pairs[i + 1] < dst_.num_blocks;
+    const bool is_in_range =
+        pairs[i] >= 0 && pairs[i] < src_.num_blocks && pairs[i + 1] >= 0 && pairs[i + 1] < dst_.num_blocks;
     if (!is_in_range || !named.insert(pairs[i + 1]).second) return false;
     if (pairs[i] != pairs[i + 1]) changed.insert(pairs[i + 1]);
   }
@@ -111,7 +113,8 @@ void CopyLife::copy_block(int64_t src_id, int64_t dst_id, const Bytes& before) {
         to += static_cast<uintptr_t>(dst_.layers[layer].strides[i] * (is_block ? dst_id : rest % size));
         rest /= size;
       }
-      std::copy_n(before.begin() + static_cast<int64_t>(from), shape_.element_bytes, naive_.begin() + static_cast<int64_t>(to));
+      std::copy_n(before.begin() + static_cast<int64_t>(from), shape_.element_bytes,
+                  naive_.begin() + static_cast<int64_t>(to));
     }
   }
 }

@@ -1,5 +1,5 @@
-// core SEED NUM_OPERATIONS: random lives of the core's structures beside naive models. Prints figures as JSON; says what
-// went wrong, with kind, seed and step, and exits with 1.
+// core SEED NUM_OPERATIONS: random lives of the core's structures beside naive models. Prints figures as JSON; says
+// what went wrong, with kind, seed and step, and exits with 1.
 #include <cstdlib>
 #include <exception>
 #include <iostream>

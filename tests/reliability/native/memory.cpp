@@ -1,6 +1,7 @@
-// memory SEED NUM_FAILURES: random lives in which one allocation fails, each in turn, alone or with all that follow it in
-// the same call, until so many have failed. A call that throws has changed nothing, and succeeds when it is made again;
-// where a failure is swallowed, what is found later is what was written, and nothing is lost. Prints figures as JSON.
+// memory SEED NUM_FAILURES: random lives in which one allocation fails, each in turn, alone or with all that follow it
+// in the same call, until so many have failed. A call that throws has changed nothing, and succeeds when it is made
+// again; where a failure is swallowed, what is found later is what was written, and nothing is lost. Prints figures as
+// JSON.
 #include <cstdlib>
 #include <exception>
 #include <iostream>

@@ -27,7 +27,8 @@ struct NaivePool {
   }
   bool can_adopt(const Ids& fresh, const Ids& surplus) const {
     const auto is_fresh = [&](int32_t id) { return std::count(fresh.begin(), fresh.end(), id); };
-    return std::all_of(fresh.begin(), fresh.end(), [&](int32_t id) { return num_owned(id) == 1 && is_fresh(id) == 1; }) &&
+    return std::all_of(fresh.begin(), fresh.end(),
+                       [&](int32_t id) { return num_owned(id) == 1 && is_fresh(id) == 1; }) &&
            std::none_of(surplus.begin(), surplus.end(), is_fresh) && can_release(surplus);
   }
 

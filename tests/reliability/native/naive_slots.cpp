@@ -21,7 +21,8 @@ NaiveSlots::Facts NaiveSlots::facts() const {
     if (!tokens_[i].is_live) continue;
     if (tokens_[i].num_pins > 0) {
       found.ends[i] = true;
-      for (auto record = static_cast<int>(i); record >= 0; record = tokens_[record].parent) found.is_pinned[record] = true;
+      for (auto record = static_cast<int>(i); record >= 0; record = tokens_[record].parent)
+        found.is_pinned[record] = true;
     }
     if (tokens_[i].parent < 0) continue;
     ++found.num_children[tokens_[i].parent];

@@ -1,5 +1,5 @@
-// NaiveSlots: what SlotTree means: a record for every token, and every question a search of all records. Edges are found
-// again after each change: runs of tokens between points where something ends.
+// NaiveSlots: what SlotTree means: a record for every token, and every question a search of all records. Edges are
+// found again after each change: runs of tokens between points where something ends.
 #pragma once
 
 #include <cstdint>

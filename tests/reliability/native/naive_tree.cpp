@@ -17,7 +17,8 @@ bool fits(int64_t token) { return token == static_cast<int32_t>(token); }
 int NaiveTree::child(int parent, const Tokens& tokens, int64_t start) const {
   for (size_t i = 0; i < blocks.size(); ++i) {
     const NaiveBlock& block = blocks[i];
-    if (block.is_live && block.parent == parent && std::equal(block.tokens.begin(), block.tokens.end(), tokens.begin() + start))
+    if (block.is_live && block.parent == parent &&
+        std::equal(block.tokens.begin(), block.tokens.end(), tokens.begin() + start))
       return static_cast<int>(i);
   }
   return kNone;
@@ -182,7 +183,8 @@ NaiveTree::Given NaiveTree::given(int name, const Tokens& tokens, const Ids& ids
   return found;
 }
 
-bool NaiveTree::can_insert(int name, const Tokens& tokens, const Ids& ids, const NaiveMatch* after, int priority) const {
+bool NaiveTree::can_insert(int name, const Tokens& tokens, const Ids& ids, const NaiveMatch* after,
+                           int priority) const {
   if (tokens.size() != ids.size() * static_cast<size_t>(block_size_)) return false;
   if (!std::all_of(tokens.begin(), tokens.end(), fits) || priority < 0 || priority >= 8) return false;
   if (after && (!after->is_live || name != 0 || priority != 0)) return false;
@@ -222,7 +224,8 @@ int NaiveTree::oldest(const Has& has) const {
     const NaiveBlock& block = blocks[i];
     if (!block.is_live || block.pins > 0 || !has(block)) continue;
     const NaiveBlock* best = found == kNone ? nullptr : &blocks[found];
-    if (!best || std::pair(block.priority, block.used) < std::pair(best->priority, best->used)) found = static_cast<int>(i);
+    if (!best || std::pair(block.priority, block.used) < std::pair(best->priority, best->used))
+      found = static_cast<int>(i);
   }
   return found;
 }

@@ -1,6 +1,6 @@
-// NaiveTree: what PrefixTree with two tiers means: a record for every block, and every question a search of all records.
-// Here are no edges, no hashes, no lists. Device ids are a NaivePool's, exactly. Which free host block is taken is not
-// promised: each time that a host block is given to a record it gets a number here.
+// NaiveTree: what PrefixTree with two tiers means: a record for every block, and every question a search of all
+// records. Here are no edges, no hashes, no lists. Device ids are a NaivePool's, exactly. Which free host block is
+// taken is not promised: each time that a host block is given to a record it gets a number here.
 #pragma once
 
 #include <cstdint>

@@ -65,7 +65,8 @@ void PoolLife::adopt() {
   some_ids(false);
   if (rng.chance(95)) std::erase_if(ids_, [&](int32_t id) { return naive_.num_owned(id) != 1; });
   surplus_.clear();
-  for (size_t num_surplus = ids_.size() / 3; surplus_.size() < num_surplus; ids_.pop_back()) surplus_.push_back(ids_.back());
+  for (size_t num_surplus = ids_.size() / 3; surplus_.size() < num_surplus; ids_.pop_back())
+    surplus_.push_back(ids_.back());
   const bool can = naive_.can_adopt(ids_, surplus_);
   expect((outcome([&] { pool_.adopt(ids_, surplus_); }) == Outcome::kDone) == can, "adopt came to another end");
   if (can) naive_.adopt(ids_, surplus_);

@@ -26,9 +26,9 @@ SlotLife::SlotLife(const SlotWorld& world, uint64_t seed, Figures* figures)
 void SlotLife::step() {
   using Operation = void (SlotLife::*)();
   static constexpr Operation kOperations[] = {
-      &SlotLife::insert, &SlotLife::insert, &SlotLife::insert,  &SlotLife::find, &SlotLife::find, &SlotLife::pin,
-      &SlotLife::pin,    &SlotLife::release, &SlotLife::release, &SlotLife::release, &SlotLife::withdraw,
-      &SlotLife::alloc,  &SlotLife::alloc,  &SlotLife::free,    &SlotLife::occupy};
+      &SlotLife::insert,   &SlotLife::insert, &SlotLife::insert,  &SlotLife::find,    &SlotLife::find,
+      &SlotLife::pin,      &SlotLife::pin,    &SlotLife::release, &SlotLife::release, &SlotLife::release,
+      &SlotLife::withdraw, &SlotLife::alloc,  &SlotLife::alloc,   &SlotLife::free,    &SlotLife::occupy};
   (this->*kOperations[rng.below(std::size(kOperations))])();
 }
 
@@ -150,11 +150,13 @@ void SlotLife::compare() {
       throw;
     Allocations::of_this_thread().has_failed = true;  // what is evicted first may be another edge from here on
   }
-  expect(tree_.num_tokens() == naive_.num_tokens(), "there are ", tree_.num_tokens(), " tokens, not ", naive_.num_tokens());
+  expect(tree_.num_tokens() == naive_.num_tokens(), "there are ", tree_.num_tokens(), " tokens, not ",
+         naive_.num_tokens());
   expect(tree_.num_over() == naive_.num_over(), "another number of tokens is over");
   expect(tree_.num_slots() == static_cast<int64_t>(naive_.held.size()), "another number of slots holds something");
   expect(tree_.num_pins() == naive_.num_pins, "there is another number of pins");
-  expect(allocator_.free_count() == std::count(is_free_.begin(), is_free_.end(), true), "another number of slots is free");
+  expect(allocator_.free_count() == std::count(is_free_.begin(), is_free_.end(), true),
+         "another number of slots is free");
   for (int64_t slot = 0; slot < world_.max_slots; ++slot)
     expect(allocator_.is_free(slot) == is_free_[slot] && allocator_.version(slot) == versions_[slot], "slot ", slot,
            " is another");
@@ -165,5 +167,6 @@ void SlotLife::end() {
   pins_.clear();
   for (int64_t slot = 0; slot <= world_.max_slots + 1; ++slot) tree_.withdraw(slot);
   tree_.check_invariants();
-  expect(tree_.num_tokens() == 0 && tree_.num_nodes() == 0 && tree_.num_pins() == 0, "an empty tree has tokens or pins");
+  expect(tree_.num_tokens() == 0 && tree_.num_nodes() == 0 && tree_.num_pins() == 0,
+         "an empty tree has tokens or pins");
 }

@@ -1,5 +1,5 @@
-// SlotLife: SlotAllocator and SlotTree beside a list of bits and NaiveSlots. A slot that the tree names for a prefix must
-// hold it, in the version that it says.
+// SlotLife: SlotAllocator and SlotTree beside a list of bits and NaiveSlots. A slot that the tree names for a prefix
+// must hold it, in the version that it says.
 #pragma once
 
 #include <vector>

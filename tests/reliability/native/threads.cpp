@@ -39,7 +39,8 @@ TokenView view(const Tokens& tokens) { return {tokens.data(), static_cast<int64_
 // Says whose K and V: of the first `num_tokens` tokens.
 uint64_t content(const Tokens& tokens, int64_t num_tokens) {
   uint64_t found = static_cast<uint64_t>(num_tokens);
-  for (int64_t i = 0; i < num_tokens; ++i) found = (found + static_cast<uint64_t>(tokens[i]) + 1) * 0x9e3779b97f4a7c15ull;
+  for (int64_t i = 0; i < num_tokens; ++i)
+    found = (found + static_cast<uint64_t>(tokens[i]) + 1) * 0x9e3779b97f4a7c15ull;
   return found;
 }
 
@@ -72,10 +73,12 @@ class Server {
     check_contents(match, tokens);
     Ids ids(static_cast<size_t>(std::max<int64_t>(num_blocks - num_found, 0)));
     if (!take(ids)) return shared_.tree->release(match);
+    if (rng_.chance(20)) share(ids);
     for (size_t i = 0; i < ids.size(); ++i)
       memory(ids[i]) = content(tokens, (num_found + static_cast<int64_t>(i) + 1) * kBlockSize);
     const auto begin = static_cast<size_t>(num_found * kBlockSize);
-    const Tokens rest(tokens.begin() + static_cast<int64_t>(begin), tokens.begin() + static_cast<int64_t>(begin + ids.size() * kBlockSize));
+    const Tokens rest(tokens.begin() + static_cast<int64_t>(begin),
+                      tokens.begin() + static_cast<int64_t>(begin + ids.size() * kBlockSize));
     Match made = shared_.tree->insert(view(rest), ids, "", &match);
     check_contents(made, tokens);
     also(made);
@@ -95,9 +98,17 @@ class Server {
     for (int tries = 0; tries < 3; ++tries) {
       if (outcome_of([&] { shared_.pool->allocate(ids); }) == Outcome::kDone) return true;
       const auto count = static_cast<int64_t>(ids.size());
-      shared_.host_pool ? static_cast<void>(shared_.tree->demote(count)) : static_cast<void>(shared_.tree->evict(count));
+      shared_.host_pool ? static_cast<void>(shared_.tree->demote(count))
+                        : static_cast<void>(shared_.tree->evict(count));
     }
     return false;
+  }
+
+  // As a fork does.
+  void share(const Ids& ids) {
+    shared_.pool->share(ids);
+    for (int32_t id : ids) expect(shared_.pool->ref_count(id) == 2, "a block has another's references");
+    shared_.pool->release(ids);
   }
 
   // A prefix that was promoted from a host block nobody has written is nobody's.
@@ -105,7 +116,8 @@ class Server {
     Ids ids(static_cast<size_t>(match.num_blocks()));
     shared_.tree->copy_block_ids(match, 0, ids);
     for (size_t i = 0; i < ids.size(); ++i)
-      expect(memory(ids[i]) == content(tokens, static_cast<int64_t>(i + 1) * kBlockSize), "a match names another's block");
+      expect(memory(ids[i]) == content(tokens, static_cast<int64_t>(i + 1) * kBlockSize),
+             "a match names another's block");
   }
 
   void also(const Match& match) {
@@ -116,7 +128,17 @@ class Server {
     if (rng_.chance(10)) shared_.pool->check_invariants();
     if (rng_.chance(5)) shared_.tree->clear();
     shared_.tree->evict_host(rng_.below(3));
-    expect(shared_.tree->num_cached() >= match.num_blocks(), "a pinned block is not cached");
+    ask(match);
+  }
+
+  void ask(const Match& match) {
+    const PrefixTree& tree = *shared_.tree;
+    const int64_t num_blocks = shared_.pool->num_blocks();
+    expect(shared_.pool->num_free() + match.num_blocks() <= num_blocks, "a pinned block is free");
+    expect(tree.num_cached() >= match.num_blocks() && tree.num_cached() <= num_blocks, "a pinned block is not cached");
+    expect(tree.num_evictable() + match.num_blocks() <= num_blocks, "a pinned block is evictable");
+    expect(tree.num_matches() > 0 && !tree.is_released(match), "a live match is released");
+    expect(tree.num_nodes() <= num_blocks + tree.num_host_cached() + tree.num_host_evictable() + 20, "too many nodes");
   }
 
   SharedTree& shared_;
@@ -154,9 +176,14 @@ void serve_slots(uint64_t seed, int64_t num_operations) {
       const int64_t own = owners[static_cast<size_t>(slot)] = thread * num_operations + i;
       tree.insert(view(tokens), slot, allocator.version(slot));
       if (rng.chance(50)) tree.find(view(tokens), nullptr);
+      if (rng.chance(10))
+        expect(tree.num_pins() > 0 && tree.num_slots() <= 16 && tree.num_over() <= tree.num_tokens() + 60 &&
+                   tree.num_nodes() > 0,
+               "a pinned sequence is not there");
       if (rng.chance(30)) tree.withdraw(slot);
       tree.release(view(tokens));
-      expect(owners[static_cast<size_t>(slot)] == own, "a slot was given out twice");
+      expect(owners[static_cast<size_t>(slot)] == own && !allocator.is_free(slot) && allocator.free_count() < 16,
+             "a slot was given out twice");
       allocator.free(slot);
     }
   });
@@ -193,7 +220,8 @@ void copy_blocks(uint64_t seed, int64_t num_operations) {
     Random rng(seed + static_cast<uint64_t>(thread));
     for (int64_t i = 0; i < num_operations / kNumThreads; ++i) {
       std::vector<int64_t> pairs;
-      for (int64_t block = 0; block < kEach; ++block) pairs.insert(pairs.end(), {rng.below(src.num_blocks), thread * kEach + block});
+      for (int64_t block = 0; block < kEach; ++block)
+        pairs.insert(pairs.end(), {rng.below(src.num_blocks), thread * kEach + block});
       copier.run(pairs.data(), kEach, 0, 3);
       for (int64_t block = 0; block < kEach; ++block)
         for (int64_t layer = 0; layer < 2; ++layer) {
@@ -212,10 +240,12 @@ void share_work(uint64_t seed, int64_t num_operations) {
     Random rng(seed + static_cast<uint64_t>(thread));
     for (int64_t i = 0; i < num_operations / kNumThreads; ++i) {
       std::vector<int> counts(static_cast<size_t>(rng.below(100)));
-      parallel_for(static_cast<int64_t>(counts.size()), 1 + static_cast<int>(rng.below(4)), [&](int64_t begin, int64_t end) {
-        for (; begin < end; ++begin) ++counts[static_cast<size_t>(begin)];
-      });
-      expect(std::count(counts.begin(), counts.end(), 1) == static_cast<int64_t>(counts.size()), "an item was left out");
+      parallel_for(static_cast<int64_t>(counts.size()), 1 + static_cast<int>(rng.below(4)),
+                   [&](int64_t begin, int64_t end) {
+                     for (; begin < end; ++begin) ++counts[static_cast<size_t>(begin)];
+                   });
+      expect(std::count(counts.begin(), counts.end(), 1) == static_cast<int64_t>(counts.size()),
+             "an item was left out");
       std::atomic<int> num_done = 0;
       const Outcome found = outcome_of([&] {
         run_shares(3, [&](int share) {

@@ -40,8 +40,9 @@ TreeLife::TreeLife(const TreeWorld& world, uint64_t seed, Figures* figures)
       world_(world),
       pool_(std::make_shared<kvpage::BlockPool>(world.num_blocks)),
       host_pool_(world.num_host_blocks ? std::make_shared<kvpage::BlockPool>(world.num_host_blocks) : nullptr),
-      tree_(std::make_shared<kvpage::PrefixTree>(pool_, world.block_size, host_pool_,
-                                                 world.hash_bits == 64 ? ~uint64_t{0} : (uint64_t{1} << world.hash_bits) - 1)),
+      tree_(std::make_shared<kvpage::PrefixTree>(
+          pool_, world.block_size, host_pool_,
+          world.hash_bits == 64 ? ~uint64_t{0} : (uint64_t{1} << world.hash_bits) - 1)),
       naive_pool_(world.num_blocks),
       naive_(&naive_pool_, world.block_size, world.num_host_blocks),
       device_memory_(static_cast<size_t>(world.num_blocks), kPoison),
@@ -54,11 +55,22 @@ void TreeLife::step() {
     int64_t weight;
     Operation operation;
   };
-  static constexpr std::array<Choice, 16> kChoices = {{{4, &TreeLife::allocate}, {1, &TreeLife::share},
-      {3, &TreeLife::release_ids}, {5, &TreeLife::match}, {2, &TreeLife::match_part}, {1, &TreeLife::pin},
-      {4, &TreeLife::release}, {1, &TreeLife::trim}, {3, &TreeLife::promote}, {1, &TreeLife::write_out},
-      {9, &TreeLife::insert}, {1, &TreeLife::evict}, {5, &TreeLife::demote}, {1, &TreeLife::evict_host},
-      {1, &TreeLife::drop}, {1, &TreeLife::clear}}};
+  static constexpr std::array<Choice, 16> kChoices = {{{4, &TreeLife::allocate},
+                                                       {1, &TreeLife::share},
+                                                       {3, &TreeLife::release_ids},
+                                                       {5, &TreeLife::match},
+                                                       {2, &TreeLife::match_part},
+                                                       {1, &TreeLife::pin},
+                                                       {4, &TreeLife::release},
+                                                       {1, &TreeLife::trim},
+                                                       {3, &TreeLife::promote},
+                                                       {1, &TreeLife::write_out},
+                                                       {9, &TreeLife::insert},
+                                                       {1, &TreeLife::evict},
+                                                       {5, &TreeLife::demote},
+                                                       {1, &TreeLife::evict_host},
+                                                       {1, &TreeLife::drop},
+                                                       {1, &TreeLife::clear}}};
   int64_t at = rng.below(43);
   for (const Choice& choice : kChoices)
     if ((at -= choice.weight) < 0) return (this->*choice.operation)();
@@ -171,13 +183,13 @@ void TreeLife::match_part() {
   expect((part ? part->num_tokens : 0) == longest % world_.block_size, "match_part found a part of another length");
   if (!part) return;
   const uint64_t content = (part->is_on_device ? device_memory_ : host_memory_)[static_cast<size_t>(part->block_id)];
-  const auto owner = std::find_if(naive_.blocks.begin(), naive_.blocks.end(), [&](const NaiveBlock& block) {
-    return block.is_live && block.content == content;
-  });
+  const auto owner = std::find_if(naive_.blocks.begin(), naive_.blocks.end(),
+                                  [&](const NaiveBlock& block) { return block.is_live && block.content == content; });
   const size_t start = held->naive.path.size() * static_cast<size_t>(world_.block_size);
   expect(owner != naive_.blocks.end(), "match_part found a block that is nobody's");
-  expect(std::equal(owner->tokens.begin(), owner->tokens.begin() + longest, wanted.begin() + static_cast<int64_t>(start)),
-         "match_part found a block of other tokens");
+  expect(
+      std::equal(owner->tokens.begin(), owner->tokens.begin() + longest, wanted.begin() + static_cast<int64_t>(start)),
+      "match_part found a block of other tokens");
   naive_.touch(held->naive, static_cast<int>(owner - naive_.blocks.begin()), part->match.num_blocks());
   call([&] { tree_->release(part->match); });
 }
@@ -214,7 +226,8 @@ void TreeLife::trim() {
 // --- copies ---
 
 void TreeLife::to_host(const std::vector<TierPair>& real, const std::vector<NaivePair>& naive) {
-  for (const auto& [device, host] : real) host_memory_[static_cast<size_t>(host)] = device_memory_[static_cast<size_t>(device)];
+  for (const auto& [device, host] : real)
+    host_memory_[static_cast<size_t>(host)] = device_memory_[static_cast<size_t>(device)];
   if (Allocations::of_this_thread().has_failed) return;  // fewer blocks may have been copied than the model thinks
   expect(real.size() == naive.size(), "other blocks go to the host: ", real.size(), " for ", naive.size());
   for (size_t i = 0; i < real.size(); ++i) {
@@ -228,7 +241,8 @@ void TreeLife::to_device(const std::vector<TierPair>& real, const std::vector<Na
   for (size_t i = 0; i < real.size(); ++i) {
     const auto [host, device] = real[i];
     device_memory_[static_cast<size_t>(device)] = host_memory_[static_cast<size_t>(host)];
-    expect(host_number_[static_cast<size_t>(host)] == naive[i].first && device == naive[i].second, "another block comes back");
+    expect(host_number_[static_cast<size_t>(host)] == naive[i].first && device == naive[i].second,
+           "another block comes back");
   }
 }
 
@@ -240,7 +254,8 @@ void TreeLife::promote() {
   if (rng.chance(90)) ids.resize(std::min(ids.size(), static_cast<size_t>(num_host_only)));
   std::vector<TierPair> pairs;
   const bool can = naive_.can_promote(held->naive, ids);
-  expect((outcome([&] { pairs = tree_->promote(held->real, ids); }) == Outcome::kDone) == can, "promote came to another end");
+  expect((outcome([&] { pairs = tree_->promote(held->real, ids); }) == Outcome::kDone) == can,
+         "promote came to another end");
   if (!can) return;
   disown(ids);
   to_device(pairs, naive_.promote(held->naive, ids));
@@ -291,7 +306,8 @@ void TreeLife::insert() {
 
 void TreeLife::evict() {
   const int64_t count = rng.below(world_.max_blocks);
-  expect(call([&] { return tree_->evict(count); }) == naive_.leave(count, false, nullptr), "evict freed another number");
+  expect(call([&] { return tree_->evict(count); }) == naive_.leave(count, false, nullptr),
+         "evict freed another number");
 }
 
 void TreeLife::demote() {

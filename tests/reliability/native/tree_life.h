@@ -1,5 +1,5 @@
-// TreeLife: BlockPool and PrefixTree with two tiers beside NaivePool and NaiveTree, and a memory that says of every block
-// of both tiers whose K and V are in it. Every copy that the tree asks for is carried out at once.
+// TreeLife: BlockPool and PrefixTree with two tiers beside NaivePool and NaiveTree, and a memory that says of every
+// block of both tiers whose K and V are in it. Every copy that the tree asks for is carried out at once.
 #pragma once
 
 #include <memory>

@@ -38,7 +38,8 @@ class Random {
 
 template <typename... Parts>
 void expect(bool holds, const Parts&... parts) {
-  if (holds) [[likely]] return;
+  if (holds) [[likely]]
+    return;
   std::ostringstream message;
   (message << ... << parts);
   throw std::logic_error(message.str());

@@ -1,0 +1,47 @@
+"""The state machines find what they are for: a part that leaves something out, or a model that expects otherwise."""
+
+import contextlib
+import io
+
+import oracle
+import pytest
+import slot_oracle
+import tier_oracle
+from battery_machines import search
+from machines import MACHINES
+
+from kvpage.block_manager import BlockManager
+from kvpage.serving.scheduler import Scheduler
+from kvpage.store import KVStore
+
+
+def is_caught(name: str, num_examples: int = 150) -> bool:
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            search(MACHINES[name], 0, num_examples, shrinks=False)
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "name, part, method",
+    [
+        ("pool", oracle.NaivePool, "share"),
+        ("tree", tier_oracle.TierTree, "unpin"),
+        ("tree", tier_oracle.TierTree, "trim"),
+        ("manager", BlockManager, "_copy_on_write"),
+        ("manager", BlockManager, "give_back_room"),
+        ("slots", slot_oracle.SlotOracle, "use"),
+        ("store", KVStore, "clear"),
+        ("scheduler", Scheduler, "_commit"),
+    ],
+)
+def test_what_is_left_out_is_noticed(monkeypatch, name, part, method):
+    monkeypatch.setattr(part, method, lambda *args, **options: None)
+    assert is_caught(name)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_nothing_else_is_noticed(name):
+    assert not is_caught(name, 3)
