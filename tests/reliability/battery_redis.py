@@ -165,14 +165,12 @@ def wrong_values(scene: Scene) -> None:
     """Of another size or type, swapped, or with a byte that is another."""
     scene.fill()
     direct, rng = _client(scene), scene.rng
-    names = direct.keys("*")
-    for name in names:
-        data = direct.get(name)
+    stored = {name: direct.get(name) for name in direct.keys("*")}
+    for name, data in stored.items():
         at = rng.randrange(len(data))
-        mutant = [b"", data[:at], data + b"x", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], b"\0" * len(data)]
-        direct.set(
-            name, rng.choice([*mutant, direct.get(rng.choice([other for other in names if other != name])) or b""])
-        )
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        foreign = [value for other, value in stored.items() if other != name]
+        direct.set(name, rng.choice([b"", data[:at], data + b"x", flipped, bytes(len(data)), *foreign[:1]]))
         if rng.random() < 0.2:
             direct.delete(name)
             direct.lpush(name, data)
