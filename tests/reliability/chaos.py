@@ -20,7 +20,7 @@ from kvpage.store.tiers import Placed
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, None)
 RATES = (0.0, 0.0, 0.0, 0.01, 0.1, 1.0)  # of the disk's calls that fail
-MEMORY_BYTES, DISK_BYTES = 1 << 16, 3 * SEGMENT_BYTES
+MEMORY_BYTES, DISK_BYTES = 1 << 17, 24 * SEGMENT_BYTES
 REDIS_SECONDS = 0.05  # of a call
 
 
