@@ -108,7 +108,7 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
             try:
                 _kill_once(path, ROOMY if is_roomy else TIGHT, expected, notes, rng)
                 num_found = _verify(path, ROOMY if is_roomy else TIGHT, expected, may_lack=not is_roomy)
-            except AssertionError as error:
+            except Exception as error:
                 raise AssertionError(f"seed {seed}, kill {number}: {error}") from error
             figures["kills"] += 1
             figures["verified_reads"] += NUM_KEYS

@@ -204,7 +204,7 @@ def _run(seed: int, count: int, advance: Advance) -> Figures:
     return figures
 
 
-SHORT, LONG = 1_200, 60_000
+SHORT, LONG = 2_000, 60_000
 BATTERIES = [
     Battery("end to end", "requests", SHORT, LONG, run, limits={"max_grown_kib": 2048}, longest=LONG),
 ]
