@@ -5,6 +5,7 @@ run alone without any cache, the budgets are kept, and resident memory stays fla
     Model: prompts, their tokens alone ─► requests at random ─► Engine ─► KVStore ─► tiers ◄── Chaos, between two steps
 """
 
+import gc
 import random
 import tempfile
 from contextlib import closing
@@ -48,6 +49,8 @@ class Model:
         stems = make_prompts([9 * B + 2, 6 * B, 3 * B + 1], seed)
         tails = make_prompts([1, 3, B + 1, 2 * B, 7, 2, 5 * B, 13], seed + 1)
         prompts = [stem + tail for stem in stems for tail in tails] + make_prompts([1, B - 1, B, 11 * B], seed + 2)
+        begins, rest = make_prompts([CHUNK] * 3, seed + 3), make_prompts([3 * CHUNK + 1], seed + 4)[0]
+        prompts += [begin + rest for begin in begins]  # chunks of the same tokens behind others
         shaken = shake(make_model(kind))
         self.asks = []
         for params in (GREEDY, DRAWN):
@@ -194,6 +197,7 @@ def _run(seed: int, count: int, advance: Advance) -> Figures:
                 except Exception as error:
                     raise AssertionError(f"seed {seed}, engine {figures['engines']}: {error}") from error
             figures["engines"] += 1
+            gc.collect()
             resident.append(resident_kib())
         figures["events"] = chaos.num_events
     idle = [name for name in ("aborted", "events", "preemptions", "swaps", "store_hit_tokens") if not figures[name]]
