@@ -1,7 +1,7 @@
 """kill -9 at any moment of opening, writing, replacing, removing and evicting on the disk, then opened again and read.
 
     parent ── fork ──► child: two threads write, each notes in shared memory what it begins and what is done
-      │ ◄── SIGKILL after 0 to 15 ms
+      │ ◄── SIGKILL after so many notes, and a moment
       └─► opens the directory, reads every key, and goes on from what it has found
 
 What was committed is there, whole, in its last generation; what was removed is gone; of what was under way, before or
@@ -52,6 +52,10 @@ class Notes:
 
     def saw(self, num_evicted: int) -> None:
         self._head[0], self._head[1] = 1, max(self._head[1], num_evicted)
+
+    @property
+    def num_begun(self) -> int:
+        return int((self.notes[:, :, 0] != 0).sum())
 
     @property
     def was_opened(self) -> bool:
@@ -108,7 +112,7 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
             try:
                 _kill_once(path, ROOMY if is_roomy else TIGHT, expected, notes, rng)
                 num_found = _verify(path, ROOMY if is_roomy else TIGHT, expected, may_lack=not is_roomy)
-            except AssertionError as error:
+            except Exception as error:
                 raise AssertionError(f"seed {seed}, kill {number}: {error}") from error
             figures["kills"] += 1
             figures["verified_reads"] += NUM_KEYS
@@ -121,10 +125,14 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
 
 def _kill_once(path: Path, capacity: int, expected: Expected, notes: Notes, rng: random.Random) -> None:
     notes.clear()
-    seed, delay = rng.getrandbits(32), rng.choice([rng.uniform(0, 0.003), rng.uniform(0, 0.015)])
+    seed, delay = rng.getrandbits(32), rng.choice([0.0005, 0.005]) * rng.random()
+    num_notes = rng.choice([0, rng.randrange(200)])  # 0: most likely while it opens
     child = os.fork()
     if child == 0:
         _write_until_killed(path, capacity, dict(expected.tried), notes, seed)
+    end = time.monotonic() + 10.0
+    while notes.num_begun < num_notes and time.monotonic() < end:
+        time.sleep(0.0002)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]

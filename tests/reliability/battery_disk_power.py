@@ -49,7 +49,7 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
                 log, deeds = _record(Path(place) / "t", rng)
             try:
                 _lose_power(Path(place) / "t", log, deeds, rng, figures)
-            except AssertionError as error:
+            except Exception as error:
                 raise AssertionError(f"seed {seed}, state {number}: {error}") from error
             figures["states"] += 1
             advance(1)

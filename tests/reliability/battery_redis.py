@@ -5,10 +5,13 @@ was stored, every call of the tier over by its deadline, and all well again by i
 """
 
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +24,16 @@ from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.tiers import Placed
 
 DEADLINE = 0.25  # seconds of a call
-GENEROUS = 10.0  # what a busy machine may add in the test run; the long form judges `max_late_ms`
+GENEROUS = 10.0  # what a busy machine may add in the test run; the long form judges `max_excess_ms`
+SLEEPER = """
+import select, sys, time
+worst = 0.0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    before = time.monotonic()
+    time.sleep(0.01)
+    worst = max(worst, time.monotonic() - before - 0.01)
+print(worst)
+"""
 CHUNK, LAYERS, SIZE = 64, 2, 16
 BIG = 512  # times CHUNK: a record of 8 MiB
 NUM_PROMPTS = 8
@@ -47,6 +59,19 @@ class Timed:
                 self.lates.append(time.monotonic() - before - (timeout or 0.0))
 
         return call
+
+
+@contextmanager
+def sleeper(figures: Figures) -> Iterator[None]:
+    """How late a process that only sleeps wakes up meanwhile: that is the machine's lateness, and not the tier's."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SLEEPER], **pipes) as process:
+        try:
+            yield
+        finally:
+            answer, _ = process.communicate(b"\n")
+    figures["max_machine_late_ms"] = round(1000 * float(answer), 1)
+    figures["max_excess_ms"] = round(max(figures["max_late_ms"] - figures["max_machine_late_ms"], 0.0), 1)
 
 
 class Scene:
@@ -165,14 +190,12 @@ def wrong_values(scene: Scene) -> None:
     """Of another size or type, swapped, or with a byte that is another."""
     scene.fill()
     direct, rng = _client(scene), scene.rng
-    names = direct.keys("*")
-    for name in names:
-        data = direct.get(name)
+    stored = {name: direct.get(name) for name in direct.keys("*")}
+    for name, data in stored.items():
         at = rng.randrange(len(data))
-        mutant = [b"", data[:at], data + b"x", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], b"\0" * len(data)]
-        direct.set(
-            name, rng.choice([*mutant, direct.get(rng.choice([other for other in names if other != name])) or b""])
-        )
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        foreign = [value for other, value in stored.items() if other != name]
+        direct.set(name, rng.choice([b"", data[:at], data + b"x", flipped, bytes(len(data)), *foreign[:1]]))
         if rng.random() < 0.2:
             direct.delete(name)
             direct.lpush(name, data)
@@ -216,28 +239,29 @@ def _client(scene: Scene):
 
 
 def run(seed: int, count: int, advance: Advance) -> Figures:
-    figures: Figures = {"troubles": 0, "calls": 0, "hits": 0, "tier_errors": 0, "max_late_ms": 0}
-    for number in range(count):
-        trouble, is_big = TROUBLES[number % len(TROUBLES)]
-        with tempfile.TemporaryDirectory() as place:
-            scene = Scene(Path(place), random.Random(f"{seed} {number}"), is_big)
+    figures: Figures = {"troubles": 0, "calls": 0, "hits": 0, "tier_errors": 0, "max_late_ms": 0.0}
+    with sleeper(figures):
+        for number in range(count):
+            trouble, is_big = TROUBLES[number % len(TROUBLES)]
             try:
-                trouble(scene)
-                scene.await_well()
+                _pass_through(trouble, is_big, random.Random(f"{seed} {number}"), figures)
             except Exception as error:
                 raise AssertionError(f"seed {seed}, trouble {number}, {trouble.__name__}: {error}") from error
-            finally:
-                stats = scene.store.stats()
-                scene.close()
+            advance(1)
+    return figures
+
+
+def _pass_through(trouble: Callable[[Scene], None], is_big: bool, rng: random.Random, figures: Figures) -> None:
+    with tempfile.TemporaryDirectory() as place, closing(Scene(Path(place), rng, is_big)) as scene:
+        trouble(scene)
+        scene.await_well()
         late = max(scene.timed.lates)
-        assert late < GENEROUS, f"seed {seed}, trouble {number}, {trouble.__name__}: {late:.3f} s late"
+        assert late < GENEROUS, f"{late:.3f} s late"
         figures["troubles"] += 1
         figures["calls"] += len(scene.timed.lates)
         figures["hits"] += scene.num_hits
-        figures["tier_errors"] += stats.tier_errors
+        figures["tier_errors"] += scene.store.stats().tier_errors
         figures["max_late_ms"] = max(figures["max_late_ms"], round(1000 * late, 1))
-        advance(1)
-    return figures
 
 
 def _needs() -> str | None:
@@ -250,4 +274,4 @@ def _needs() -> str | None:
     return None
 
 
-BATTERIES = [Battery("redis in trouble", "troubles", len(TROUBLES), 500, run, _needs(), {"max_late_ms": 50})]
+BATTERIES = [Battery("redis in trouble", "troubles", len(TROUBLES), 500, run, _needs(), {"max_excess_ms": 50})]
