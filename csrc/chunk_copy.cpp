@@ -23,7 +23,8 @@ void check_blocks(const ChunkCopy& args) {
           args.num_blocks, "), got ", args.block_ids[i]);
 }
 
-// body(part, block id, offset, number of tokens, first row, next block id, streaming): each layer's parts, block by block; threads share them all.
+// body(part, block id, offset, number of tokens, first row, next block id, streaming):
+// each layer's parts, block by block; threads share them all.
 template <typename Body>
 void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& body) {
   int64_t work = 0;
