@@ -30,6 +30,7 @@
 #include "slot_allocator.h"
 #include "slot_tree.h"
 #include "token_view.h"
+#include "transpose.h"
 #include "xxh3.h"
 #ifdef KVPAGE_HAS_CUDA
 #include "cuda_devices.h"
@@ -157,6 +158,17 @@ void bind_codecs(py::module_& m) {
   });
 }
 
+// A transposition by the kernel of an instruction set, for tests.
+void bind_transpose(py::module_& m) {
+  m.def("_transpose", [](const std::string& name, int64_t element_bytes, int64_t to, int64_t to_stride, int64_t from,
+                         int64_t from_stride, int64_t num_rows, int64_t num_columns) {
+    check(can_transpose(element_bytes), "element_bytes must be 1, 2, 4, 8 or 16, got ", element_bytes);
+    transpose_kernel(name.c_str())
+        .transpose(element_bytes, {pointer<std::byte>(to), to_stride, pointer<const std::byte>(from), from_stride,
+                                   num_rows, num_columns});
+  });
+}
+
 void bind_token_ops(py::module_& m) {
   using Rows = std::array<int64_t, 3>;
   m.def(
@@ -210,6 +222,7 @@ void bind_token_ops(py::module_& m) {
       py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg("kernel") = "", "See kvpage.ops.paged_attention, which checks what needs a tensor.");
   bind_codecs(m);
+  bind_transpose(m);
   m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
 

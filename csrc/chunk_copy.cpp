@@ -16,7 +16,8 @@ void check_blocks(const ChunkCopy& args) {
   check_chunk_blocks(args.block_ids, args.num_block_ids, args.num_blocks, args.block_size, args.start, args.num_tokens);
 }
 
-// body(part, block id, offset, number of tokens, first row, next block id, streaming): each layer's parts, block by block; threads share them all.
+// body(part, block id, offset, number of tokens, first row, next block id, streaming):
+// each layer's parts, block by block; threads share them all.
 template <typename Body>
 void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& body) {
   int64_t work = 0;

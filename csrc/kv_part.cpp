@@ -47,7 +47,8 @@ void scatter(const KVPart& part, std::byte* place, int64_t count, int64_t size, 
 // --- by way of the first-level cache ---------------------------------------------------------------------------------
 //
 // What is written past the cache has to be written in whole lines, one after the other. So a tile is turned around in
-// the first-level cache, and copied from there; meanwhile as much arrives of what is read next.
+// the first-level cache, and copied from there. Whoever reads blocks in any order waits for memory, unless as much as
+// is turned around is asked for meanwhile of what comes next: a few lines at a time, since many at once have to wait.
 //
 //   collect     cache ── runs ──► tile: rows, a line more than their length apart ── each row ──► out
 //   scatter     in ── rows ──► tile: as it lies in the cache ── in one piece ──► cache

@@ -134,13 +134,20 @@ void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, in
   });
 }
 
-// The move with codes that lie dense, token by token, in place of the cache's from the token at `offset` on. Scales
-// are still the cache's.
+// A token's codes of all heads lie dense; from one token to the next is a line more, for without it 16 tokens would
+// share few sets of the processor's cache.
+int64_t code_stride(const TokenMove& move, int64_t num_heads) {
+  constexpr int64_t kLine = 64;
+  return (num_heads * move.size + kLine - 1) / kLine * kLine + kLine;
+}
+
+// The move with codes that lie token by token, in place of the cache's from the token at `offset` on. Scales are still
+// the cache's.
 TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_t offset, std::byte* codes) {
   KVPart& cache = move.cache;
   if (cache.scales) cache.scales = reinterpret_cast<std::byte*>(cache.scale_at(block_id, offset, 0));
   cache.data = codes;
-  cache.token_stride = num_heads * move.size;
+  cache.token_stride = code_stride(move, num_heads);
   cache.head_stride = cache.run_size = move.size;
   return move;
 }
@@ -148,7 +155,7 @@ TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_
 // body(first token, number of tokens, codes) for pieces of a block's tokens whose codes fit into the scratch.
 template <typename Body>
 void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
-  const int64_t token_codes = num_heads * move.size;
+  const int64_t token_codes = code_stride(move, num_heads);
   const int64_t at_once = std::clamp<int64_t>(kCodesAtOnce / token_codes, 1, count);
   std::byte* codes = scratch(at_once * token_codes);
   for (int64_t first = 0; first < count; first += at_once) body(first, std::min(at_once, count - first), codes);
@@ -191,7 +198,7 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
     write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, false);
     for (int64_t head = 0; head < num_heads; ++head)
       scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
-                     codes + head * move.size, num_heads * move.size, {streaming, nullptr});
+                     codes + head * move.size, code_stride(move, num_heads), {streaming, nullptr});
   });
 }
 
@@ -199,11 +206,12 @@ void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, 
                     std::byte* row, int64_t next_block_id, bool streaming) {
   if (is_one_run(move)) return read_one_run(move, num_heads, block_id, offset, count, row, streaming);
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
-    for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t head = 0; head < num_heads; ++head) {
+      if (streaming) prefetch(move.cache.at(next_block_id, 0, head) + first * move.size, num * move.size);
       collect_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
-                     codes + head * move.size, num_heads * move.size, {});
+                     codes + head * move.size, code_stride(move, num_heads), {});
+    }
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
-    if (streaming) prefetch(move.cache.at(next_block_id, 0, 0) + first * num_heads * move.size, num * num_heads * move.size);
     read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, streaming);
   });
 }

@@ -57,8 +57,9 @@ void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64
     });
   }
   for (int64_t head = 0; head < num_heads; ++head) {
+    const std::byte* next = streaming ? next_rows(move, num_heads, count, row, head) : nullptr;
     scatter_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
-                   move.rows.token_stride, {streaming, streaming ? next_rows(move, num_heads, count, row, head) : nullptr});
+                   move.rows.token_stride, {streaming, next});
   }
 }
 
@@ -72,8 +73,9 @@ void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_
     });
   }
   for (int64_t head = 0; head < num_heads; ++head) {
+    const std::byte* next = streaming ? cache.at(next_block_id, 0, head) : nullptr;
     collect_tokens(cache, cache.at(block_id, offset, head), count, move.size, row + head * move.rows.head_stride,
-                   move.rows.token_stride, {streaming, streaming ? cache.at(next_block_id, 0, head) : nullptr});
+                   move.rows.token_stride, {streaming, next});
   }
 }
 

@@ -138,6 +138,9 @@ def paged_attention(
     /,
     kernel: str = "",  # one of attention_kernels(); "": the best
 ) -> None: ...
+def _transpose(
+    name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
+) -> None: ...
 def _codec_row(
     name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int, streaming: bool, /
 ) -> float: ...
