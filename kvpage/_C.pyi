@@ -38,6 +38,35 @@ def gather_cache(
     max_threads: int,
     /,
 ) -> None: ...
+# Address, strides of row and head in bytes; then of blocks the address of slots (0: rows), num_blocks, block_size, and
+# the stride of blocks in bytes; row stride is then that of an offset.
+_Place = tuple[int, int, int, int, int, int, int]
+
+def mix_rows(
+    rows: _Place,
+    out: _Place,
+    fresh: _Place,
+    fresh_rows: tuple[int, int],  # address or 0, num_fresh
+    row_type: int,
+    shape: tuple[int, int, int],  # num_rows, num_heads, size
+    turn: tuple[int, int, int],  # first, num_pairs, is_interleaved
+    cos: int,
+    sin: int,
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None: ...
+def row_deviation(
+    fresh: _Place,
+    retrieved: _Place,
+    valid: int,
+    out: int,
+    row_type: int,
+    shape: tuple[int, int, int],
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None: ...
 def store_chunk(
     parts: list[_Numbers],  # of each layer
     block_ids: int,

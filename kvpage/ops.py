@@ -1,8 +1,9 @@
-"""Every operation, under one roof: blocks are moved (block_copy), tokens written and read (token_ops).
+"""Every operation, under one roof: blocks are moved (block_copy), tokens written and read (token_ops),
+blended (blend_ops).
 
 Each validates what it is given and picks the implementation; nothing else of kvpage comes near a kernel. In code that
 torch.compile or a dispatch mode of torch's (fake tensors) traces, each stands for its operation in torch.ops.kvpage
-(torch_ops), which does the same at run time.
+(torch_ops), which does the same at run time; blending's are not traced.
 """
 
 import functools
@@ -13,6 +14,8 @@ import torch
 
 from kvpage import chunk_ops, token_ops, torch_ops
 from kvpage.attention_ops_cuda import attends_in_place as attends_in_place
+from kvpage.blend_ops import mix_rows as mix_rows
+from kvpage.blend_ops import row_deviation as row_deviation
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 from kvpage.token_ops_cuda import check_device as check_device

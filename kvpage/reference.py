@@ -11,6 +11,7 @@ import torch
 from kvpage.kv_scales import FP8_DTYPES, KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
+from kvpage.turn import Turn
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
@@ -257,3 +258,45 @@ def paged_attention(
         weights = scores.softmax(2)[..., :length]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype))
     return torch.cat(outputs)
+
+
+def mix_rows(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    turn: Turn | None = None,
+    fresh: torch.Tensor | None = None,
+    fresh_rows: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+) -> None:
+    """out[i] = rows[i], turned, or fresh[fresh_rows[i]]; of rows and out the slots, where given."""
+    mixed = rows.clone() if slots is None else rows[slots // rows.shape[1], slots % rows.shape[1]]
+    if turn is not None:
+        mixed = turned(mixed, turn)
+    if fresh is not None and fresh_rows is not None:
+        is_fresh = fresh_rows >= 0
+        mixed[is_fresh] = fresh[fresh_rows[is_fresh]]
+    if out_slots is None:
+        out.copy_(mixed)
+        return
+    kept = out_slots[out_slots >= 0]
+    out[kept // out.shape[1], kept % out.shape[1]] = mixed[out_slots >= 0]
+
+
+def turned(rows: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """rows [num_rows, heads, size], turned in fp32, in their own dtype."""
+    pairs = rows[..., turn.first : turn.first + 2 * turn.num_pairs].float()
+    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if turn.is_interleaved else pairs.split(turn.num_pairs, dim=-1)
+    cos, sin = turn.cos[:, None], turn.sin[:, None]
+    both = x * cos - y * sin, y * cos + x * sin
+    joined = torch.stack(both, -1).flatten(-2) if turn.is_interleaved else torch.cat(both, -1)
+    out = rows.clone()
+    out[..., turn.first : turn.first + 2 * turn.num_pairs] = joined.to(rows.dtype)
+    return out
+
+
+def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference of each valid row in fp32; 0 for the others."""
+    # Masked before any arithmetic: NaN times 0 is NaN.
+    difference = (fresh.float() - retrieved.float()).masked_fill(~valid[:, None, None], 0.0)
+    return difference.square().flatten(1).mean(dim=1)

@@ -21,6 +21,7 @@ _ERRORS = {
     1: "slot_mapping held a slot out of range",
     2: "block_tables held a block id out of range",
     4: "seq_lens or seq_starts were out of range",
+    8: "fresh_rows held a row out of range",
 }
 _error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
 _memo = ReshapeMemo()

@@ -14,8 +14,10 @@ import torch
 
 from kvpage.blend.indices import as_mask, create_index
 from kvpage.blend.interfaces import BlendExecutor, BlendOutput
+from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+from kvpage.turn import Turn
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(positions, q, k) -> (q, k), turned to the positions, or back from them."""
@@ -49,6 +51,7 @@ class CacheBlendImpl(BlendExecutor):
         self.selection: Selection | None = None
         """What the check layer of the running forward pass has chosen, with the deviation of every row."""
         self._next_layer = 0
+        self._last_turn: tuple[torch.Tensor, torch.Tensor, Turn] | None = None
         self._encode: Encoder | None = None
         self._decode: Encoder | None = None
 
@@ -76,7 +79,7 @@ class CacheBlendImpl(BlendExecutor):
     ) -> BlendOutput:
         """See BlendExecutor. ValueError for layers out of order, and for shapes that do not fit each other."""
         if layer_id == 0:
-            self.selection, self._next_layer = None, 0
+            self.selection, self._next_layer, self._last_turn = None, 0, None
         if layer_id != self._next_layer:
             raise ValueError(f"layer_id must be {self._next_layer}, or 0 for a new forward pass, got {layer_id}")
         num_tokens = retrieved_k.shape[token_dim]
@@ -140,22 +143,33 @@ class CacheBlendImpl(BlendExecutor):
         assert self.selection is not None
         k, v, _, original = retrieved
         fresh_q, fresh_k, fresh_v = fresh
-        at = create_index(k.dim(), token_dim, self.selection.indices)
-        mixed_k = self._turned(k, original, self._positions, token_dim).clone()
-        mixed_v = v.clone()
-        mixed_k[at], mixed_v[at] = fresh_k.to(k.dtype), fresh_v.to(v.dtype)
+        fresh_rows = self.selection.places
+        if self.rotary is None:
+            turned, turn, head_size = self._turned(k, original, self._positions, token_dim), None, None
+        else:
+            turned, turn, head_size = k, self._turn(original, self._positions, k.device), self.rotary.head_size
+        mixed_k = mix(turned, token_dim, head_size, turn, fresh_k.to(k.dtype), fresh_rows)
+        mixed_v = mix(v, token_dim, None, None, fresh_v.to(v.dtype), fresh_rows)
         return BlendOutput(fresh_q, mixed_k, mixed_v, positions, _all(len(positions), positions), None)
 
     def _turned(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
-        old = old.to(k.device)
         if self.rotary is not None:
-            return self.rotary.turn(k, old, new, token_dim)
+            return mix(k, token_dim, self.rotary.head_size, self._turn(old, new, k.device))
         if self._encode is None or self._decode is None:
             raise ValueError("rotary, or both positional encoders, must be set before K can be turned")
-        rows = k.movedim(token_dim, 0)
+        old, rows = old.to(k.device), k.movedim(token_dim, 0)
         nothing = torch.zeros_like(rows)
         turned = self._encode(new, nothing, self._decode(old, nothing, rows)[1])[1]
         return turned.movedim(0, token_dim)
+
+    def _turn(self, old: torch.Tensor, new: torch.Tensor, device: torch.device) -> Turn:
+        """That of the layer before if the positions are the same, which on a device takes the same tensors."""
+        assert self.rotary is not None
+        last = self._last_turn
+        if last is None or not (_is_same(last[0], old) and _is_same(last[1], new)):
+            last = _kept(old), _kept(new), self.rotary.turning(old, new, device)
+            self._last_turn = last
+        return last[2]
 
     def _ratios(self, num_requests: int) -> list[float]:
         if isinstance(self.recompute_ratio, (int, float)):
@@ -172,6 +186,15 @@ def _check_fresh(num_rows: int, token_dim: int, **tensors: torch.Tensor) -> None
             raise ValueError(
                 f"fresh_{name} must have {num_rows} rows in dimension {token_dim}, got shape {list(tensor.shape)}"
             )
+
+
+def _kept(positions: torch.Tensor) -> torch.Tensor:
+    return positions.clone() if positions.device.type == "cpu" else positions
+
+
+def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Without waiting for a device."""
+    return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
 
 
 def _all(count: int, like: torch.Tensor) -> torch.Tensor:

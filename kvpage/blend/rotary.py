@@ -9,11 +9,13 @@ composed from the model's own tables, so that what these have been rounded to ca
 not, and its error grows with the distance. The arithmetic is in fp32, and always begins from the K that was computed.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from kvpage.blend.mixing import check_heads, mix
+from kvpage.turn import Turn
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """positions int64 [n] -> cos, sin: fp32 [n, rotary_size / 2], the model's own, its scaling included."""
@@ -66,31 +68,20 @@ class RotaryTables:
         sin = (sin_new * cos_old - cos_new * sin_old) / square
         return cos, sin
 
+    def turning(self, old: torch.Tensor, new: torch.Tensor, device: torch.device | str = "cpu") -> Turn:
+        """The turn from old to new positions, int64 [n] each: one for all layers of this kind, on `device`."""
+        if len(old) != len(new):
+            raise ValueError(f"old and new must be of as many tokens, got {len(old)} and {len(new)}")
+        cos, sin = (part.to(device, torch.float32).contiguous() for part in self.difference(old, new))
+        return Turn(cos, sin, self.head_size, self.offset, self.is_interleaved)
+
     def turn(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int = 0) -> torch.Tensor:
         """A new tensor: each token's K as it would be at its new position, in k's dtype.
 
         k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size], its tokens in dimension `token_dim`. old,
         new: int64 [num_tokens].
         """
-        rows = k.movedim(token_dim, 0)
-        is_shaped = rows.dim() == 2 or (rows.dim() > 2 and rows.shape[-1] == self.head_size)
-        if not is_shaped or math.prod(rows.shape[1:]) % self.head_size:
-            raise ValueError(f"k must hold whole heads of {self.head_size} a token, got shape {list(k.shape)}")
-        if not len(old) == len(new) == len(rows):
-            raise ValueError(f"old and new must be of {len(rows)} tokens, got {len(old)} and {len(new)}")
-        num_heads = math.prod(rows.shape[1:]) // self.head_size
-        heads = rows.reshape(len(rows), num_heads, self.head_size)
-        cos, sin = (part.to(k.device)[:, None, :] for part in self.difference(old, new))
-        turned = heads.clone()
-        first, second = self._pairs(heads)
-        into = self._pairs(turned)
-        x, y = first.float(), second.float()
-        into[0].copy_(x * cos - y * sin)
-        into[1].copy_(y * cos + x * sin)
-        return turned.reshape(rows.shape).movedim(0, token_dim)
-
-    def _pairs(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the second of each pair: views."""
-        part = heads[..., self.offset : self.offset + self.rotary_size]
-        half = self.rotary_size // 2
-        return (part[..., 0::2], part[..., 1::2]) if self.is_interleaved else (part[..., :half], part[..., half:])
+        check_heads(k, token_dim, self.head_size)
+        if not len(old) == len(new) == k.shape[token_dim]:
+            raise ValueError(f"old and new must be of {k.shape[token_dim]} tokens, got {len(old)} and {len(new)}")
+        return mix(k, token_dim, self.head_size, self.turning(old, new, k.device))

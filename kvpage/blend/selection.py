@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage import ops
+from kvpage.blend.mixing import as_rows
+
 METRICS = ("k", "v", "kv")
 
 
@@ -30,16 +33,21 @@ class Selection:
     def num_tokens(self) -> int:
         return len(self.deviation)
 
+    @property
+    def places(self) -> torch.Tensor:
+        """int64 [num_tokens]: which of the chosen rows each row is, or -1."""
+        places = torch.full((self.num_tokens,), -1, device=self.indices.device)
+        places[self.indices] = torch.arange(len(self.indices), device=self.indices.device)
+        return places
+
 
 def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, token_dim: int) -> torch.Tensor:
     """The mean squared difference of each token, in fp32: [num_tokens]; 0 where `valid` is False, whatever is there.
 
     fresh, retrieved: one shape. valid: bool [num_tokens].
     """
-    rows = [part.movedim(token_dim, 0).flatten(1) for part in (fresh, retrieved)]
-    # Masked before any arithmetic: NaN times 0 is NaN.
-    difference = (rows[0].float() - rows[1].float()).masked_fill(~valid[:, None], 0.0)
-    return difference.square().mean(dim=1)
+    rows = [as_rows(part, token_dim, None) for part in (fresh.to(retrieved.dtype), retrieved)]
+    return ops.row_deviation(*rows, valid)
 
 
 def select_tokens(

@@ -57,17 +57,27 @@ def paged_attention(
     step.calls.append((layer, sliding_window))
     options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
-    _write(key, value, layer, step)
-    attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
-    return attend_over_blocks(query, key, value, layer, step, options).unsqueeze(0), None
+    if step.blend is not None:
+        return step.blend.attend(query, key, value, layer, options).unsqueeze(0), None
+    write_rows(key, value, layer, step, step.slot_mapping)
+    return attend_rows(query, key, value, layer, step, options).unsqueeze(0), None
 
 
-def _write(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step) -> None:
+def write_rows(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, slots: torch.Tensor) -> None:
+    """Row i of key and value goes into slots[i] of the layer's blocks."""
     layout = step.layout
     if key.shape[1] != layout.num_kv_heads:
         raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
     key, value = (rows.to(row_dtype(rows.dtype, layout)) for rows in (key, value))
-    ops.reshape_and_cache(key, value, step.caches[layer], step.slot_mapping, layout, step.scales.get(layer))
+    ops.reshape_and_cache(key, value, step.caches[layer], slots, layout, step.scales.get(layer))
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of the step's rows, whose K and V are written, over their sequences: [rows, heads, value size]."""
+    attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
+    return attend_over_blocks(query, key, value, layer, step, options)
 
 
 def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Causal attention of one sequence over contiguous K and V, with window, softcap and sinks, on any device.
 
-The queries are the sequence's last positions; they are taken in tiles, and a tile looks at its own keys only:
+The queries are the sequence's last positions, or some of them; they are taken in tiles, and a tile looks at its own
+keys only:
 
     keys        0 1 2 3 4 5 6 7 8        window 4, queries at positions 4..8 in tiles of 3 rows
     query 4     . # # # #                 tile 1 reads keys 1..6
@@ -17,12 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 MAX_MASK_ENTRIES = 1 << 20  # of one tile, [queries, keys]
 MAX_SCORES = 1 << 22  # of one tile in fp32, [heads, queries, keys]: 16 MiB
 MAX_TILE_ROWS = 256
+
+Positions = range | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +45,26 @@ class AttentionOptions:
         return self.softcap is not None or self.sinks is not None
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Attention of the last len(query) of len(key) positions: [num_queries, num_heads, value size], in query's dtype.
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+    positions: npt.NDArray[np.int64] | None = None,
+) -> torch.Tensor:
+    """Attention of queries to the keys up to their own positions: [num_queries, num_heads, value size], in query's
+    dtype.
 
     query: [num_queries, num_heads, size]. key: [num_keys, num_kv_heads, size]. value: [num_keys, num_kv_heads, its own
     size]. All may be strided. A group of num_heads / num_kv_heads query heads shares a KV head.
+    positions: of the queries among the keys, ascending; None for the last ones.
     """
     num_kv_heads = key.shape[1]
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
     keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (key, value))  # [kv heads, 1, keys, size]
     one_tile = _by_products if options.needs_products else _by_sdpa
-    tiles = _tiles(len(query), len(key), query.shape[1], options, query.device)
+    where = range(len(key) - len(query), len(key)) if positions is None else positions
+    tiles = _tiles(where, len(key), query.shape[1], options, query.device)
     outputs = [
         one_tile(grouped[:, :, tile.rows], keys[:, :, tile.span], values[:, :, tile.span], tile, options)
         for tile in tiles
@@ -70,27 +84,27 @@ class Tile(NamedTuple):
 
 
 def _tiles(
-    num_queries: int, num_keys: int, num_heads: int, options: AttentionOptions, device: torch.device
+    positions: Positions, num_keys: int, num_heads: int, options: AttentionOptions, device: torch.device
 ) -> Iterator[Tile]:
-    first = num_keys - num_queries
-    if first == 0 and not options.needs_products and (options.window is None or options.window >= num_keys):
+    is_whole = len(positions) == num_keys
+    if is_whole and not options.needs_products and (options.window is None or options.window >= num_keys):
         yield Tile(slice(None), slice(None), None, is_causal=True)
         return
     num_rows = MAX_MASK_ENTRIES // num_keys
     if options.needs_products:
         num_rows = min(num_rows, MAX_SCORES // (num_heads * num_keys))
     num_rows = max(1, min(num_rows, MAX_TILE_ROWS))
-    for begin in range(0, num_queries, num_rows):
-        end = min(begin + num_rows, num_queries)
-        low = 0 if options.window is None else max(0, first + begin - options.window + 1)
-        span = slice(low, first + end)
-        mask = _mask(range(first + begin, first + end), span, options.window, device) if end - begin > 1 else None
-        yield Tile(slice(begin, end), span, mask)
+    for begin in range(0, len(positions), num_rows):
+        some = positions[begin : begin + num_rows]
+        low = 0 if options.window is None else max(0, int(some[0]) - options.window + 1)
+        span = slice(low, int(some[-1]) + 1)
+        mask = _mask(some, span, options.window, device) if len(some) > 1 else None
+        yield Tile(slice(begin, begin + len(some)), span, mask)
 
 
-def _mask(positions: range, span: slice, window: int | None, device: torch.device) -> torch.Tensor:
+def _mask(positions: Positions, span: slice, window: int | None, device: torch.device) -> torch.Tensor:
     """Which keys each query sees: bool [queries, keys of span]."""
-    queries = torch.arange(positions.start, positions.stop, device=device)[:, None]
+    queries = torch.as_tensor(positions, dtype=torch.int64, device=device)[:, None]
     keys = torch.arange(span.start, span.stop, device=device)
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)

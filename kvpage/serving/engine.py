@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvpage.blend.boundaries import Span, spans_by_separator, spans_of_lengths
+from kvpage.blend.config import BlendConfig
+from kvpage.blend.segments import MemorySegments, SegmentSource
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
@@ -26,6 +29,9 @@ from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import check_namespace
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from kvpage.serving.blend_link import BlendLink
+from kvpage.serving.blend_pass import BlendPass
+from kvpage.serving.blender import Blender
 from kvpage.serving.kv_calibration import choose_scales
 from kvpage.serving.model_check import check_config, verify_model, verify_quantized
 from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
@@ -74,6 +80,9 @@ class Engine:
         self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
         self._store_rule: LoadOrCompute | None = None
         self._link: StoreLink | None = None
+        self._blender: Blender | None = None
+        self._blend_link: BlendLink | None = None
+        self.scheduler.is_held = self._is_held
 
     @classmethod
     def from_model(
@@ -96,6 +105,8 @@ class Engine:
         store: BlockStore | None = None,
         store_deadline: float = 5.0,
         save_generated: bool | None = None,
+        blend: BlendConfig | None = None,
+        segments: SegmentSource | None = None,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -114,10 +125,12 @@ class Engine:
             request, while others compute. Finished prefills are stored in the background; with `save_generated` what
             was generated, too (None: as the store's save_decode_cache says). It stays its owner's to close, after the
             engine.
+        blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
+            `segments`, by default in host memory.
 
-        Raises ValueError, with the reason, for a model that cannot be served from blocks, for a cache without any, and
-        for scales that the cache takes none of or that leave nothing of the model. ModuleNotFoundError and zmq.ZMQError
-        where events cannot be published.
+        Raises ValueError, with the reason, for a model that cannot be served from blocks, or not be blended where that
+        is asked for, for a cache without any, and for scales that the cache takes none of or that leave nothing of the
+        model. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
         """
         if not isinstance(cache_config, CacheConfig):
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
@@ -147,6 +160,11 @@ class Engine:
         if store is not None:
             rule = LoadOrCompute(block_bytes, cache_config.block_size) if load_or_compute else None
             engine.use_store(store, store_deadline, save_generated, rule)
+        if blend is not None:
+            blender = Blender.of_model(blend, runner, cache_config, model_config)
+            engine.use_blend(blender, segments or MemorySegments(blend.max_bytes))
+        elif segments is not None:
+            raise ValueError("segments must be None without blend")
         return engine
 
     def use_store(
@@ -170,33 +188,73 @@ class Engine:
         self._link = StoreLink(
             store, self.cache, self.manager, self._move_blocks, rule, deadline=deadline, save_generated=save_generated
         )
-        self.scheduler.is_held = self._link.holds
         self.scheduler.reclaimers.append(self._link.reclaim)
 
-    def close(self) -> None:
-        """Waits for what is on its way to the store, publishes the last events, and closes what `events` has opened;
-        the engine goes on without. Without events and store there is nothing to close.
+    def use_blend(self, blender: Blender, segments: SegmentSource) -> None:
+        """From now on, requests may reuse what `segments` has; see from_model.
+
+        ValueError without prefix caching, or with segments already.
         """
+        if not self.manager.enable_prefix_caching:
+            raise ValueError(
+                "blend needs enable_prefix_caching, which keeps K and V until they can be kept as segments"
+            )
+        if self._blend_link:
+            raise ValueError("blend must be given once, the engine has it")
+        self._blender = blender
+        dtype, deadline = self._runner.model.dtype, blender.config.deadline
+        self._blend_link = BlendLink(segments, self.cache, self.manager, dtype, deadline)
+
+    def close(self) -> None:
+        """Waits for what is on its way to the store and to the kept segments, publishes the last events, and closes
+        what `events` has opened; the engine goes on without. Without any of these there is nothing to close.
+        """
+        if self._blend_link:
+            self._blend_link.close()
+            self._blend_link = None
         if self._link:
             self._link.close()
             self.scheduler.reclaimers.remove(self._link.reclaim)
-            self._link, self.scheduler.is_held = None, lambda request: False
+            self._link = None
         self.telemetry.close()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, tokens: Tokens, params: SamplingParams, request_id: str | None = None, namespace: bytes = b""
+        self,
+        tokens: Tokens,
+        params: SamplingParams,
+        request_id: str | None = None,
+        namespace: bytes = b"",
+        *,
+        blend: bool = False,
+        segments: Sequence[int] | None = None,
     ) -> str:
         """Queues a prompt; returns its id. Its tokens come out of `step()`.
 
-        namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks.
+        namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks, and segments.
+        blend: reuse the segments of the prompt that are kept, and keep the others. What of the prompt is cached as a
+            prefix is taken from there first.
+        segments: the lengths of the prompt's segments, from its first token on; the rest is in none. By default they
+            end with the separator of the BlendConfig. Given without `blend`, the prompt is computed in full, and its
+            segments are kept.
 
-        Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary,
-        and a request that is longer than the model or than all blocks; TypeError for params, an id or a namespace of
+        Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary, a
+        request that is longer than the model or than all blocks, blend and segments in an engine without a BlendConfig,
+        and segments that are no lengths or longer than the prompt; TypeError for params, an id or a namespace of
         another type.
         """
-        return self._add(tokens, params, request_id, namespace, None).request_id
+        return self._add(tokens, params, request_id, namespace, None, blend, segments).request_id
+
+    def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
+        """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them.
+
+        Other requests go on meanwhile. ValueError as of add_request, before anything is computed.
+        """
+        one = SamplingParams(max_tokens=1)
+        self._generate([(tokens, one, namespace, False, [len(tokens)]) for tokens in segments], None)
+        if self._blend_link:
+            self._blend_link.drain()
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request."""
@@ -237,6 +295,7 @@ class Engine:
             residency=self.telemetry.residency(),
             num_lost_events=self.telemetry.num_lost_events,
             store=replace(self._link.stats) if self._link else None,
+            blend=replace(self._blend_link.stats) if self._blend_link else None,
         )
 
     # --- tokens ------------------------------------------------------------------------------------------------------
@@ -257,19 +316,30 @@ class Engine:
         prompts: Sequence[Tokens],
         params: SamplingParams | Sequence[SamplingParams],
         progress: Callable[[int], object] | None = None,
+        *,
+        blend: bool = False,
     ) -> list[RequestOutput]:
         """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
 
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
-        the `update` of a progress bar. If anything raises, the prompts are aborted; for a bad prompt, before a step.
+        the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
+        prompt, before a step.
         """
         each = params_of_each(params, len(prompts))
+        arguments = [(tokens, one, b"", blend, None) for tokens, one in zip(prompts, each, strict=True)]
+        return self._generate(arguments, progress)
+
+    def _generate(
+        self,
+        arguments: Sequence[tuple[Tokens, SamplingParams, bytes, bool, Sequence[int] | None]],
+        progress: Callable[[int], object] | None,
+    ) -> list[RequestOutput]:
         sink: deque[StepOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
         requests: list[Request] = []
         try:
-            for tokens, one in zip(prompts, each, strict=True):
-                requests.append(self._add(tokens, one, None, b"", sink))
+            for tokens, params, namespace, blend, segments in arguments:
+                requests.append(self._add(tokens, params, None, namespace, sink, blend, segments))
             while len(outputs) < len(requests):
                 self._wait_for(sink, requests)
                 finished = {output.request_id: output.output for output in sink if output.output}
@@ -292,15 +362,18 @@ class Engine:
         """
         return search_beams(self, prompts, params, namespace)
 
-    def stream(self, tokens: Tokens, params: SamplingParams) -> TokenStream:
+    def stream(
+        self, tokens: Tokens, params: SamplingParams, *, blend: bool = False, segments: Sequence[int] | None = None
+    ) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
         The request is queued at once; closing or dropping the iterator aborts it. ValueError for params.n > 1.
+        blend, segments: see add_request.
         """
         if check_params(params).n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}")
         sink: deque[StepOutput] = deque()
-        request = self._add(tokens, params, None, b"", sink)
+        request = self._add(tokens, params, None, b"", sink, blend, segments)
 
         def take() -> StepOutput:
             self._wait_for(sink, [request])
@@ -375,6 +448,8 @@ class Engine:
         request_id: str | None,
         namespace: bytes,
         sink: deque[StepOutput] | None,
+        blend: bool,
+        segments: Sequence[int] | None,
     ) -> Request:
         check_params(params)
         if not isinstance(request_id, str | None):
@@ -386,11 +461,26 @@ class Engine:
             request_id = self._new_id()
         if request_id in self._requests:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
+        spans = self._spans(prompt, blend, segments)
         request = Request(request_id, prompt, params, self._num_arrivals, self.eos_token_ids, namespace, sink)
+        request.spans, request.is_blend = spans, blend
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_arrivals += 1
         return request
+
+    def _spans(self, prompt: np.ndarray, blend: bool, segments: Sequence[int] | None) -> list[Span]:
+        """The segments of a prompt."""
+        if not blend and segments is None:
+            return []
+        if self._blender is None or self._blend_link is None:
+            raise ValueError("blend and segments need an engine with a BlendConfig")
+        if segments is None:
+            return spans_by_separator(prompt, self._blender.config.separator)
+        return spans_of_lengths(segments, len(prompt))
+
+    def _is_held(self, request: Request) -> bool:
+        return any(link.holds(request) for link in (self._link, self._blend_link) if link)
 
     def _new_id(self) -> str:
         number = self._num_arrivals
@@ -414,14 +504,17 @@ class Engine:
             self._compute_batch()
 
     def _schedule(self) -> Batch:
-        if self._link is None:
-            return self.scheduler.schedule()
+        links = [link for link in (self._link, self._blend_link) if link]
         while True:
-            self._link.ask(self.scheduler.waiting)
+            for link in links:
+                link.ask(self.scheduler.waiting)
             batch = self.scheduler.schedule()
             if batch.chunks or not self.scheduler.waiting:
                 return batch
-            self._link.wait()
+            if self._blend_link and self._blend_link.is_busy:
+                self._blend_link.wait()
+            elif self._link:
+                self._link.wait()
 
     def _compute_batch(self) -> None:
         batch = self._schedule()
@@ -436,11 +529,16 @@ class Engine:
         except BaseException:  # an interrupt too must leave no request without its blocks
             self.scheduler.requeue(batch)
             raise
+        if self._blend_link:
+            for request in due:
+                if request.num_generated == 0:
+                    self._blend_link.keep(request)
+        is_blended = any(request.reuse for request in due)
         self.scheduler.complete(batch)
         for request, each in forks.items():
             self.scheduler.fork(request, each)
         now = time.monotonic()
-        if batch.num_tokens >= 4 * len(batch.chunks):  # prefill, mostly
+        if batch.num_tokens >= 4 * len(batch.chunks) and not is_blended:  # prefill, mostly
             for rule in (self.manager.space.rule, self._store_rule):
                 if rule:
                     rule.saw_prefill(batch.num_tokens, now - begin)
@@ -454,16 +552,33 @@ class Engine:
     def _forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """The logits of the wanted tokens: [their number, vocab_size]."""
         self._move_blocks()
-        ids, token_ids, starts, ends, wanted = (list(column) for column in zip(*pieces, strict=True))
+        ids, token_ids, starts, ends, wanted, _ = (list(column) for column in zip(*pieces, strict=True))
         first_rows = np.cumsum([0, *(len(tokens) for tokens in token_ids)])
         rows = [first + index for first, indices in zip(first_rows, wanted, strict=False) for index in indices]
         slots, tables = self.manager.slot_mappings(ids, starts, ends), self.manager.block_tables(ids)
         step = Step.make(self.cache, slots, tables, starts, ends)
         packed = PackedTokens(np.concatenate(token_ids), starts, ends, np.array(rows, np.int64))
+        blend = self._begin_blend(step, pieces)
         logits = self._runner.forward(packed, step)
         self._num_steps += 1
         self._num_computed_tokens += len(packed.token_ids)
+        if blend:
+            self._end_blend(blend, pieces)
         return logits
+
+    def _begin_blend(self, step: Step, pieces: Sequence[Piece]) -> BlendPass | None:
+        if not any(piece.reuse for piece in pieces):
+            return None
+        assert self._blender is not None
+        step.blend = blend = self._blender.begin(step, pieces)
+        return blend
+
+    def _end_blend(self, blend: BlendPass, pieces: Sequence[Piece]) -> None:
+        assert self._blend_link is not None
+        for piece, counts in zip(pieces, blend.counts(), strict=True):
+            self._num_computed_tokens -= counts.num_reused
+            if piece.reuse:
+                self._blend_link.blended(self._requests[str(piece.seq_id)], counts)
 
     def _move_blocks(self) -> None:
         moves, rule = self.manager.take_moves(), self.manager.space.rule
@@ -475,8 +590,9 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)
-        if self._link:
-            self._link.forget(request)
+        for link in (self._link, self._blend_link):
+            if link:
+                link.forget(request)
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self._num_generated_tokens += 1
@@ -501,6 +617,7 @@ def _pieces(batch: Batch) -> list[Piece]:
             one.start,
             one.end,
             [one.end - one.start - 1] if one.is_last else [],
+            one.request.reuse,
         )
         for one in batch.chunks
     ]

@@ -85,7 +85,7 @@ def _paged_error(
     config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
     found, windows = _paged_logits(runner, engine, sequences, blocks_each)
-    return _relative_error(found, expected), engine.layout.dtype, windows
+    return relative_error(found, expected), engine.layout.dtype, windows
 
 
 def probe_tokens(vocab_size: int) -> list[np.ndarray]:
@@ -148,6 +148,7 @@ def _windowed_layers(config: PretrainedConfig, layer_ids: list[int]) -> list[int
     return [layer for layer in layer_ids if kinds is None or kinds[layer] == "sliding_attention"]
 
 
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of logits around their mean: the norm of the difference, by the norm of what is expected."""
     found, expected = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (found, expected))
     return float((found - expected).norm() / expected.norm())

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies change with the length."""
+
 
 def vocab_size(model: PreTrainedModel) -> int:
     """How many token ids the model can look up."""
@@ -32,7 +35,7 @@ def max_model_len(model: PreTrainedModel) -> int:
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
     for parameters in _rope_parameters(text):
-        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+        if parameters.get("rope_type", parameters.get("type")) in CHANGING_ROPE:
             original = parameters.get("original_max_position_embeddings")
             limit = min(limit, original or getattr(text, "original_max_position_embeddings", None) or limit)
     return limit
@@ -46,6 +49,12 @@ def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= allowed:
         raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}")
     return asked
+
+
+def rope_types(model: PreTrainedModel) -> set[str]:
+    """The kinds of rotary embeddings that the config names: "default", "llama3", "yarn", ...; empty without any."""
+    found = _rope_parameters(model.config.get_text_config(decoder=True))
+    return {kind for one in found if (kind := one.get("rope_type", one.get("type")))}
 
 
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """ModelRunner: computes packed sequences with a Hugging Face decoder whose K and V go into our blocks."""
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class ModelRunner:
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
         # no_grad, not inference_mode: what a model keeps of a forward (rotary tables) must stay usable for its owner.
-        with torch.no_grad(), self._switch.on():
+        with torch.no_grad(), self._switch.on(), step.blend.hooks() if step.blend else nullcontext():
             logits = self._call(inputs, step)[0]
         return logits if self._selects_logits else logits[wanted]
 

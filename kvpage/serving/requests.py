@@ -16,13 +16,15 @@ and speaks for all.
 import secrets
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blend.boundaries import Span
+from kvpage.blend.segments import Reuse
 from kvpage.serving.sampling_params import MAX_SEED, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -46,6 +48,8 @@ class RequestOutput:
 
     samples: `SamplingParams.n` of them; fewer if it was aborted before its first token.
     num_cached_tokens: leading tokens of the prompt whose K and V were found in the cache when it was first admitted.
+    num_reused_tokens, num_recomputed_tokens: tokens of the prompt whose K and V came out of segments, and those of them
+        that were computed again; 0 both for a prompt that was computed in full, exactly.
     arrival_time, first_token_time, finish_time: seconds of time.monotonic(); None for a first token that never came.
     """
 
@@ -56,6 +60,13 @@ class RequestOutput:
     arrival_time: float
     first_token_time: float | None
     finish_time: float
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def is_blended(self) -> bool:
+        """It was computed from segments: its tokens are near those of a full prefill, and need not be the same."""
+        return self.num_reused_tokens + self.num_recomputed_tokens > 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -112,6 +123,12 @@ class Request:
         self.tokens[: len(prompt)] = prompt
         self.num_computed = self.num_committed = self.num_room = 0
         self.num_cached_tokens: int | None = None
+        self.spans: Sequence[Span] = ()  # of the prompt's segments
+        self.is_blend = False  # they may be reused
+        self.reusable: list[Reuse] | None = None  # segments that were found; None while nobody has looked
+        self.reuse: list[Reuse] = []  # those of them that the prefill at hand reuses: it is one step
+        self.wanted_spans: list[Span] = []  # to be kept when they are computed
+        self.num_reused_tokens = self.num_recomputed_tokens = 0
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -173,6 +190,11 @@ class Request:
         fork.num_cached_tokens = self.num_cached_tokens
         return fork
 
+    def reuse_from(self, start: int) -> list[Reuse]:
+        """What was found, as far as it lies at `start` or behind it."""
+        clipped = [one.behind(start) for one in self.reusable or ()]
+        return [one for one in clipped if one is not None]
+
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
         return self.tokens[: self.num_prompt_tokens]
@@ -187,4 +209,6 @@ class Request:
             arrival_time=self.arrival_time,
             first_token_time=self.first_token_time,
             finish_time=time.monotonic(),
+            num_reused_tokens=self.num_reused_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
         )

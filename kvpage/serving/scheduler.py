@@ -114,6 +114,8 @@ class Scheduler:
         """
         block_size = self.manager.block_size
         for request, _, end in batch.chunks:
+            if request.reuse:
+                self._make_private(request)
             request.num_computed = end
             if end // block_size > request.num_committed // block_size:
                 self._commit(request)
@@ -151,6 +153,7 @@ class Scheduler:
         self.running.remove(request)
         self.manager.release(request.seq_id)
         request.num_computed = request.num_committed = request.num_room = 0
+        request.reuse = []
 
     def preempt_youngest(self) -> None:
         """Takes the blocks of the request that runs and arrived last; it waits for its turn again."""
@@ -174,6 +177,13 @@ class Scheduler:
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
         request.num_committed = request.num_computed
+
+    def _make_private(self, request: Request) -> None:
+        """What stands before the first reused token was computed exactly, and nothing behind it."""
+        request.num_computed = request.reuse[0].start
+        self._commit(request)
+        self.manager.make_private(request.seq_id)
+        request.reuse, request.reusable = [], None
 
     def _leave_window(self, request: Request) -> None:
         """Gives back the blocks that no later token looks at: position p attends from p - window + 1 on."""
@@ -207,13 +217,20 @@ class Scheduler:
             if self.is_held(request) or prefills.will_share(request):
                 num_passed_over += 1
                 continue
+            if (
+                request.reusable
+                and request.num_tokens > budget
+                and any(chunk.end - chunk.start > 1 for chunk in chunks)
+            ):
+                break  # it is not computed in chunks: with the next step's decodes, beside no other prefill
             if not self._allocate(request):
                 if not self.running:
                     self._allocate_by_reclaiming(request)
                 else:
                     break
-            budget -= _add_chunk(chunks, request, budget)
-            prefills.add(request)
+            budget -= min(_add_chunk(chunks, request, budget), budget)
+            if not request.reuse:
+                prefills.add(request)
 
     def _reclaim(self) -> bool:
         return any(reclaim() for reclaim in self.reclaimers)
@@ -253,6 +270,7 @@ class Scheduler:
             return False
         request.num_computed = request.num_committed = given.num_cached_tokens
         request.num_room = len(tokens)
+        request.reuse = [] if was_swapped else request.reuse_from(request.num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = given.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -301,8 +319,9 @@ class _Prefills:
 
 
 def _add_chunk(chunks: list[Chunk], request: Request, budget: int) -> int:
-    """Adds as many of the request's next tokens as the budget allows; returns how many."""
-    num_tokens = min(budget, request.num_room - request.num_computed)
+    """Adds as many of the request's next tokens as the budget allows, or all if it blends; returns how many."""
+    num_left = request.num_room - request.num_computed
+    num_tokens = num_left if request.reuse else min(budget, num_left)
     if num_tokens:
         chunks.append(Chunk(request, request.num_computed, request.num_computed + num_tokens))
     return num_tokens

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvpage.block_moves import Kind
 from kvpage.block_residency import ResidencyStats
 from kvpage.block_stats import BlockStats
+from kvpage.serving.blend_link import BlendStats
 from kvpage.serving.store_link import StoreLinkStats
 from kvpage.serving.transfer_meter import TransferStats
 
@@ -23,6 +24,7 @@ class EngineStats:
     residency: how long blocks stay, by tier; None unless sampled.
     num_lost_events: batches of events that were dropped; None without events.
     store: what was asked of the store, loaded from it and stored; None without one.
+    blend: segments that were looked up, reused and kept; None without blending.
     """
 
     num_steps: int
@@ -42,6 +44,7 @@ class EngineStats:
     residency: dict[str, ResidencyStats] | None
     num_lost_events: int | None
     store: StoreLinkStats | None
+    blend: BlendStats | None
 
     @property
     def hit_rate(self) -> float:

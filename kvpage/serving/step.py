@@ -8,16 +8,19 @@ It is made once a step and read by every layer.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blend.segments import Reuse
 from kvpage.cache_engine import CacheEngine
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.serving.dense_attention import AttentionOptions
 
 
 class Piece(NamedTuple):
@@ -31,6 +34,19 @@ class Piece(NamedTuple):
     start: int
     end: int
     wanted: Sequence[int]
+    reuse: Sequence[Reuse] = ()
+
+
+class StepBlend(Protocol):
+    """What a step does besides, if some of its tokens have K and V already."""
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Inside, the model's layers go on with the rows that were chosen."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
 
 
 @dataclass(slots=True)
@@ -41,6 +57,7 @@ class Step:
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
         query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
+    blend: what is done with tokens that have K and V already; None where there are none.
     """
 
     caches: dict[int, torch.Tensor]
@@ -53,6 +70,7 @@ class Step:
     seq_lens: list[int]
     scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
+    blend: StepBlend | None = None
 
     @classmethod
     def make(
@@ -75,6 +93,22 @@ class Step:
             query_lens=query_lens,
             seq_lens=ends,
             scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
+        )
+
+    def of_sequences(self, indices: Sequence[int]) -> "Step":
+        """The same for some of its sequences only, without what `blend` does."""
+        rows = np.split(np.arange(sum(self.query_lens)), np.cumsum(self.query_lens)[:-1])
+        at = torch.tensor([row for index in indices for row in rows[index]], device=self.slot_mapping.device)
+        which = torch.tensor(indices, device=self.slot_mapping.device)
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[at],
+            block_tables=self.block_tables[which],
+            device_query_lens=None if self.device_query_lens is None else self.device_query_lens[which],
+            device_seq_lens=self.device_seq_lens[which],
+            query_lens=[self.query_lens[index] for index in indices],
+            seq_lens=[self.seq_lens[index] for index in indices],
+            blend=None,
         )
 
 

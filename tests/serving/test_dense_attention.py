@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,12 +10,18 @@ from kvpage.serving import dense_attention
 from kvpage.serving.dense_attention import AttentionOptions, attend
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+def naive(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+    positions: list[int] | None = None,
+) -> torch.Tensor:
     query, key, value = query.double(), key.double(), value.double()
     first, group = len(key) - len(query), query.shape[1] // key.shape[1]
     output = torch.empty(len(query), query.shape[1], value.shape[2], dtype=torch.float64)
     for row in range(len(query)):
-        position = first + row
+        position = first + row if positions is None else positions[row]
         low = 0 if options.window is None else max(0, position - options.window + 1)
         for head in range(query.shape[1]):
             scores = key[low : position + 1, head // group] @ query[row, head] * options.scale
@@ -59,6 +66,20 @@ def test_equals_the_definition(
     torch.testing.assert_close(found.double(), naive(query, key, value, OPTIONS[name]), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tile_rows", [1, 3, 256])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("positions", [[0], [22], [4, 5, 9], [0, 1, 7, 8, 20, 22], list(range(23))])
+def test_queries_at_some_positions(
+    positions: list[int], name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_attention, "MAX_TILE_ROWS", tile_rows)
+    torch.manual_seed(0)
+    query, key, value = rows(len(positions), 4, 8), rows(23, 2, 8), rows(23, 2, 8)
+    found = attend(query, key, value, OPTIONS[name], np.array(positions))
+    expected = naive(query, key, value, OPTIONS[name], positions)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("key_size, value_size", [(8, 5), (5, 8)])
 def test_keys_and_values_of_different_sizes(key_size: int, value_size: int, name: str) -> None:
@@ -84,7 +105,7 @@ def test_dtypes(dtype: torch.dtype, tolerance: float, name: str) -> None:
 def test_no_mask_or_score_beyond_the_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention, "MAX_MASK_ENTRIES", 64)
     monkeypatch.setattr(dense_attention, "MAX_SCORES", 256)
-    tiles = list(dense_attention._tiles(40, 50, 4, OPTIONS[name], torch.device("cpu")))
+    tiles = list(dense_attention._tiles(range(10, 50), 50, 4, OPTIONS[name], torch.device("cpu")))
     assert [tile.rows.start for tile in tiles[1:]] == [tile.rows.stop for tile in tiles[:-1]]
     assert (tiles[0].rows.start, tiles[-1].rows.stop) == (0, 40)
     for tile in tiles:

@@ -13,7 +13,7 @@ from serving.models import VOCAB, generate_each, make_model, make_prompts
 from kvpage import CacheConfig, CacheEngine, KVScales, ModelConfig, reference
 from kvpage.config import CACHE_DTYPES
 from kvpage.serving import Engine, SamplingParams
-from kvpage.serving.model_check import _paged_logits, _relative_error
+from kvpage.serving.model_check import _paged_logits, relative_error
 from kvpage.serving.model_runner import ModelRunner
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")
@@ -117,9 +117,9 @@ def test_logits_are_those_of_a_dense_model_that_rounds_alike(
     engine = CacheEngine(make_config(cache_dtype, place, layer_layout), model_config, kv_scales=scales)
     found, _ = _paged_logits(ModelRunner(model), engine, SEQUENCES, 3)
     expected = expected_logits(kind, cache_dtype, has_scales)
-    rounding = _relative_error(expected, plain_logits(kind))
+    rounding = relative_error(expected, plain_logits(kind))
     assert rounding > 0.01
-    assert _relative_error(found, expected) < 0.1 * rounding
+    assert relative_error(found, expected) < 0.1 * rounding
 
 
 @EVERY_PLACE

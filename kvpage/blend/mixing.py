@@ -1,0 +1,45 @@
+"""Tensors of tokens in any dimension as rows of heads, for kvpage.ops, and back.
+
+[T, heads * size]   [T, heads, size]   [heads, T, size]     ──►  rows [T, heads, size], a view if there is one
+"""
+
+import math
+
+import torch
+
+from kvpage import ops
+from kvpage.turn import Turn
+
+
+def check_heads(tensor: torch.Tensor, token_dim: int, head_size: int) -> None:
+    """ValueError unless each token has whole heads, cut as such or not at all."""
+    inner = list(tensor.movedim(token_dim, 0).shape[1:])
+    if not inner or (len(inner) > 1 and inner[-1] != head_size) or math.prod(inner) % head_size:
+        raise ValueError(f"k and v must hold whole heads of {head_size} a token, got shape {list(tensor.shape)}")
+
+
+def as_rows(tensor: torch.Tensor, token_dim: int, head_size: int | None) -> torch.Tensor:
+    """[num_tokens, heads, size], its last dimension contiguous. head_size: None for heads as they are cut, or one."""
+    rows = tensor.movedim(token_dim, 0)
+    size = rows.shape[-1] if head_size is None else head_size
+    check_heads(tensor, token_dim, size)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]) // size, size)
+
+
+def mix(
+    tensor: torch.Tensor,
+    token_dim: int,
+    head_size: int | None,
+    turn: Turn | None = None,
+    fresh: torch.Tensor | None = None,
+    fresh_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A new tensor of the same shape and dtype; see kvpage.ops.mix_rows."""
+    rows = as_rows(tensor, token_dim, head_size)
+    out = torch.empty_like(rows)
+    if fresh is not None:
+        fresh = as_rows(fresh.to(tensor.dtype), token_dim, head_size)
+    ops.mix_rows(rows, out, turn, fresh, fresh_rows)
+    return out.reshape(tensor.movedim(token_dim, 0).shape).movedim(0, token_dim)

@@ -1,0 +1,118 @@
+"""Segments: K and V of runs of tokens, kept to be reused wherever the same tokens come again.
+
+    keep(tokens, segment) ─► [ namespace | tokens ] ─► find(tokens): the segment, or None
+                               exactly these, compared token by token
+
+One that was computed with nothing before it (standalone) says nothing of a context that is not there: it takes the
+place of one that was computed in a prompt, and is not replaced by one.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """K and V of a segment's tokens as they were computed.
+
+    k, v: [num_layers, num_tokens, num_kv_heads, head_size], on any device; nobody writes into them.
+    positions: int64 [num_tokens], on the CPU: where each token's K was turned to.
+    is_standalone: nothing came before its first token.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    is_standalone: bool
+
+    def __post_init__(self) -> None:
+        num_tokens = self.k.shape[1]
+        if self.v.shape[:2] != self.k.shape[:2] or self.positions.shape != (num_tokens,):
+            raise ValueError(
+                f"k, v and positions must be of the same layers and tokens, got shapes {list(self.k.shape)}, "
+                f"{list(self.v.shape)} and {list(self.positions.shape)}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class Reuse(NamedTuple):
+    """The positions [start, start + num_tokens) of a sequence take K and V of a segment's tokens from `begin` on."""
+
+    segment: Segment
+    begin: int
+    start: int
+    num_tokens: int
+
+    def behind(self, position: int) -> "Reuse | None":
+        """The part of it at `position` and behind it; None if there is none."""
+        num_cut = max(position - self.start, 0)
+        if num_cut >= self.num_tokens:
+            return None
+        return Reuse(self.segment, self.begin + num_cut, self.start + num_cut, self.num_tokens - num_cut)
+
+
+class SegmentSource(Protocol):
+    """Where segments come from and go to. Called in other threads; trouble of its own is a miss, never an error."""
+
+    def find(self, tokens: TokenIds, namespace: bytes) -> Segment | None:
+        """The segment of exactly these tokens."""
+
+    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes) -> bool:
+        """Whether there is none, or the one that is there had better be replaced by a standalone one."""
+
+    def keep(self, tokens: TokenIds, segment: Segment, namespace: bytes) -> None:
+        """Keeps it, if it is wanted."""
+
+
+class _Key(NamedTuple):
+    namespace: bytes
+    tokens: bytes
+
+
+class MemorySegments:
+    """Segments in host memory, the least recently found forgotten first. One at a time may call it.
+
+    max_bytes: of their K and V together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._segments: OrderedDict[_Key, Segment] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def find(self, tokens: TokenIds, namespace: bytes = b"") -> Segment | None:
+        key = _Key(namespace, tokens.tobytes())
+        found = self._segments.get(key)
+        if found:
+            self._segments.move_to_end(key)
+        return found
+
+    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
+        before = self._segments.get(_Key(namespace, tokens.tobytes()))
+        return before is None or (is_standalone and not before.is_standalone)
+
+    def keep(self, tokens: TokenIds, segment: Segment, namespace: bytes = b"") -> None:
+        """See SegmentSource. What is larger than all of the room is not kept."""
+        if segment.num_bytes > self.max_bytes or not self.wants(tokens, segment.is_standalone, namespace):
+            return
+        key = _Key(namespace, tokens.tobytes())
+        before = self._segments.pop(key, None)
+        self.num_bytes += segment.num_bytes - (before.num_bytes if before else 0)
+        self._segments[key] = segment
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= self._segments.popitem(last=False)[1].num_bytes

@@ -1,0 +1,199 @@
+"""BlendLink: between the requests of an engine and the segments that are kept for blending.
+
+    a request waits ─► find its segments ─► what is not in the prefix tree anyway is reused, in one step
+                       thread
+    its prefill is done ─► K and V of the segments that were computed in full, and are not kept yet ─► keep
+                           this thread, out of the blocks                                              thread
+
+Computed in full means: nothing before it was blended. So what is kept is exact, and what was blended is kept nowhere.
+Whatever goes wrong, or takes longer than the deadline, is a prompt that is computed.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage import ops
+from kvpage.blend.boundaries import Span
+from kvpage.blend.segments import Reuse, Segment, SegmentSource
+from kvpage.block_manager import BlockManager
+from kvpage.cache_engine import CacheEngine
+from kvpage.serving.attention import row_dtype
+from kvpage.serving.blend_pass import BlendCounts
+from kvpage.serving.requests import Request
+
+
+@dataclass(slots=True)
+class BlendStats:
+    """Counters since the engine was made.
+
+    num_lookups, num_lookup_tokens, num_found_tokens: prompts whose segments were looked up, the segments' tokens, and
+        those of the segments that there were. num_late: lookups that their requests did not wait for. num_errors:
+        exceptions out of the source. num_blends, num_reused_tokens, num_recomputed_tokens: prefills that reused
+        segments, their tokens that kept the segment's K and V, and those that were computed again. num_kept_tokens: of
+        segments that were handed to the source.
+    """
+
+    num_lookups: int = 0
+    num_lookup_tokens: int = 0
+    num_found_tokens: int = 0
+    num_late: int = 0
+    num_errors: int = 0
+    num_blends: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_kept_tokens: int = 0
+
+
+class _Found(NamedTuple):
+    """Segments of a prompt that are kept, and spans that had better be."""
+
+    reusable: list[Reuse]
+    wanted: list[Span]
+
+
+class _Lookup(NamedTuple):
+    future: "Future[_Found]"
+    deadline: float
+
+
+class BlendLink:
+    """Finds and keeps segments for one engine. All methods are for the engine's thread; the source is called in one
+    other.
+
+    dtype: of the model, in which segments are kept where the cache quantises. deadline: seconds that a request waits
+        for its segments.
+    """
+
+    def __init__(
+        self, source: SegmentSource, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
+    ) -> None:
+        self.source = source
+        self.stats = BlendStats()
+        self._cache, self._manager, self._deadline = cache, manager, deadline
+        self._dtype = row_dtype(dtype, cache.layout)
+        self._lookups: dict[Request, _Lookup] = {}
+        self._keeps: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpage-blend")
+
+    @property
+    def is_busy(self) -> bool:
+        """A request waits for its segments."""
+        return bool(self._lookups)
+
+    def ask(self, waiting: Iterable[Request]) -> None:
+        """Takes what was found, and has the segments of the waiting requests looked up."""
+        self._poll()
+        for request in waiting:
+            if request.spans and request.reusable is None and request not in self._lookups:
+                if self._manager.is_swapped(request.seq_id):
+                    continue
+                self._start(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request had better wait for its segments."""
+        return request in self._lookups
+
+    def wait(self) -> None:
+        """Until a lookup is done, or late."""
+        if self._lookups:
+            first = min(lookup.deadline for lookup in self._lookups.values())
+            futures = [lookup.future for lookup in self._lookups.values()]
+            wait(futures, timeout=max(first - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")
+
+    def blended(self, request: Request, counts: BlendCounts) -> None:
+        """The prefill of the request reused segments."""
+        request.num_reused_tokens, request.num_recomputed_tokens = counts
+        self.stats.num_blends += 1
+        self.stats.num_reused_tokens += counts.num_reused
+        self.stats.num_recomputed_tokens += counts.num_recomputed
+
+    def keep(self, request: Request) -> None:
+        """Keeps what the request's prefill has computed in full; called when it is written, before it is committed."""
+        end = request.reuse[0].start if request.reuse else request.num_prompt_tokens
+        for span in request.wanted_spans:
+            if span.end <= end:
+                tokens, segment = request.tokens[slice(*span)].copy(), self._segment(request, span)
+                self._keeps.append(self._thread.submit(self.source.keep, tokens, segment, request.namespace))
+                self.stats.num_kept_tokens += len(tokens)
+        request.wanted_spans, request.reusable = [], []
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        lookup = self._lookups.pop(request, None)
+        if lookup:
+            lookup.future.cancel()
+
+    def drain(self) -> None:
+        """Until everything that is under way is done."""
+        wait([lookup.future for lookup in self._lookups.values()])
+        wait(self._keeps)
+        self._poll()
+
+    def close(self) -> None:
+        """Drains, and ends the thread. What is kept stays the source's."""
+        self.drain()
+        self._thread.shutdown()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _start(self, request: Request) -> None:
+        prompt, namespace, spans, reuses = request.prompt.copy(), request.namespace, request.spans, request.is_blend
+        match = self._manager.tree.match(prompt, namespace)
+        num_cached = match.num_tokens
+        self._manager.tree.release(match)
+
+        def find() -> _Found:
+            reusable, wanted = [], []
+            for span in spans:
+                tokens = prompt[slice(*span)]
+                segment = self.source.find(tokens, namespace) if reuses and span.end > num_cached else None
+                if segment is not None:
+                    reusable.append(Reuse(segment, 0, span.start, span.end - span.start))
+                elif self.source.wants(tokens, span.start == 0, namespace):
+                    wanted.append(span)
+            return _Found(reusable, wanted)
+
+        self._lookups[request] = _Lookup(self._thread.submit(find), time.monotonic() + self._deadline)
+        self.stats.num_lookups += 1
+        self.stats.num_lookup_tokens += sum(end - start for start, end in spans)
+
+    def _poll(self) -> None:
+        now = time.monotonic()
+        for request, lookup in [*self._lookups.items()]:
+            if lookup.future.done():
+                self._take(request, lookup.future)
+            elif now >= lookup.deadline:
+                self.stats.num_late += 1
+                request.reusable, request.wanted_spans = [], []
+                del self._lookups[request]
+        for future in [future for future in self._keeps if future.done()]:
+            self._keeps.remove(future)
+            self.stats.num_errors += future.exception() is not None
+
+    def _take(self, request: Request, future: "Future[_Found]") -> None:
+        del self._lookups[request]
+        if future.exception() is not None:
+            self.stats.num_errors += 1
+            request.reusable, request.wanted_spans = [], []
+            return
+        request.reusable, request.wanted_spans = future.result()
+        self.stats.num_found_tokens += sum(one.num_tokens for one in request.reusable)
+
+    def _segment(self, request: Request, span: Span) -> Segment:
+        """K and V of the span out of the request's blocks: a copy on the host."""
+        cache, layout, num_tokens = self._cache, self._cache.layout, span.end - span.start
+        table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(cache.device)
+        scales = cache.kv_scales or [None] * len(cache.gpu_cache)
+        shape = (len(cache.gpu_cache), num_tokens, layout.num_kv_heads, layout.head_size)
+        key, value = (torch.empty(shape, dtype=self._dtype, device=cache.device) for _ in range(2))
+        for index, (blocks, scale) in enumerate(zip(cache.gpu_cache, scales, strict=True)):
+            out = (key[index], value[index])
+            ops.gather_cache(blocks, table, [num_tokens], layout, [span.start], out, scale)
+        positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
+        return Segment(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)

@@ -1,0 +1,94 @@
+"""RowHooks: from some layer on, a decoder computes some of its rows only. Its own forward stays what it is.
+
+    rows            0 1 2 3 4 5 6 7          what the model's forward passes from layer to layer
+    layers before   # # # # # # # #
+    check layer     # # # # # # # #          begun with all of them, up to its attention, which chooses
+                    . # . . # # . #          begun again with those that were chosen
+    layers behind   . # . . # # . #
+    behind the last 0 # 0 0 # # 0 #          where they were, zeros between: only chosen rows have logits
+
+What a layer is given besides the hidden states (position ids, cosines and sines, ...) comes from the model's forward
+with all rows at each layer, and is narrowed before each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class RowsChosen(Exception):
+    """Raised out of the attention of the check layer when it has chosen: the layer is to begin again."""
+
+
+def decoder_layers(model: PreTrainedModel, layer_ids: Sequence[int]) -> list[nn.Module]:
+    """The modules that the model's forward calls one after the other, each with the attention of one layer.
+
+    ValueError if there is no list of them.
+    """
+    for modules in model.modules():
+        if isinstance(modules, nn.ModuleList) and len(modules) >= len(layer_ids):
+            layers = [modules[layer] for layer in layer_ids if layer < len(modules)]
+            if all(_has_attention(one, layer) for one, layer in zip(layers, layer_ids, strict=False)):
+                return layers
+    raise ValueError(f"blend needs a model with a list of decoder layers, {type(model).__name__} has none")
+
+
+def _has_attention(module: nn.Module, layer: int) -> bool:
+    return any(getattr(part, "layer_idx", None) == layer for part in module.modules())
+
+
+class RowHooks:
+    """For one forward pass of all `num_rows` rows. chosen: asked for once the check layer has raised RowsChosen."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], check_layer: int, num_rows: int, chosen: Callable[[], torch.Tensor]
+    ) -> None:
+        self._layers, self._check_layer, self._num_rows, self._chosen = layers, check_layer, num_rows, chosen
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Hooks on the model's layers inside, none outside."""
+        handles = [self._layers[self._check_layer].register_forward_pre_hook(self._begin_check, with_kwargs=True)]
+        for layer in self._layers[self._check_layer + 1 :]:
+            handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
+        handles.append(self._layers[-1].register_forward_hook(self._behind_last))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin_check(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        try:
+            module.forward(*args, **kwargs)
+        except RowsChosen:
+            return self._before(module, args, kwargs)
+        raise AssertionError("the check layer has chosen no rows")
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._narrow(args), self._narrow(kwargs)
+
+    def _behind_last(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._widen(output[0]), *output[1:])
+        return self._widen(output)
+
+    def _narrow(self, value: Any) -> Any:
+        """The chosen rows of every tensor that has all of them: [1, num_rows, ...], or [num_rows]."""
+        if isinstance(value, torch.Tensor):
+            if value.dim() >= 2 and value.shape[:2] == (1, self._num_rows):
+                return value.index_select(1, self._chosen().to(value.device))
+            return value[self._chosen().to(value.device)] if value.shape == (self._num_rows,) else value
+        if type(value) in (tuple, list):
+            return type(value)(self._narrow(part) for part in value)
+        if type(value) is dict:
+            return {name: self._narrow(part) for name, part in value.items()}
+        return value
+
+    def _widen(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.new_zeros(1, self._num_rows, *hidden.shape[2:])
+        return wide.index_copy_(1, self._chosen().to(hidden.device), hidden)
