@@ -1,7 +1,7 @@
 """How rows of a blended document may be chosen for recomputing: what bench_blend compares.
 
-A method scores the rows of a batch of documents when the check layer has been computed, from that layer's Q and K and V,
-fresh and retrieved; the share `ratio` of the rows with the largest scores is computed again. Oracles know what a full
+A method scores the rows of a batch of documents in the check layer, from that layer's Q, and from its K and V, fresh
+and retrieved; the share `ratio` of the rows with the largest scores is computed again. Oracles know what a full
 recompute would have given.
 """
 
@@ -58,7 +58,7 @@ def balanced(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def largest_head(layer: Layer, truth: Truth) -> torch.Tensor:
-    """V of the head that differs most, each in units of its mean difference: what one head carries is not averaged away."""
+    """V of the head that differs most, each in units of its mean difference: what one head carries counts in full."""
     each = squares(layer, 1)
     return (each / each.mean(dim=2, keepdim=True).clamp(min=1e-12)).amax(dim=1)
 

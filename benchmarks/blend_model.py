@@ -6,26 +6,27 @@ One forward pass holds a batch of documents, each with many questions behind it 
     question 0                         A f    sees the document, and itself
     question 1                         A f    stands at the same positions as question 0
 
-The loss is of the answers, and of whose each token of the document is, both at the model's output alone: nothing says
-in which layer the model is to find that out.
+The loss is of the answers, and of whose each token of the document is, both at the model's output alone, and of where
+one head of the last layer but one looks for the fact that is asked for: nothing says what a document's rows are to
+hold, nor in which layer.
 """
 
 import hashlib
-import inspect
-import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from kvpage.benchmarks import blend_task as task
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from kvpage.benchmarks import blend_task as task
-
 ATTENTION = "kvpage_bench_blend"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvpage" / "bench_blend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,26 @@ def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_heads,
             max_position_embeddings=1024,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             attn_implementation=ATTENTION,
         )
     )
+    _keep_tokens_apart(model)
     return model, attention
+
+
+def _keep_tokens_apart(model: LlamaForCausalLM) -> None:
+    """Begins with a residual stream that is the token, and heads that attend to what is like the asking row (mimetic
+    initialisation, Trockman and Kolter 2023): matching a token with the same one elsewhere is found late otherwise, or
+    not at all in a few minutes."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(std=0.5)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.normal_(std=0.06)
+            layer.self_attn.q_proj.weight.copy_(layer.self_attn.k_proj.weight)
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
 
 
 def pack(tokens: torch.Tensor, questions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,15 +117,36 @@ def some_facts(documents: task.Documents, count: int, draw: torch.Generator) -> 
     return torch.multinomial(is_fact.float() + 1e-9, count, generator=draw)
 
 
-def loss_of(model: LlamaForCausalLM, attention: RowSwap, documents: task.Documents, where: torch.Tensor):
-    num_tokens = documents.tokens.shape[1]
+class Losses(NamedTuple):
+    """Means of cross entropies. asked: of the answers. told: of whose each token of the documents is. looked: of where
+    one head looks for the fact that is asked for. right: the share of right answers."""
+
+    asked: torch.Tensor
+    told: torch.Tensor
+    looked: torch.Tensor
+    right: torch.Tensor
+
+
+def losses_of(model: LlamaForCausalLM, attention: RowSwap, documents: task.Documents, where: torch.Tensor) -> Losses:
+    num_tokens, looking = documents.tokens.shape[1], model.config.num_hidden_layers - 2
     questions, answers = task.ask(documents, where)
     ids, positions, attention.mask = pack(documents.tokens, questions)
+    scores: list[torch.Tensor] = []
+
+    def look(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor):  # noqa: ANN202
+        if layer == looking:
+            scores.append(query[:, 0, num_tokens + 1 :: 2] @ key[:, 0, :num_tokens].transpose(1, 2))
+        return key, value
+
+    attention.swap = look
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    attention.swap = None
     found = logits[:, num_tokens + 1 :: 2]
     asked = F.cross_entropy(found.flatten(0, 1), answers.flatten(), ignore_index=task.NOBODY)
     told = F.cross_entropy(logits[:, :num_tokens].flatten(0, 1), documents.owners.flatten(), ignore_index=task.NOBODY)
-    return asked, told, (found.argmax(-1) == answers).float().mean()
+    looked = F.cross_entropy(scores[0].flatten(0, 1) * model.model.layers[0].self_attn.scaling, where.flatten())
+    is_asked = answers != task.NOBODY
+    return Losses(asked, told, looked, (found.argmax(-1) == answers)[is_asked].float().mean())
 
 
 def optimizers(model: LlamaForCausalLM, config: TrainingConfig) -> list[torch.optim.Optimizer]:
@@ -129,7 +165,7 @@ def lengths(config: TrainingConfig, step: int) -> int:
     return config.num_tokens // 8 if share < 0.4 else config.num_tokens // 2 if share < 0.7 else config.num_tokens
 
 
-def train(config: TrainingConfig, report: Callable[[int, float, float, float], None]) -> LlamaForCausalLM:
+def train(config: TrainingConfig, report: Callable[[int, Losses], None]) -> LlamaForCausalLM:
     model, attention = build(config)
     steppers = optimizers(model, config)
     bases = [s.param_groups[0]["lr"] for s in steppers]
@@ -139,14 +175,38 @@ def train(config: TrainingConfig, report: Callable[[int, float, float, float], N
         questions = min(config.num_questions, num_tokens // 2)
         count = max(config.batch_tokens // (num_tokens + 2 * questions), 1)
         documents = task.write_documents(count, num_tokens, seed=config.seed * 1_000_003 + step)
-        asked, told, right = loss_of(model, attention, documents, some_facts(documents, questions, draw))
+        losses = losses_of(model, attention, documents, some_facts(documents, questions, draw))
         warm = min(1.0, (step + 1) / 50) * min(1.0, 4 * (1 - step / config.num_steps))
         for stepper, base in zip(steppers, bases, strict=True):
             stepper.param_groups[0]["lr"] = base * warm
             stepper.zero_grad(set_to_none=True)
-        (asked + told).backward()
+        (losses.asked + losses.told + losses.looked).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
             stepper.step()
-        report(step, asked.item(), told.item(), right.item())
+        report(step, losses)
     return model
+
+
+def load_or_train(config: TrainingConfig, cache: Path) -> tuple[LlamaForCausalLM, RowSwap]:
+    """The model in evaluation, out of `cache` if it was trained there by the same configuration and the same files."""
+    name = hashlib.sha256(
+        repr(config).encode() + b"".join(Path(file).read_bytes() for file in (__file__, task.__file__))
+    ).hexdigest()[:16]
+    path = cache / f"{name}.pt"
+    model, attention = build(config)
+    if path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        model.load_state_dict(train_with_progress(config).state_dict())
+        cache.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path)
+    return model.eval(), attention
+
+
+def train_with_progress(config: TrainingConfig) -> LlamaForCausalLM:
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), TextColumn("answers right {task.fields[right]:.0%}"))
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(f"training, seed {config.seed}", total=config.num_steps, right=0.0)
+        return train(config, lambda step, now: progress.update(bar, completed=step + 1, right=now.right.item()))

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from transformers import LlamaForCausalLM
-
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_methods import METHODS, Blending, Rows, Truth
 from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
+from transformers import LlamaForCausalLM
+
 from kvpage.blend import RotaryTables
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -24,19 +24,27 @@ class Method(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of each question: bool [num_documents, num_questions]. cross: it is about a fact whose name stands in an earlier
-    segment. agrees: it says what a full recompute says."""
+    """Of each question: bool [num_documents, num_questions].
+
+    agrees: it says what a full recompute says. drawn: it is about any fact. cross: about one whose name stands in an
+    earlier segment. share_found: of the rows that refer to one, those that were chosen. share_computed: of all rows of
+    all layers.
+    """
 
     right: torch.Tensor
     agrees: torch.Tensor
+    drawn: torch.Tensor
     cross: torch.Tensor
+    share_found: float
     share_computed: float
 
 
 class Batch:
     """Documents, half of the questions about any facts, half about facts that refer to another segment."""
 
-    def __init__(self, model: LlamaForCausalLM, attention: RowSwap, documents: task.Documents, segment: int, asked: int):
+    def __init__(
+        self, model: LlamaForCausalLM, attention: RowSwap, documents: task.Documents, segment: int, asked: int
+    ):
         self._model, self._attention = model, attention
         draw = torch.Generator().manual_seed(7)
         any_fact = some_facts(documents, asked, draw)
@@ -44,8 +52,9 @@ class Batch:
         cross = torch.multinomial(is_cross.float() + 1e-9, asked, replacement=True, generator=draw)
         where = torch.cat([any_fact, cross], dim=1)
         questions, self.answers = task.ask(documents, where)
-        self.num_tokens, self.num_any = documents.tokens.shape[1], asked
+        self.num_tokens = documents.tokens.shape[1]
         self.cross = is_cross.gather(1, where)
+        self.drawn = (torch.arange(2 * asked) < asked) & (self.answers != task.NOBODY)
         self._ids, self._positions, self._mask = pack(documents.tokens, questions)
         self.retrieved = self._retrieve(documents.tokens, segment)
         fresh: list[Rows] = []
@@ -93,16 +102,17 @@ class Batch:
 
 
 def answers(batches: Sequence[Batch], method: Method) -> Answers:
-    """ratio 1 must answer as a full recompute does."""
-    right, agrees, cross, share = [], [], [], []
+    right, agrees, found, computed = [], [], [], []
     for batch in batches:
         blending = Blending(batch.retrieved, batch.truth, METHODS[method.name], method.stages)
-        found = batch.run(blending)
-        right.append(found == batch.answers)
-        agrees.append(found == batch.full)
-        cross.append(batch.cross)
-        share.append(blending.num_computed / (batch.truth.refers.numel() * len(batch.retrieved)))
-    return Answers(torch.cat(right), torch.cat(agrees), torch.cat(cross), sum(share) / len(share))
+        said = batch.run(blending)
+        right.append(said == batch.answers)
+        agrees.append(said == batch.full)
+        found.append(float((blending.chosen & batch.truth.refers).sum() / batch.truth.refers.sum()))
+        computed.append(blending.num_computed / (batch.truth.refers.numel() * len(batch.retrieved)))
+    drawn, cross = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("drawn", "cross"))
+    means = (sum(shares) / len(batches) for shares in (found, computed))
+    return Answers(torch.cat(right), torch.cat(agrees), drawn, cross, *means)
 
 
 class Estimate(NamedTuple):
@@ -115,20 +125,18 @@ class Estimate(NamedTuple):
 
 def estimate(right: torch.Tensor, counted: torch.Tensor) -> Estimate:
     """right, counted: [num_documents, num_questions]."""
-    hits, counts = (right & counted).sum(1).double(), counted.sum(1).double()
-    draw = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(hits), (NUM_RESAMPLES, len(hits)), generator=draw)
-    means = hits[picks].sum(1) / counts[picks].sum(1).clamp(min=1)
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
-    return Estimate(float(hits.sum() / counts.sum().clamp(min=1)), low, high)
+    return _bootstrap((right & counted).sum(1), counted.sum(1))
 
 
 def difference(right: torch.Tensor, other: torch.Tensor, counted: torch.Tensor) -> Estimate:
     """Of two methods' means over the same questions, resampled together."""
-    hits = ((right.double() - other.double()) * counted).sum(1)
-    counts = counted.sum(1).double()
+    return _bootstrap(((right.int() - other.int()) * counted).sum(1), counted.sum(1))
+
+
+def _bootstrap(hits: torch.Tensor, counts: torch.Tensor) -> Estimate:
+    """hits, counts: of each document."""
     picks = torch.randint(len(hits), (NUM_RESAMPLES, len(hits)), generator=torch.Generator().manual_seed(0))
-    means = hits[picks].sum(1) / counts[picks].sum(1).clamp(min=1)
+    means = hits.double()[picks].sum(1) / counts[picks].sum(1).clamp(min=1)
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
     return Estimate(float(hits.sum() / counts.sum().clamp(min=1)), low, high)
 
