@@ -64,6 +64,7 @@ struct AttentionTask {
   int64_t num_kv_heads, num_queries, group_size, key_size, value_size;
   int64_t key_begin, key_end;
   int64_t first_position;  // of query 0 in the sequence; query j sees keys up to first_position + j
+  const int64_t* positions;  // of each query, ascending, in place of first_position + j; or null
   int64_t window;          // and only so many of the last ones, its own included
   float scale, softcap;    // softcap 0: none
   const float* sinks;      // [num_kv_heads * group_size] or null

@@ -171,7 +171,7 @@ struct Visible {
 };
 
 inline Visible visible(const AttentionTask& task, int64_t token, int64_t begin, int64_t end) {
-  const int64_t position = task.first_position + token;
+  const int64_t position = task.positions ? task.positions[token] : task.first_position + token;
   const int64_t first = position < task.window ? 0 : position - task.window + 1;
   return {most(first, begin) - begin, least(position + 1, end) - begin};
 }

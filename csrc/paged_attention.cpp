@@ -39,6 +39,21 @@ int64_t first_key(const PagedAttention& args, int64_t position) {
   return position < args.window ? 0 : position - args.window + 1;
 }
 
+// Of a query of a sequence whose first query is row `row`.
+int64_t position_of(const PagedAttention& args, int64_t seq, int64_t row, int64_t query) {
+  return args.positions ? args.positions[row + query] : args.seq_lens[seq] - args.query_lens[seq] + query;
+}
+
+void check_positions(const PagedAttention& args, int64_t seq, int64_t row) {
+  int64_t before = -1;
+  for (int64_t query = 0; query < args.query_lens[seq]; ++query) {
+    const int64_t position = args.positions[row + query];
+    check(position > before && position < args.seq_lens[seq], "query_positions must ascend within [0, ",
+          args.seq_lens[seq], ") in sequence ", seq, ", got ", position, " after ", before);
+    before = position;
+  }
+}
+
 void check_sequences(const PagedAttention& args) {
   int64_t num_tokens = 0;
   for (int64_t seq = 0; seq < args.tables.num_seqs; ++seq) {
@@ -47,11 +62,18 @@ void check_sequences(const PagedAttention& args) {
           args.tables.capacity(), "], got ", length);
     check(queries >= 0 && queries <= length, "query_lens[", seq, "] must be in [0, seq_lens = ", length, "], got ",
           queries);
-    if (queries > 0) args.tables.check_range(seq, first_key(args, length - queries), length);
     num_tokens += queries;
   }
   check(num_tokens == args.num_tokens, "query_lens must sum up to the ", args.num_tokens, " rows of query, got ",
         num_tokens);
+  int64_t row = 0;
+  for (int64_t seq = 0; seq < args.tables.num_seqs; row += args.query_lens[seq++]) {
+    const int64_t queries = args.query_lens[seq];
+    if (queries == 0) continue;
+    if (args.positions) check_positions(args, seq, row);
+    args.tables.check_range(seq, first_key(args, position_of(args, seq, row, 0)),
+                            position_of(args, seq, row, queries - 1) + 1);
+  }
 }
 
 // K and V as tasks expand them, where they cannot be read in place.
@@ -82,7 +104,7 @@ struct Plan {
 
 AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int64_t seq, int64_t row, int64_t query, int64_t num_queries,
                          int64_t head, int64_t num_heads) {
-  const int64_t position = args.seq_lens[seq] - args.query_lens[seq] + query;
+  const int64_t position = position_of(args, seq, row, query);
   const int64_t query_head = head * args.group_size;
   AttentionTask task{};
   task.query = args.query.row(row + query) + query_head * args.query.head_stride;
@@ -98,8 +120,10 @@ AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int
   task.table = args.tables.row(seq), task.block_size = args.tables.block_size;
   task.num_kv_heads = num_heads, task.num_queries = num_queries, task.group_size = args.group_size;
   task.key_size = args.key_size, task.value_size = args.value_size;
-  task.key_begin = first_key(args, position), task.key_end = position + num_queries;
+  task.key_begin = first_key(args, position);
+  task.key_end = position_of(args, seq, row, query + num_queries - 1) + 1;
   task.first_position = position, task.window = args.window;
+  task.positions = args.positions ? args.positions + row + query : nullptr;
   task.scale = args.scale, task.softcap = args.softcap;
   task.sinks = args.sinks ? args.sinks + query_head : nullptr;
   task.first_head = head;

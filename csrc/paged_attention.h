@@ -29,6 +29,7 @@ struct PagedAttention {
   BlockTables tables;
   const int64_t* seq_lens;    // [num_seqs]: keys of a sequence, its queries' own included
   const int64_t* query_lens;  // [num_seqs]: queries of a sequence, at most its length
+  const int64_t* positions;   // [num_tokens]: of each query in its sequence, ascending in each; null: its last ones
   int64_t num_tokens;         // the sum of query_lens
   int64_t num_kv_heads, group_size, key_size, value_size;
   int64_t window;       // keys that a query sees, its own included; more than any sequence has: all

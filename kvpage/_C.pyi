@@ -38,6 +38,7 @@ def gather_cache(
     max_threads: int,
     /,
 ) -> None: ...
+
 # Address, strides of row and head in bytes; then of blocks the address of slots (0: rows), num_blocks, block_size, and
 # the stride of blocks in bytes; row stride is then that of an offset.
 _Place = tuple[int, int, int, int, int, int, int]
@@ -101,6 +102,7 @@ def paged_attention(
     tables: _Tables,
     seq_lens: list[int],
     query_lens: list[int],
+    positions: int,  # address, 0: none
     sizes: tuple[int, int, int, int, int],  # num_tokens, num_kv_heads, group_size, key_size, value_size
     window: int,
     scale: float,

@@ -62,7 +62,7 @@ def mix_rows(
         _place(rows[:0] if fresh is None else fresh, None),
         (0 if held[2] is None else held[2].data_ptr(), 0 if fresh is None else len(fresh)),
         ROW_TYPES[rows.dtype],
-        (num_rows, *shape),
+        (num_rows, shape[0], shape[1]),
         (0, 0, 0) if turn is None else (turn.first, turn.num_pairs, int(turn.is_interleaved)),
         0 if turn is None else turn.cos.data_ptr(),
         0 if turn is None else turn.sin.data_ptr(),
@@ -73,7 +73,7 @@ def mix_rows(
 def row_deviation(
     fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, num_threads: int | None = None
 ) -> torch.Tensor:
-    """The mean squared difference of each row, in fp32: [num_rows]; 0 where `valid` is False, and nothing is read there.
+    """The mean squared difference of each row, in fp32: [num_rows]; 0 where `valid` is False: nothing is read there.
 
     fresh, retrieved: [num_rows, heads, size] of one dtype (fp32, bf16 or fp16) and device, the last dimension
         contiguous. valid: bool [num_rows] there. TypeError or ValueError for anything else.
@@ -96,7 +96,7 @@ def row_deviation(
             held.data_ptr(),
             out.data_ptr(),
             ROW_TYPES[fresh.dtype],
-            (num_rows, *shape),
+            (num_rows, shape[0], shape[1]),
             num_threads or torch.get_num_threads(),
         )
     return out

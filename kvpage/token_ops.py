@@ -193,6 +193,7 @@ def paged_attention(
     scales: KVScales | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's last tokens to all of its tokens, read in place from their blocks.
 
@@ -204,6 +205,8 @@ def paged_attention(
         CUDA device also int32 or int64 there, as query_lens, and then read when the kernel runs: see below.
     query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
+    query_positions: int64 [num_tokens] on the CPU, and for a cache there only: of each query in its sequence, ascending
+        in each sequence; default the last ones. A query sees the keys up to its own.
     scale: of the products, default key_size ** -0.5, finite. softcap: scores become softcap * tanh(score / softcap); a
         positive number that is normal in fp32.
     sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
@@ -245,7 +248,12 @@ def paged_attention(
         sinks = readable("sinks", sinks)
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
+    if query_positions is not None:
+        check_tensor("query_positions", query_positions, torch.int64, (query.shape[0],), torch.device("cpu"))
+        query_positions = query_positions.contiguous()
     if cache.is_cuda:
+        if query_positions is not None:
+            raise ValueError("query_positions must be None for a cache on a CUDA device")
         attention_ops_cuda.paged_attention(
             query,
             cache,
@@ -277,6 +285,7 @@ def paged_attention(
         tables,
         lengths,
         queries,
+        0 if query_positions is None else query_positions.data_ptr(),
         (query.shape[0], layout.num_kv_heads, group_size, key_size, value_size),
         window,
         scale,

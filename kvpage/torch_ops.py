@@ -244,7 +244,10 @@ def paged_attention(
     scales: KVScales | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if query_positions is not None:
+        raise ValueError("query_positions must be None where torch traces")
     if out is None:
         out = query.new_empty(*query.shape[:2], layout.head_size if value_size is None else value_size)
     torch.ops.kvpage.paged_attention(

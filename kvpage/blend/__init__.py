@@ -1,5 +1,6 @@
 """CacheBlend (Yao et al., EuroSys 2025): cached segments reused wherever they stand, and repaired."""
 
+from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.executor import CacheBlendImpl
 from kvpage.blend.indices import create_index, indices_to_mask, mask_to_indices
@@ -10,24 +11,40 @@ from kvpage.blend.interfaces import (
     BlendRetrieverResult,
     BlendRetrieverTask,
 )
+from kvpage.blend.retriever import (
+    SegmentBlendRetriever,
+    SegmentRetrieverTask,
+    SegmentSource,
+    SPTBlendRetriever,
+    SPTBlendRetrieverTask,
+)
 from kvpage.blend.rotary import RotaryTables
-from kvpage.blend.segments import MemorySegments, Reuse, Segment, SegmentSource
+from kvpage.blend.segment_store import Segment, SegmentStore
+from kvpage.blend.segments import MemorySegments, Reuse, SegmentCache, SegmentKV
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
 
 __all__ = [
-    "METRICS",
-    "BlendConfig",
     "BlendExecutor",
     "BlendOutput",
     "BlendRetriever",
     "BlendRetrieverResult",
     "BlendRetrieverTask",
     "CacheBlendImpl",
+    "ContentBoundaries",
+    "METRICS",
+    "BlendConfig",
     "MemorySegments",
     "Reuse",
+    "SegmentCache",
+    "SegmentKV",
     "RotaryTables",
+    "SPTBlendRetriever",
+    "SPTBlendRetrieverTask",
     "Segment",
+    "SegmentBlendRetriever",
+    "SegmentRetrieverTask",
     "SegmentSource",
+    "SegmentStore",
     "Selection",
     "create_index",
     "indices_to_mask",

@@ -37,6 +37,8 @@ def mix(
     fresh_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A new tensor of the same shape and dtype; see kvpage.ops.mix_rows."""
+    if not tensor.numel():  # such as the V of MLA
+        return torch.empty_like(tensor)
     rows = as_rows(tensor, token_dim, head_size)
     out = torch.empty_like(rows)
     if fresh is not None:

@@ -19,7 +19,7 @@ TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentKV:
     """K and V of a segment's tokens as they were computed.
 
     k, v: [num_layers, num_tokens, num_kv_heads, head_size], on any device; nobody writes into them.
@@ -48,10 +48,15 @@ class Segment:
 class Reuse(NamedTuple):
     """The positions [start, start + num_tokens) of a sequence take K and V of a segment's tokens from `begin` on."""
 
-    segment: Segment
+    segment: SegmentKV
     begin: int
     start: int
     num_tokens: int
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens in one layer, K not turned: views, [num_tokens, num_kv_heads, head_size]."""
+        some = slice(self.begin, self.begin + self.num_tokens)
+        return self.segment.k[layer, some], self.segment.v[layer, some]
 
     def behind(self, position: int) -> "Reuse | None":
         """The part of it at `position` and behind it; None if there is none."""
@@ -61,16 +66,16 @@ class Reuse(NamedTuple):
         return Reuse(self.segment, self.begin + num_cut, self.start + num_cut, self.num_tokens - num_cut)
 
 
-class SegmentSource(Protocol):
+class SegmentCache(Protocol):
     """Where segments come from and go to. Called in other threads; trouble of its own is a miss, never an error."""
 
-    def find(self, tokens: TokenIds, namespace: bytes) -> Segment | None:
+    def find(self, tokens: TokenIds, namespace: bytes) -> SegmentKV | None:
         """The segment of exactly these tokens."""
 
     def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes) -> bool:
         """Whether there is none, or the one that is there had better be replaced by a standalone one."""
 
-    def keep(self, tokens: TokenIds, segment: Segment, namespace: bytes) -> None:
+    def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes) -> None:
         """Keeps it, if it is wanted."""
 
 
@@ -90,12 +95,12 @@ class MemorySegments:
             raise ValueError(f"max_bytes must be positive, got {max_bytes}")
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._segments: OrderedDict[_Key, Segment] = OrderedDict()
+        self._segments: OrderedDict[_Key, SegmentKV] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._segments)
 
-    def find(self, tokens: TokenIds, namespace: bytes = b"") -> Segment | None:
+    def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
         key = _Key(namespace, tokens.tobytes())
         found = self._segments.get(key)
         if found:
@@ -106,8 +111,8 @@ class MemorySegments:
         before = self._segments.get(_Key(namespace, tokens.tobytes()))
         return before is None or (is_standalone and not before.is_standalone)
 
-    def keep(self, tokens: TokenIds, segment: Segment, namespace: bytes = b"") -> None:
-        """See SegmentSource. What is larger than all of the room is not kept."""
+    def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
+        """See SegmentCache. What is larger than all of the room is not kept."""
         if segment.num_bytes > self.max_bytes or not self.wants(tokens, segment.is_standalone, namespace):
             return
         key = _Key(namespace, tokens.tobytes())

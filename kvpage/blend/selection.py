@@ -46,8 +46,10 @@ def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.T
 
     fresh, retrieved: one shape. valid: bool [num_tokens].
     """
-    rows = [as_rows(part, token_dim, None) for part in (fresh.to(retrieved.dtype), retrieved)]
-    return ops.row_deviation(*rows, valid)
+    if not retrieved.numel():
+        return torch.zeros(retrieved.shape[token_dim], device=retrieved.device)
+    fresh_rows = as_rows(fresh.to(retrieved.dtype), token_dim, None)
+    return ops.row_deviation(fresh_rows, as_rows(retrieved, token_dim, None), valid)
 
 
 def select_tokens(

@@ -89,6 +89,8 @@ def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
 
 def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
     """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
+    if step.query_positions is not None and query.device.type != "cpu":
+        return False
     knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
     return ops.attends_in_place(query.device) and query.dtype in IN_PLACE_DTYPES and knows_cache
 
@@ -117,6 +119,7 @@ def _attend_in_place(
         scales=step.scales.get(layer),
         max_query_len=max(step.query_lens),
         max_seq_len=max(step.seq_lens),
+        query_positions=step.query_positions,
     )
     return output.to(query.dtype)
 
@@ -136,9 +139,12 @@ def _attend_gathered(
     for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
         rows = slice(begin, begin + num_queries)
         keys, values = key[rows], value[rows]
+        positions = None if step.query_positions is None else step.query_positions[rows].numpy()
         if num_keys > num_queries or layout.dtype != key.dtype:
             tables, dtype = step.block_tables[index : index + 1], row_dtype(key.dtype, layout)
-            start = 0 if options.window is None else max(num_keys - num_queries - options.window + 1, 0)
+            first = num_keys - num_queries if positions is None else int(positions[0])
+            start = 0 if options.window is None else max(first - options.window + 1, 0)
+            positions = None if positions is None else positions - start
             gathered = ops.gather_cache(
                 step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
             )
@@ -147,7 +153,7 @@ def _attend_gathered(
                 for part, rows in zip(gathered, (key, value), strict=True)
                 if part is not None
             )
-        outputs.append(attend(query[rows], keys, values, options))
+        outputs.append(attend(query[rows], keys, values, options, positions))
         begin += num_queries
     return torch.cat(outputs)
 

@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from kvpage import ops
-from kvpage.blend.boundaries import Span
-from kvpage.blend.segments import Reuse, Segment, SegmentSource
+from kvpage.blend.segments import Reuse, SegmentCache, SegmentKV
+from kvpage.blend.spans import Span
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.serving.attention import row_dtype
 from kvpage.serving.blend_pass import BlendCounts
 from kvpage.serving.requests import Request
+
+GRACE = 1e-3  # seconds: what is in memory has come by then, and is admitted a step earlier
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class BlendLink:
     """
 
     def __init__(
-        self, source: SegmentSource, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
+        self, source: SegmentCache, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
     ) -> None:
         self.source = source
         self.stats = BlendStats()
@@ -94,6 +96,8 @@ class BlendLink:
                 if self._manager.is_swapped(request.seq_id):
                     continue
                 self._start(request)
+        wait([lookup.future for lookup in self._lookups.values()], timeout=GRACE)
+        self._poll()
 
     def holds(self, request: Request) -> bool:
         """Whether the request had better wait for its segments."""
@@ -185,7 +189,7 @@ class BlendLink:
         request.reusable, request.wanted_spans = future.result()
         self.stats.num_found_tokens += sum(one.num_tokens for one in request.reusable)
 
-    def _segment(self, request: Request, span: Span) -> Segment:
+    def _segment(self, request: Request, span: Span) -> SegmentKV:
         """K and V of the span out of the request's blocks: a copy on the host."""
         cache, layout, num_tokens = self._cache, self._cache.layout, span.end - span.start
         table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(cache.device)
@@ -196,4 +200,4 @@ class BlendLink:
             out = (key[index], value[index])
             ops.gather_cache(blocks, table, [num_tokens], layout, [span.start], out, scale)
         positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
-        return Segment(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)
+        return SegmentKV(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)

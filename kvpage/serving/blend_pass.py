@@ -14,21 +14,24 @@ An exception leaves K and V behind in blocks that nobody has committed.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpage import ops
 from kvpage.blend.config import BlendConfig
+from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.segments import Reuse
 from kvpage.blend.selection import Selection, select_tokens, token_deviation
-from kvpage.serving.attention import attend_rows, row_dtype, write_rows
-from kvpage.serving.dense_attention import AttentionOptions, attend
+from kvpage.serving.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
+from kvpage.serving.dense_attention import AttentionOptions
 from kvpage.serving.row_hooks import RowHooks, RowsChosen
 from kvpage.serving.step import Piece, Step
+from kvpage.turn import Turn
+
+PAD_SLOT = -1  # written nowhere
 
 
 class BlendCounts(NamedTuple):
@@ -36,30 +39,6 @@ class BlendCounts(NamedTuple):
 
     num_reused: int
     num_recomputed: int
-
-
-class _SparseRows(NamedTuple):
-    """The rows of one sequence, some of which were not chosen.
-
-    rows: among the chosen ones of all. seq: which sequence. positions: of its chosen rows.
-    """
-
-    rows: slice
-    seq: int
-    positions: npt.NDArray[np.int64]
-
-
-class _Chosen(NamedTuple):
-    """What the layers behind the check layer compute: rows, their slots, and how they attend.
-
-    whole, whole_rows: the sequences all of whose rows were chosen, as a step of their own, and their rows.
-    """
-
-    selection: Selection
-    slots: torch.Tensor
-    sparse: list[_SparseRows]
-    whole: Step | None
-    whole_rows: torch.Tensor
 
 
 class BlendPass:
@@ -85,10 +64,10 @@ class BlendPass:
         ]
         device = step.slot_mapping.device
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
-        self._old = torch.cat([one.segment.positions[one.begin : one.begin + one.num_tokens] for one in self._reuses])
-        self._new = torch.cat([torch.arange(one.start, one.start + one.num_tokens) for one in self._reuses])
-        self._old, self._new = self._old.to(device), self._new.to(device)
-        self._chosen: _Chosen | None = None
+        self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
+        self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
+        self._selection: Selection | None = None
+        self._narrowed: Step | None = None  # of the chosen rows
 
     @property
     def num_rows(self) -> int:
@@ -101,9 +80,9 @@ class BlendPass:
     @property
     def selection(self) -> Selection:
         """What the check layer has chosen, among all rows of the pass. RuntimeError before it has."""
-        if self._chosen is None:
+        if self._selection is None:
             raise RuntimeError("selection is there once the check layer has been computed")
-        return self._chosen.selection
+        return self._selection
 
     def counts(self) -> list[BlendCounts]:
         """Of each piece, once the check layer has been computed."""
@@ -127,25 +106,64 @@ class BlendPass:
         if index < self._config.check_layer:
             write_rows(key, value, layer, step, step.slot_mapping)
             return attend_rows(query, key, value, layer, step, options)
-        if self._chosen is None:
+        if self._narrowed is None:
             write_rows(key, value, layer, step, step.slot_mapping)
-            self._chosen = self._choose(index, key, value)
+            self._selection = self._choose(index, key, value)
+            self._narrowed = step.of_rows(self._selection.indices)
+            self._open_slots = self._slots_not_chosen(self._selection)
             raise RowsChosen
         if index > self._config.check_layer:
-            write_rows(*self._retrieved(index, key), layer, step, step.slot_mapping[self._rows])
-        write_rows(key, value, layer, step, self._chosen.slots)
-        return self._attend_chosen(self._chosen, query, key, value, layer, options)
+            self._fill(index, layer, key)
+        write_rows(key, value, layer, step, self._narrowed.slot_mapping)
+        return attend_rows(query, key, value, layer, self._narrowed, options)
+
+    def _fill(self, index: int, layer: int, like: torch.Tensor) -> None:
+        """The segments' rows go into the blocks: in one pass over memory, where the cache keeps numbers as they are."""
+        step = self._step
+        caches = self._open_blocks(layer)
+        if caches is None:
+            write_rows(*self._retrieved(index, like), layer, step, step.slot_mapping[self._rows])
+            return
+        for one, turn, slots in zip(self._reuses, self._turns_of(index), self._open_slots, strict=True):
+            for rows, cache, how in zip(one.rows(index), caches, (turn, None), strict=True):
+                ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
+
+    def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of the layer, [num_blocks, block_size, kv heads, size], if the segments' rows fit in as they are."""
+        layout, rows = self._step.layout, self._reuses[0].segment.k
+        key, value = layout.views(self._step.caches[layer])
+        is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
+        if not is_plain or value is None or key.rows.shape[3] > 1 or value.rows.shape[3] > 1:
+            return None
+        return key.rows[..., 0, : rows.shape[-1]], value.rows[..., 0, : rows.shape[-1]]
 
     def _retrieved(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K, turned, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
-        spans = [(one.segment, slice(one.begin, one.begin + one.num_tokens)) for one in self._reuses]
         dtype = row_dtype(like.dtype, self._step.layout)
-        key = torch.cat([segment.k[index, span] for segment, span in spans]).to(like.device, dtype)
-        value = torch.cat([segment.v[index, span] for segment, span in spans]).to(like.device, dtype)
-        rotary = self._rotary[index]
-        return key if rotary is None else rotary.turn(key, self._old, self._new), value
+        keys, values = [], []
+        for one, turn in zip(self._reuses, self._turns_of(index), strict=True):
+            key, value = (rows.to(like.device, dtype) for rows in one.rows(index))
+            keys.append(key if turn is None else mix(key, 0, key.shape[-1], turn))
+            values.append(value)
+        return torch.cat(keys), torch.cat(values)
 
-    def _choose(self, index: int, key: torch.Tensor, value: torch.Tensor) -> _Chosen:
+    def _turns_of(self, index: int) -> list[Turn | None]:
+        """Of each reused run, from where its K was computed to where it is: the same in all layers of a kind."""
+        rotary = self._rotary[index]
+        if rotary not in self._turns:
+            self._turns[rotary] = [None if rotary is None else self._turn(rotary, one) for one in self._reuses]
+        return self._turns[rotary]
+
+    def _turn(self, rotary: RotaryTables, one: Reuse) -> Turn:
+        old = one.segment.positions[one.begin : one.begin + one.num_tokens]
+        return rotary.turning(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
+
+    def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
+        slots = self._step.slot_mapping.clone()
+        slots[selection.indices] = PAD_SLOT
+        return slots[self._rows].split([one.num_tokens for one in self._reuses])
+
+    def _choose(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Selection:
         retrieved = dict(zip("kv", self._retrieved(index, key), strict=True))
         fresh = {"k": key[self._rows], "v": value[self._rows]}
         valid = torch.zeros(self.num_rows, dtype=torch.bool, device=key.device)
@@ -156,59 +174,4 @@ class BlendPass:
             size = fresh[part].shape[-1]
             deviation[self._rows] += token_deviation(fresh[part], retrieved[part][..., :size], everything, 0)
         ratios = [self._config.ratio] * len(self._pieces)
-        return self._narrowed(select_tokens(deviation, valid, self._first_rows.tolist(), ratios))
-
-    def _narrowed(self, selection: Selection) -> _Chosen:
-        step, rows = self._step, selection.indices.cpu().numpy()
-        bounds = selection.query_start_loc.tolist()
-        whole: list[int] = []
-        whole_rows: list[npt.NDArray[np.int64]] = []
-        sparse = []
-        for index, piece in enumerate(self._pieces):
-            begin, end = bounds[index : index + 2]
-            if end - begin == step.query_lens[index]:
-                whole.append(index)
-                whole_rows.append(np.arange(begin, end))
-            else:
-                positions = rows[begin:end] - self._first_rows[index] + piece.start
-                sparse.append(_SparseRows(slice(begin, end), index, positions))
-        device = step.slot_mapping.device
-        return _Chosen(
-            selection,
-            step.slot_mapping[selection.indices],
-            sparse,
-            replace(step.of_sequences(whole), calls=step.calls) if whole else None,
-            torch.from_numpy(np.concatenate(whole_rows)).to(device) if whole else torch.empty(0, dtype=torch.int64),
-        )
-
-    def _attend_chosen(
-        self,
-        chosen: _Chosen,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
-        if chosen.whole is not None:
-            some = chosen.whole_rows
-            output[some] = attend_rows(query[some], key[some], value[some], layer, chosen.whole, options)
-        for one in chosen.sparse:
-            keys, values = self._gathered(one, key, value, layer)
-            output[one.rows] = attend(query[one.rows], keys, values, options, one.positions)
-        return output
-
-    def _gathered(
-        self, one: _SparseRows, key: torch.Tensor, value: torch.Tensor, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all of a sequence's tokens, out of its blocks."""
-        step, layout = self._step, self._step.layout
-        table, num_keys = step.block_tables[one.seq : one.seq + 1], step.seq_lens[one.seq]
-        rows = ops.gather_cache(
-            step.caches[layer], table, [num_keys], layout, None, None, step.scales.get(layer),
-            row_dtype(key.dtype, layout),
-        )  # fmt: skip
-        keys, values = rows
-        assert values is not None
-        return keys[..., : key.shape[-1]].to(key.dtype), values[..., : value.shape[-1]].to(value.dtype)
+        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios)

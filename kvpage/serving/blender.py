@@ -19,7 +19,7 @@ from torch import nn
 from kvpage import ops
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.rotary import RotaryTables
-from kvpage.blend.segments import Reuse, Segment
+from kvpage.blend.segments import Reuse, SegmentKV
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.serving.blend_pass import BlendPass
@@ -74,7 +74,7 @@ class Blender:
         expected: torch.Tensor,
     ) -> None:
         key, value = (torch.stack([pair[part] for pair in rows]) for part in (0, 1))
-        segment = Segment(key, value, torch.arange(shift, shift + NUM_PROBE_TOKENS), True)
+        segment = SegmentKV(key, value, torch.arange(shift, shift + NUM_PROBE_TOKENS), True)
         name = type(probe.runner.model).__name__
         half = replace(self.config, ratio=0.5)
         try:
@@ -101,7 +101,7 @@ class _Probe:
         self.layer_ids = self._engine.layer_ids
 
     def compute(
-        self, position: int, blender: Blender | None = None, segment: Segment | None = None
+        self, position: int, blender: Blender | None = None, segment: SegmentKV | None = None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         """K and V of each layer, [num_tokens, kv heads, size], with the first token at `position`, and the last logits.
 

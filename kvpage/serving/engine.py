@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvpage.blend.boundaries import Span, spans_by_separator, spans_of_lengths
 from kvpage.blend.config import BlendConfig
-from kvpage.blend.segments import MemorySegments, SegmentSource
+from kvpage.blend.segments import MemorySegments, SegmentCache
+from kvpage.blend.spans import Span, spans_by_separator, spans_of_lengths
 from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
@@ -106,7 +106,7 @@ class Engine:
         store_deadline: float = 5.0,
         save_generated: bool | None = None,
         blend: BlendConfig | None = None,
-        segments: SegmentSource | None = None,
+        segments: SegmentCache | None = None,
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -162,7 +162,7 @@ class Engine:
             engine.use_store(store, store_deadline, save_generated, rule)
         if blend is not None:
             blender = Blender.of_model(blend, runner, cache_config, model_config)
-            engine.use_blend(blender, segments or MemorySegments(blend.max_bytes))
+            engine.use_blend(blender, MemorySegments(blend.max_bytes) if segments is None else segments)
         elif segments is not None:
             raise ValueError("segments must be None without blend")
         return engine
@@ -190,7 +190,7 @@ class Engine:
         )
         self.scheduler.reclaimers.append(self._link.reclaim)
 
-    def use_blend(self, blender: Blender, segments: SegmentSource) -> None:
+    def use_blend(self, blender: Blender, segments: SegmentCache) -> None:
         """From now on, requests may reuse what `segments` has; see from_model.
 
         ValueError without prefix caching, or with segments already.

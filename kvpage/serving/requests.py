@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blend.boundaries import Span
 from kvpage.blend.segments import Reuse
+from kvpage.blend.spans import Span
 from kvpage.serving.sampling_params import MAX_SEED, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]

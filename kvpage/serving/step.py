@@ -57,6 +57,7 @@ class Step:
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
         query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
+    query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
     blend: what is done with tokens that have K and V already; None where there are none.
     """
 
@@ -70,6 +71,7 @@ class Step:
     seq_lens: list[int]
     scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
+    query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
 
     @classmethod
@@ -95,19 +97,19 @@ class Step:
             scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
         )
 
-    def of_sequences(self, indices: Sequence[int]) -> "Step":
-        """The same for some of its sequences only, without what `blend` does."""
-        rows = np.split(np.arange(sum(self.query_lens)), np.cumsum(self.query_lens)[:-1])
-        at = torch.tensor([row for index in indices for row in rows[index]], device=self.slot_mapping.device)
-        which = torch.tensor(indices, device=self.slot_mapping.device)
+    def of_rows(self, rows: torch.Tensor) -> "Step":
+        """The same for some of its rows only: int64, ascending, one of each sequence at least."""
+        at = rows.cpu().numpy()
+        bounds = np.cumsum([0, *self.query_lens])
+        counts = np.diff(np.searchsorted(at, bounds)).tolist()
+        starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
+        positions = at + np.repeat(np.array(starts) - bounds[:-1], counts)
         return replace(
             self,
-            slot_mapping=self.slot_mapping[at],
-            block_tables=self.block_tables[which],
-            device_query_lens=None if self.device_query_lens is None else self.device_query_lens[which],
-            device_seq_lens=self.device_seq_lens[which],
-            query_lens=[self.query_lens[index] for index in indices],
-            seq_lens=[self.seq_lens[index] for index in indices],
+            slot_mapping=self.slot_mapping[rows],
+            device_query_lens=_upload(torch.tensor(counts), rows.device),
+            query_lens=counts,
+            query_positions=torch.from_numpy(positions),
             blend=None,
         )
 

@@ -1,9 +1,11 @@
 """Blending in the serving loop, against a full prefill and against its definition in plain torch."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -12,7 +14,7 @@ from serving.blend_oracle import Place, Recorder
 from serving.models import COMMON, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.blend import BlendConfig
+from kvpage.blend import BlendConfig, MemorySegments, SegmentKV
 from kvpage.serving import Engine, RequestOutput, SamplingParams
 
 B = 4
@@ -166,3 +168,325 @@ def test_standalone_segments_take_the_place_of_others_and_not_the_reverse() -> N
     output, logits = serve(engine, [SEGMENTS[2]], lead=[5])
     recorder = Recorder([blend_oracle.place(model, [], SEGMENTS[2], 1)], 0, 1)
     assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
+
+
+# --- beside and behind other requests --------------------------------------------------------------------------------
+
+
+def prompt_of(parts: list[list[int]], question: list[int] = QUESTION, lead: list[int] = LEAD) -> list[int]:
+    return [token for part in [lead, *parts, question] for token in part]
+
+
+def lengths_of(parts: list[list[int]]) -> list[int]:
+    return [len(LEAD), *map(len, parts)]
+
+
+def first_logits(engine: Engine) -> torch.Tensor:
+    """The logits of one step."""
+    with logits_of(engine) as seen:
+        engine.step()
+    assert len(seen) == 1
+    return seen[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_blended_and_ordinary_requests_in_one_step(ratio: float, family: str) -> None:
+    model, engine = model_of(family), make_engine(family, ratio=ratio)
+    engine.warm_segments(SEGMENTS)
+    others = make_prompts([7, 3], seed=9)
+    engine.add_request(others[0], SamplingParams(max_tokens=9))
+    engine.step()
+    orders = [[0, 2], [2, 3, 0, 0], [1]]
+    each = [[SEGMENTS[index] for index in order] for order in orders]
+    leads = [[3, 7], [9], [11, 12, 13]]
+    engine.add_request(others[1], SamplingParams(max_tokens=9))
+    for parts, lead in zip(each, leads, strict=True):
+        tokens = prompt_of(parts, lead=lead)
+        engine.add_request(tokens, ONE, blend=True, segments=[len(lead), *map(len, parts)])
+    logits = first_logits(engine)
+    assert len(logits) == 5
+    decoding = others[0] + next(iter(engine._requests.values())).generated_token_ids[:1]
+    assert error(logits[0], own_logits(model, decoding)) <= FULL
+    assert error(logits[1], own_logits(model, others[1])) <= FULL
+    for row, (parts, lead) in enumerate(zip(each, leads, strict=True)):
+        starts = [len(lead) + sum(map(len, parts[:index])) for index in range(len(parts))]
+        places = [blend_oracle.place(model, [], part, start) for part, start in zip(parts, starts, strict=True)]
+        recorder = Recorder(places, ratio, 1)
+        expected = blend_oracle.run(model, prompt_of(parts, lead=lead), 0, recorder)
+        assert error(logits[2 + row], expected) <= FULL
+        if ratio == 1:
+            assert error(logits[2 + row], own_logits(model, prompt_of(parts, lead=lead))) <= FULL
+
+
+@pytest.mark.parametrize("num_cached", [1, B, 6, 11, 12, 13, 20])
+def test_a_cached_prefix_is_taken_first(num_cached: int) -> None:
+    model, engine = model_of("llama"), make_engine(ratio=0.3)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[0], SEGMENTS[2]]
+    prompt = prompt_of(parts)
+    engine.generate([prompt[:num_cached]], ONE)
+    output, logits = serve(engine, parts)
+    cached = output.num_cached_tokens
+    assert num_cached - B < cached <= num_cached
+    recorder = Recorder(cut(standalone(model, parts), cached), 0.3, 1)
+    assert error(logits, blend_oracle.run(model, prompt, 0, recorder)) <= FULL
+    assert output.num_reused_tokens + output.num_recomputed_tokens == len(prompt) - 5 - max(cached, len(LEAD))
+
+
+def cut(places: list[Place], start: int) -> list[Place]:
+    """What of them lies at `start` or behind it."""
+    kept = []
+    for one in places:
+        at = max(start - one.start, 0)
+        if at < one.k[0].shape[1]:
+            kept.append(Place(one.start + at, [k[:, at:] for k in one.k], [v[:, at:] for v in one.v]))
+    return kept
+
+
+@pytest.mark.parametrize("budget", [1, 8, 20])
+def test_a_blended_prefill_is_one_step_whatever_the_budget(budget: int) -> None:
+    model, engine = model_of("llama"), make_engine(ratio=0.3, max_num_batched_tokens=budget)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[0], SEGMENTS[2]]
+    recorder = Recorder(standalone(model, parts), 0.3, 1)
+    steps = engine.stats().num_steps
+    _, logits = serve(engine, parts)
+    assert engine.stats().num_steps == steps + 1
+    assert error(logits, blend_oracle.run(model, prompt_of(parts), 0, recorder)) <= FULL
+
+
+def test_a_blended_prefill_beyond_the_budget_waits_for_other_prefills() -> None:
+    engine = make_engine(ratio=0.3, max_num_batched_tokens=16)
+    engine.warm_segments(SEGMENTS)
+    long = engine.add_request(make_prompts([30], seed=8)[0], ONE)
+    parts = [SEGMENTS[0], SEGMENTS[2]]
+    blended = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
+    order = [output.request_id for _ in range(3) for output in engine.step()]
+    assert order == [long, blended]
+
+
+def test_preempted_blended_requests_blend_again() -> None:
+    parts, others = [SEGMENTS[0], SEGMENTS[2]], make_prompts([20, 18], seed=12)
+    params = SamplingParams(max_tokens=24)
+
+    def run(num_blocks: int) -> tuple[list[RequestOutput], Engine]:
+        engine = make_engine(ratio=1.0, num_blocks=num_blocks)
+        engine.warm_segments(SEGMENTS)
+        ids = [engine.add_request(tokens, params) for tokens in others]
+        ids.append(engine.add_request(prompt_of(parts), params, blend=True, segments=lengths_of(parts)))
+        outputs = drain(engine)
+        engine.manager.check()
+        return [outputs[one] for one in ids], engine
+
+    ample, _ = run(128)
+    scarce, engine = run(24)
+    assert engine.stats().num_preemptions > 0 and engine.stats().blend.num_blends > 1
+    assert [one.token_ids for one in scarce] == [one.token_ids for one in ample]
+    assert [one.is_blended for one in scarce] == [False, False, True]
+
+
+def test_preempted_blended_requests_come_back_from_the_host() -> None:
+    model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
+    cache, config = CacheConfig(block_size=B, num_gpu_blocks=24, num_cpu_blocks=64), BlendConfig(ratio=0.3)
+    params = SamplingParams(max_tokens=24)
+
+    def run(cache: CacheConfig) -> tuple[list[int], Engine]:
+        engine = Engine.from_model(model, cache, blend=config, load_or_compute=False)
+        engine.warm_segments(SEGMENTS)
+        for tokens in make_prompts([20, 18], seed=12):
+            engine.add_request(tokens, params)
+        one = engine.add_request(prompt_of(parts), params, blend=True, segments=lengths_of(parts))
+        return drain(engine)[one].token_ids, engine
+
+    expected, _ = run(CacheConfig(block_size=B, num_gpu_blocks=128))
+    found, engine = run(cache)
+    assert engine.stats().num_swaps > 0 and engine.stats().blend.num_blends == 1
+    assert found == expected
+
+
+# --- what is kept, and what is never found ---------------------------------------------------------------------------
+
+
+def test_what_was_blended_is_never_found() -> None:
+    engine = make_engine(ratio=0.3)
+    engine.warm_segments([SEGMENTS[2]])
+    unknown, parts = SEGMENTS[0], [SEGMENTS[2], SEGMENTS[0]]
+    prompt = prompt_of(parts)
+    blended = engine.add_request(prompt, SamplingParams(max_tokens=12), blend=True, segments=lengths_of(parts))
+    output = drain(engine)[blended]
+    assert output.is_blended
+    exact = engine.generate([prompt + output.token_ids], ONE)[0]
+    assert exact.num_cached_tokens <= len(LEAD)
+    assert not engine._blend_link.source.find(np.array(unknown, np.int32))
+    assert exact.token_ids == make_engine().generate([prompt + output.token_ids], ONE)[0].token_ids
+
+
+def test_what_comes_before_the_first_reused_token_is_exact_and_found() -> None:
+    model, engine = model_of("llama"), make_engine(ratio=0)
+    engine.warm_segments([SEGMENTS[2]])
+    parts = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1]]
+    assert serve(engine, parts)[0].is_blended
+    exact, logits = serve_plainly(engine, prompt_of(parts))
+    assert exact.num_cached_tokens == (len(LEAD) + len(SEGMENTS[0])) // B * B
+    assert error(logits, own_logits(model, prompt_of(parts))) <= FULL
+    assert engine._blend_link.source.find(np.array(SEGMENTS[0], np.int32))
+    assert not engine._blend_link.source.find(np.array(SEGMENTS[1], np.int32))
+
+
+def serve_plainly(engine: Engine, tokens: list[int]) -> tuple[RequestOutput, torch.Tensor]:
+    with logits_of(engine) as seen:
+        output = engine.generate([tokens], ONE)[0]
+    return output, seen[-1][-1]
+
+
+def test_everything_is_known_but_the_last_token() -> None:
+    model, engine = model_of("llama"), make_engine(ratio=0)
+    engine.warm_segments(SEGMENTS)
+    output, logits = serve(engine, [SEGMENTS[0]], question=[5])
+    recorder = Recorder(standalone(model, [SEGMENTS[0]]), 0, 1)
+    assert error(logits, blend_oracle.run(model, prompt_of([SEGMENTS[0]], [5]), 0, recorder)) <= FULL
+    assert (output.num_reused_tokens, output.num_recomputed_tokens) == (9, 0)
+    whole, logits = serve(engine, [SEGMENTS[0]], question=[])  # its last token is computed all the same
+    assert error(logits, blend_oracle.run(model, prompt_of([SEGMENTS[0]], []), 0, recorder)) <= FULL
+    assert (whole.num_reused_tokens, whole.num_recomputed_tokens) == (2 + 8, 1)  # the first prompt's lead is known now
+
+
+def test_tenants_share_no_segments() -> None:
+    engine = make_engine(ratio=0)
+    engine.warm_segments([SEGMENTS[2]], namespace=b"a")
+    parts = [SEGMENTS[2]]
+    for namespace, is_blended in ((b"", False), (b"b", False), (b"a", True)):
+        one = engine.add_request(prompt_of(parts), ONE, namespace=namespace, blend=True, segments=lengths_of(parts))
+        assert drain(engine)[one].is_blended is is_blended
+
+
+def test_separators_end_segments() -> None:
+    engine = make_engine(ratio=0, separator=[150, 151])
+    document = [5, 6, 7, 150, 151]
+    first = engine.generate([[9, 150, 151, *document, 3]], ONE, blend=True)[0]
+    second = engine.generate([[8, 8, 150, 151, *document, 4]], ONE, blend=True)[0]
+    assert (first.is_blended, second.num_reused_tokens) == (False, len(document))
+    plain = engine.generate([[7, 7, 150, 151, *document, 4]], ONE)[0]
+    assert not plain.is_blended
+
+
+def test_samples_of_a_blended_prompt() -> None:
+    engine = make_engine(ratio=1.0)
+    engine.warm_segments(SEGMENTS)
+    parts, params = [SEGMENTS[2]], SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=3)
+    one = engine.add_request(prompt_of(parts), params, blend=True, segments=lengths_of(parts))
+    output = drain(engine)[one]
+    plain = make_engine().generate([prompt_of(parts)], params)[0]
+    assert [sample.token_ids for sample in output.samples] == [sample.token_ids for sample in plain.samples]
+    assert output.is_blended and not plain.is_blended
+    engine.manager.check()
+
+
+def test_a_stream_blends() -> None:
+    engine = make_engine(ratio=1.0)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[2]]
+    tokens = list(engine.stream(prompt_of(parts), SamplingParams(max_tokens=4), blend=True, segments=lengths_of(parts)))
+    assert tokens == make_engine().generate([prompt_of(parts)], SamplingParams(max_tokens=4))[0].token_ids
+    assert engine.stats().blend.num_blends == 1
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+class Troubled(MemorySegments):
+    """A source whose calls raise, or take their time."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.open, self.raises = threading.Event(), False
+
+    def find(self, tokens: np.ndarray, namespace: bytes = b"") -> SegmentKV | None:
+        if self.raises:
+            raise OSError("gone")
+        self.open.wait(10)
+        return super().find(tokens, namespace)
+
+
+def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
+    model, source = model_of("llama"), Troubled()
+    config = BlendConfig(ratio=0, deadline=0.01)
+    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=64), blend=config, segments=source)
+    engine.warm_segments([SEGMENTS[2]])
+    late, logits = serve(engine, [SEGMENTS[2]])
+    assert not late.is_blended and engine.stats().blend.num_late == 1
+    assert error(logits, own_logits(model, prompt_of([SEGMENTS[2]]))) <= FULL
+    source.open.set()
+    source.raises = True
+    broken, _ = serve(engine, [SEGMENTS[2]], lead=[9])
+    assert not broken.is_blended and engine.stats().blend.num_errors == 1
+    source.raises = False
+    engine._blend_link.drain()
+    assert serve(engine, [SEGMENTS[2]], lead=[10])[0].is_blended or engine.stats().blend.num_late == 2
+    engine.close()
+
+
+def test_a_model_that_raises_leaves_the_request_to_blend_later() -> None:
+    model, engine = model_of("llama"), make_engine(ratio=0.3)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[0], SEGMENTS[2]]
+    one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    while not engine.scheduler.running:
+        with pytest.raises(OSError, match="no memory"):
+            engine.step()
+        break
+    handle.remove()
+    engine.manager.check()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    with logits_of(engine) as seen:
+        assert drain(engine)[one].is_blended
+    recorder = Recorder(standalone(model, parts), 0.3, 1)
+    assert error(seen[-1][-1], blend_oracle.run(model, prompt_of(parts), 0, recorder)) <= FULL
+
+
+def fail(*_: object) -> None:
+    raise OSError("no memory")
+
+
+def test_bad_arguments_change_nothing() -> None:
+    engine, plain = make_engine(), Engine.from_model(model_of("llama"), CacheConfig(block_size=B, num_gpu_blocks=8))
+    for lengths, message in (([0], "positive lengths"), ([True], "positive lengths"), ([3, 3], "fit into 5 tokens")):
+        with pytest.raises(ValueError, match=f"segments must .*{message}"):
+            engine.add_request([1, 2, 3, 4, 5], ONE, blend=True, segments=lengths)
+    for arguments in ({"blend": True}, {"segments": [1]}):
+        with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
+            plain.add_request([1, 2, 3], ONE, **arguments)
+    with pytest.raises(ValueError, match="tokens must hold at least one token"):
+        engine.warm_segments([[1], []])
+    assert not engine.has_unfinished and not plain.has_unfinished
+    assert engine.stats().num_steps == plain.stats().num_steps == 0
+
+
+def test_models_and_configs_that_are_refused() -> None:
+    cache = CacheConfig(block_size=B, num_gpu_blocks=8)
+    with pytest.raises(ValueError, match="check_layer must be under 3, got 3"):
+        Engine.from_model(model_of("llama"), cache, blend=BlendConfig(check_layer=3))
+    with pytest.raises(ValueError, match="blend needs enable_prefix_caching"):
+        Engine.from_model(model_of("llama"), cache, blend=BlendConfig(), enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="segments must be None without blend"):
+        Engine.from_model(model_of("llama"), cache, segments=MemorySegments(1))
+    with pytest.raises(ValueError, match="those of LlamaForCausalLM are dynamic"):
+        Engine.from_model(scaled("dynamic", factor=2.0), cache, blend=BlendConfig())
+    with pytest.raises(ValueError, match="rotary embeddings .* of layer 0 of GPT2LMHeadModel"):
+        Engine.from_model(make_model("gpt2"), cache, blend=BlendConfig())
+
+
+def test_a_model_whose_layers_do_not_let_go_of_rows_is_refused() -> None:
+    model = FAMILIES["llama"]()
+    inner = model.model.layers[2].mlp.forward
+    model.model.layers[2].mlp.forward = lambda hidden: inner(hidden) * (2 if hidden.shape[1] == 8 else 1)
+    cache = CacheConfig(block_size=B, num_gpu_blocks=8)
+    with pytest.raises(ValueError, match="blended logits must be the model's own, those of LlamaForCausalLM are"):
+        Engine.from_model(model, cache, blend=BlendConfig())
+    model.model.layers[2].mlp.forward = lambda hidden: (
+        inner(hidden) + (torch.zeros(12, 1) if hidden.shape[1] == 8 else 0)
+    )
+    with pytest.raises(ValueError, match="go on with some rows, those of LlamaForCausalLM cannot"):
+        Engine.from_model(model, cache, blend=BlendConfig())

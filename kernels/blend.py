@@ -1,0 +1,83 @@
+"""How far each row of K or V is from the one that was retrieved: one pass over both, sums in fp32."""
+
+import torch
+import triton
+import triton.language as tl
+from kvpage.kernels.arguments import _ROWS, as_bits
+from kvpage.kernels.quantize import to_fp32
+
+MOST_COLUMNS = 1024  # of a row at once
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["valid_ptr", "out_ptr"])
+def row_deviation_kernel(
+    fresh_ptr,  # [num_rows, NUM_HEADS, SIZE]
+    retrieved_ptr,
+    valid_ptr,  # int8 [num_rows]
+    out_ptr,  # fp32 [num_rows]
+    num_rows,
+    fresh_row_stride,  # all strides in elements
+    fresh_head_stride,
+    retrieved_row_stride,
+    retrieved_head_stride,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two
+    TILE_ROWS: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    inside = row < num_rows
+    valid = inside & (tl.load(valid_ptr + row, mask=inside, other=0) != 0)
+    sums = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
+    for head in range(0, NUM_HEADS):
+        for begin in range(0, SIZE, COLUMNS):
+            col = begin + tl.arange(0, COLUMNS)
+            wanted = valid[:, None] & (col < SIZE)[None, :]
+            a = tl.load(
+                fresh_ptr + (row * fresh_row_stride + head * fresh_head_stride)[:, None] + col[None, :],
+                mask=wanted,
+                other=0,
+            )
+            b = tl.load(
+                retrieved_ptr + (row * retrieved_row_stride + head * retrieved_head_stride)[:, None] + col[None, :],
+                mask=wanted,
+                other=0,
+            )
+            difference = to_fp32(a, ROW) - to_fp32(b, ROW)
+            sums += difference * difference
+    tl.store(out_ptr + row, tl.sum(sums, 1) / (NUM_HEADS * SIZE), mask=inside)
+
+
+def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """See kvpage.ops.row_deviation, which has checked everything."""
+    num_rows, num_heads, size = fresh.shape
+    out = torch.zeros(num_rows, device=fresh.device)
+    if fresh.numel() == 0:
+        return out
+    if fresh.stride(1) == size == retrieved.stride(1):
+        num_heads, size = 1, num_heads * size
+    constants = deviation_constants(num_heads, size, fresh.dtype)
+    row_deviation_kernel[(triton.cdiv(num_rows, constants["TILE_ROWS"]), 1, 1)](
+        as_bits(fresh),
+        as_bits(retrieved),
+        valid.contiguous().view(torch.int8),
+        out,
+        num_rows,
+        *fresh.stride()[:2],
+        *retrieved.stride()[:2],
+        **constants,
+    )
+    return out
+
+
+def deviation_constants(num_heads: int, size: int, dtype: torch.dtype) -> dict[str, object]:
+    """How rows are cut into tiles: the kernel's last arguments by name."""
+    columns = min(triton.next_power_of_2(size), MOST_COLUMNS)
+    return {
+        "NUM_HEADS": num_heads,
+        "SIZE": size,
+        "COLUMNS": columns,
+        "TILE_ROWS": MOST_COLUMNS // columns,
+        "ROW": _ROWS[dtype],
+    }

@@ -1,0 +1,234 @@
+"""Rows of K or V turned, and mixed with fresh ones, wherever they lie: one launch, one pass over memory.
+
+a tile   TILE_ROWS of the rows (token * NUM_HEADS + head) with all their elements:
+
+    [ ... FIRST | x x x x   y y y y | ... SIZE )     the pairs, as PAIRS columns of x and of y, and the rest
+
+See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tiles and offsets are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from kvpage.kernels.arguments import _ROWS, BAD_SLOT, TILE_ELEMENTS, as_bits
+from kvpage.kernels.quantize import from_fp32, to_fp32
+from kvpage.kernels.rows import at, report, rows_of_tile
+
+from kvpage.turn import Turn
+
+BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments
+
+
+@triton.jit
+def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.constexpr):
+    """[rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
+    if BLOCK_SIZE == 0:
+        return slot * row_stride + head * head_stride
+    return at(slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, block_stride, row_stride, head_stride)
+
+
+@triton.jit
+def slot_of(slot_ptr, token, inside, LEAST: tl.constexpr):
+    """[rows] slots, or the tokens themselves where there are none; those outside are LEAST."""
+    if slot_ptr is None:
+        return token
+    return tl.load(slot_ptr + token, mask=inside, other=LEAST)
+
+
+@triton.jit
+def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
+    """Of each row its elements, or its fresh row's. Only what is wanted is read."""
+    elements = tl.load(ptr + row[:, None] + cols, mask=(wanted & (is_fresh == 0))[:, None] & mask, other=0)
+    if fresh_ptr is not None:
+        others = tl.load(fresh_ptr + fresh[:, None] + cols, mask=(wanted & is_fresh)[:, None] & mask, other=0)
+        elements = tl.where(is_fresh[:, None], others, elements)
+    return elements
+
+
+@triton.jit
+def turned(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
+    """Bits of pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
+    a = to_fp32(x, ROW)
+    b = to_fp32(y, ROW)
+    new_x = from_fp32(a * cos - b * sin, ROW)
+    new_y = from_fp32(b * cos + a * sin, ROW)
+    return tl.where(is_fresh[:, None], x, new_x), tl.where(is_fresh[:, None], y, new_y)
+
+
+# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_fresh", "num_slots", "num_out_slots"],
+    do_not_specialize_on_alignment=["fresh_row_ptr", "slot_ptr", "out_slot_ptr", "error_ptr"],
+)
+def mix_rows_kernel(
+    row_ptr,  # [num_rows, NUM_HEADS, SIZE] or [num_blocks, BLOCK_SIZE, NUM_HEADS, SIZE]
+    out_ptr,  # the same, with OUT_BLOCK_SIZE
+    fresh_ptr,  # [num_fresh, NUM_HEADS, SIZE], or None
+    fresh_row_ptr,  # int64 [num_rows], or None
+    cos_ptr,  # fp32 [num_rows, NUM_PAIRS], or None where NUM_PAIRS is 0
+    sin_ptr,
+    slot_ptr,  # int64 [num_rows], or None
+    out_slot_ptr,
+    error_ptr,  # int32 [1]
+    num_rows,
+    num_fresh,
+    num_slots,
+    num_out_slots,
+    block_stride,  # all strides in elements
+    row_stride,
+    head_stride,
+    out_block_stride,
+    out_row_stride,
+    out_head_stride,
+    fresh_row_stride,
+    fresh_head_stride,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,  # of the pairs
+    NUM_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,  # as many or more, a power of two
+    REST: tl.constexpr,  # as many columns as SIZE or more, a power of two; 0 where all are pairs
+    INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OUT_BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROW: tl.constexpr,
+    SLOT_BIT: tl.constexpr,
+    FRESH_BIT: tl.constexpr,
+):
+    token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, TILE_ROWS, False)
+    slot = slot_of(slot_ptr, token, inside, 0)
+    out_slot = slot_of(out_slot_ptr, token, inside, -1)
+    wanted = inside
+    if slot_ptr is not None:
+        known = (slot >= 0) & (slot < num_slots)
+        report(inside & (known == 0), error_ptr, SLOT_BIT)
+        wanted = wanted & known
+    if out_slot_ptr is not None:
+        report(inside & ((out_slot < -1) | (out_slot >= num_out_slots)), error_ptr, SLOT_BIT)
+        wanted = wanted & (out_slot >= 0) & (out_slot < num_out_slots)
+    is_fresh = token < 0
+    fresh = token
+    if fresh_ptr is not None:
+        fresh_row = tl.load(fresh_row_ptr + token, mask=inside, other=-1)
+        bad = inside & ((fresh_row < -1) | (fresh_row >= num_fresh))
+        report(bad, error_ptr, FRESH_BIT)
+        wanted = wanted & (bad == 0)
+        is_fresh = fresh_row >= 0
+        fresh = fresh_row * fresh_row_stride + head * fresh_head_stride
+    row = place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE)
+    place = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, OUT_BLOCK_SIZE)
+    if NUM_PAIRS > 0:
+        pair = tl.arange(0, PAIRS)[None, :]
+        table = token[:, None] * NUM_PAIRS + pair
+        turns = wanted[:, None] & (pair < NUM_PAIRS)
+        cos = tl.load(cos_ptr + table, mask=turns, other=0)
+        sin = tl.load(sin_ptr + table, mask=turns, other=0)
+        if INTERLEAVED:
+            cols = tl.arange(0, 2 * PAIRS)[None, :]
+            mask = cols < 2 * NUM_PAIRS
+            both = load_either(row_ptr + FIRST, row, fresh_ptr + FIRST if fresh_ptr is not None else None, fresh, cols,
+                               wanted, is_fresh, mask)  # fmt: skip
+            x, y = tl.split(tl.reshape(both, (TILE_ROWS, PAIRS, 2)))
+            x, y = turned(x, y, cos, sin, is_fresh, ROW)
+            both = tl.reshape(tl.join(x, y), (TILE_ROWS, 2 * PAIRS))
+            tl.store(out_ptr + FIRST + place[:, None] + cols, both, mask=wanted[:, None] & mask)
+        else:
+            mask = pair < NUM_PAIRS
+            x_cols = FIRST + pair
+            y_cols = FIRST + NUM_PAIRS + pair
+            x = load_either(row_ptr, row, fresh_ptr, fresh, x_cols, wanted, is_fresh, mask)
+            y = load_either(row_ptr, row, fresh_ptr, fresh, y_cols, wanted, is_fresh, mask)
+            x, y = turned(x, y, cos, sin, is_fresh, ROW)
+            tl.store(out_ptr + place[:, None] + x_cols, x, mask=turns)
+            tl.store(out_ptr + place[:, None] + y_cols, y, mask=turns)
+    if REST > 0:
+        cols = tl.arange(0, REST)[None, :]
+        mask = (cols < FIRST) | ((cols >= FIRST + 2 * NUM_PAIRS) & (cols < SIZE))
+        rest = load_either(row_ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask)
+        tl.store(out_ptr + place[:, None] + cols, rest, mask=wanted[:, None] & mask)
+
+
+def mix_rows(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    turn: Turn | None,
+    fresh: torch.Tensor | None,
+    fresh_rows: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    out_slots: torch.Tensor | None,
+    error: torch.Tensor,  # int32 [1]; gets BAD_SLOT and BAD_FRESH_ROW
+) -> None:
+    """See kvpage.ops.mix_rows, which has checked all but the ids."""
+    num_rows = len(rows) if slots is None else len(slots)
+    if num_rows == 0 or rows.shape[-1] * rows.shape[-2] == 0:
+        return
+    if turn is None:
+        rows, out, fresh = _whole(rows, out, fresh)
+    num_heads, size = rows.shape[-2:]
+    first, num_pairs, is_interleaved = (
+        (0, 0, False) if turn is None else (turn.first, turn.num_pairs, turn.is_interleaved)
+    )
+    constants = mix_constants(num_heads, size, first, num_pairs, is_interleaved, rows.dtype)
+    block_sizes = [0 if ids is None else part.shape[1] for part, ids in ((rows, slots), (out, out_slots))]
+    mix_rows_kernel[(triton.cdiv(num_rows * num_heads, constants["TILE_ROWS"]), 1, 1)](
+        as_bits(rows),
+        as_bits(out),
+        None if fresh is None else as_bits(fresh),
+        None if fresh_rows is None else fresh_rows.contiguous(),
+        None if turn is None else turn.cos,
+        None if turn is None else turn.sin,
+        None if slots is None else slots.contiguous(),
+        None if out_slots is None else out_slots.contiguous(),
+        error,
+        num_rows,
+        0 if fresh is None else len(fresh),
+        0 if slots is None else rows.shape[0] * rows.shape[1],
+        0 if out_slots is None else out.shape[0] * out.shape[1],
+        *_strides(rows, slots),
+        *_strides(out, out_slots),
+        *((0, 0) if fresh is None else fresh.stride()[:2]),
+        BLOCK_SIZE=block_sizes[0],
+        OUT_BLOCK_SIZE=block_sizes[1],
+        SLOT_BIT=BAD_SLOT,
+        FRESH_BIT=BAD_FRESH_ROW,
+        enable_fp_fusion=False,  # a product and a sum round twice
+        **constants,
+    )
+
+
+def mix_constants(
+    num_heads: int, size: int, first: int, num_pairs: int, is_interleaved: bool, dtype: torch.dtype
+) -> dict[str, object]:
+    """How rows are cut into tiles: the kernel's last arguments by name, and num_warps."""
+    pairs = triton.next_power_of_2(num_pairs) if num_pairs else 0
+    rest = triton.next_power_of_2(size) if size > 2 * num_pairs else 0
+    width = max(2 * pairs, rest)
+    tile_rows = max(TILE_ELEMENTS // width, 1)
+    return {
+        "NUM_HEADS": num_heads,
+        "SIZE": size,
+        "FIRST": first,
+        "NUM_PAIRS": num_pairs,
+        "PAIRS": pairs,
+        "REST": rest,
+        "INTERLEAVED": is_interleaved,
+        "TILE_ROWS": tile_rows,
+        "ROW": _ROWS[dtype],
+        "num_warps": min(max(4 * tile_rows * width // TILE_ELEMENTS, 4), 16),
+    }
+
+
+def _whole(
+    rows: torch.Tensor, out: torch.Tensor, fresh: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What is only copied as rows of one head, where all heads lie side by side everywhere."""
+    given = [part for part in (rows, out, fresh) if part is not None]
+    if rows.shape[-2] == 1 or any(part.stride(-2) != part.shape[-1] for part in given):
+        return rows, out, fresh
+    whole = [None if part is None else part.flatten(-2).unsqueeze(-2) for part in (rows, out, fresh)]
+    return whole[0], whole[1], whole[2]
+
+
+def _strides(rows: torch.Tensor, slots: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, *rows.stride()[:2]) if slots is None else rows.stride()[:3]

@@ -1,0 +1,48 @@
+"""Where the segments of a prompt begin and end: after each separator, or as the caller says.
+
+    tokens     [ 5 6 7 # | 8 9 # | # | 3 4 ]        separator #: three segments, of which one is the separator alone
+    given        4         3                        the lengths of the first two: the rest belongs to no segment
+
+What follows the last segment, a question as a rule, is none: it is always computed, and never kept.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Span(NamedTuple):
+    """The tokens [start, end) of a prompt."""
+
+    start: int
+    end: int
+
+
+def spans_by_separator(tokens: npt.NDArray[np.int32], separator: Sequence[int]) -> list[Span]:
+    """The segments that end with the separator; from left to right, none of which overlap. None for no separator."""
+    width = len(separator)
+    if not 0 < width <= len(tokens):
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, width)
+    spans, start = [], 0
+    for found in (windows == np.asarray(separator)).all(axis=1).nonzero()[0].tolist():
+        if found >= start:
+            spans.append(Span(start, found + width))
+            start = found + width
+    return spans
+
+
+def spans_of_lengths(lengths: Sequence[int], num_tokens: int) -> list[Span]:
+    """Segments of these lengths, one after the other from the first token on.
+
+    ValueError unless the lengths are positive integers that fit into num_tokens.
+    """
+    lengths = list(lengths)
+    if not all(isinstance(length, int) and not isinstance(length, bool) and length > 0 for length in lengths):
+        raise ValueError(f"segments must be positive lengths, got {lengths}")
+    if sum(lengths) > num_tokens:
+        raise ValueError(f"segments must fit into {num_tokens} tokens, got lengths of {sum(lengths)} together")
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return [Span(end - length, end) for end, length in zip(ends, lengths, strict=True)]
