@@ -37,8 +37,8 @@ class TrainingConfig:
     num_layers: int = 6
     hidden_size: int = 128
     num_heads: int = 4
-    num_steps: int = 2400
-    batch_tokens: int = 2048
+    num_steps: int = 1000
+    batch_tokens: int = 1024
     num_tokens: int = 160
     num_questions: int = 32
     learning_rate: float = 0.01
