@@ -127,3 +127,31 @@ def test_flops_of_everything_chosen_are_those_of_a_full_recompute() -> None:
     rest = 2 * (4 * 768**2 + 3 * 768 * 2048) * 2048 * 16  # weights, then Q K and P V over half of the keys
     assert full == pytest.approx(rest + 4 * 768 * 2048**2 / 2 * 16)
     assert blend_speed.blend_flops(shape, 0, 2048, 1, 307) < full / 4
+
+
+def test_prompts_are_timed_through_the_engine() -> None:
+    shape = blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
+    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], 1, 1, "cpu", 16)}
+    assert list(found) == [("full", None), ("prefix", None), ("blend", 0.25), ("blend", 1.0)]
+    assert [one.num_recomputed for one in found.values()] == [0, 0, 12, 48]  # of the three segments behind the first
+    total = 64 + blend_speed.QUESTION_TOKENS
+    assert {one.num_tokens for one in found.values()} == {total}
+    assert found["full", None].flops == blend_speed.full_flops(shape, 0, total)
+    assert found["blend", 1.0].flops == pytest.approx(found["prefix", None].flops)
+    assert all(one.seconds > 0 for one in found.values())
+
+
+def test_a_trained_model_is_kept_and_found_again(tmp_path, monkeypatch) -> None:
+    config = blend_model.TrainingConfig(num_steps=3, batch_tokens=64, num_layers=3, hidden_size=32, num_heads=2)
+    trained, _ = blend_model.load_or_train(config, tmp_path)
+    untrained, _ = blend_model.build(config)
+    monkeypatch.setattr(blend_model, "train", None)
+    found, _ = blend_model.load_or_train(config, tmp_path)
+    assert not found.training and len(list(tmp_path.iterdir())) == 1
+    names = dict(trained.named_parameters())
+    assert all(torch.equal(parameter, names[name]) for name, parameter in found.named_parameters())
+    assert not torch.equal(found.lm_head.weight, untrained.lm_head.weight)
+    with pytest.raises(TypeError):  # another seed is another model, to be trained
+        blend_model.load_or_train(
+            blend_model.TrainingConfig(seed=1, num_layers=3, hidden_size=32, num_heads=2), tmp_path
+        )
