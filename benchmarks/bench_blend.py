@@ -162,7 +162,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--part", default="all", choices=["all", "quality", "speed"])
     parser.add_argument("--full", action="store_true", help="three seeds, and longer prompts")
     parser.add_argument("--seeds", type=int, nargs="+", help="of the trainings")
-    parser.add_argument("--documents", type=int, default=150, help="of each seed")
+    parser.add_argument("--documents", type=int, default=160, help="of each seed")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the prompts that are timed")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3, 0.5, 1.0])
     parser.add_argument("--check-layer", type=int, default=1, help="of the prompts that are timed")
