@@ -116,10 +116,10 @@ class First(NamedTuple):
     num_recomputed: int
 
 
-def first_token(engine: Engine, tokens: list[int], lengths: list[int] | None) -> First:
+def first_token(engine: Engine, tokens: list[int], lengths: list[int] | None, namespace: bytes = b"") -> First:
     """lengths: of the prompt's segments, to blend them."""
     before, cpu_before = time.perf_counter(), time.process_time()
-    request = engine.add_request(tokens, ONE, blend=lengths is not None, segments=lengths)
+    request = engine.add_request(tokens, ONE, None, namespace, blend=lengths is not None, segments=lengths)
     outputs = {}
     while engine.has_unfinished:
         outputs |= {one.request_id: one.output for one in engine.step() if one.output}
@@ -162,10 +162,14 @@ def measure(
         engine.warm_segments(prompts.segments if ratio == ratios[0] else prompts.segments[:1])
         engines["blend", ratio] = engine
     first: dict[tuple[str, float | None], list[First]] = {key: [] for key in engines}
-    for _ in range(rounds + 1):
+    for turn in range(rounds + 1):
         tokens, lengths = prompts.next()
+        # What earlier prompts began with, beyond the first segment, must not be found.
+        alone = str(turn).encode()
+        first_token(engines["prefix", None], prompts.segments[0], None, alone)
         for key, engine in engines.items():
-            first[key].append(first_token(engine, tokens, lengths if key[0] == "blend" else None))
+            is_blend = key[0] == "blend"
+            first[key].append(first_token(engine, tokens, lengths if is_blend else None, b"" if is_blend else alone))
     full = [one.token for one in first["full", None]]
     for method, ratio in (("prefix", None), ("blend", 1.0)):
         assert [one.token for one in first.get((method, ratio), first["full", None])] == full, (
@@ -175,7 +179,7 @@ def measure(
     for (method, ratio), each in first.items():
         again = each[-1].num_recomputed
         flops = work(shape, method, len(tokens), segment, check_layer, again)
-        # The first round warms up, and fills the prefix cache.
+        # The first round warms up.
         taken, cpu = min(one.seconds for one in each[1:]), min(one.cpu for one in each[1:])
         results.append(Ttft(method, len(tokens), ratio, taken, cpu, flops, again))
     return results

@@ -9,8 +9,11 @@ pytest.importorskip("rich")
 from kvpage.benchmarks import blend_methods, blend_model, blend_quality, blend_speed
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_quality import Method
+from transformers import LlamaForCausalLM
 
-from kvpage.blend import select_tokens
+from kvpage import CacheConfig
+from kvpage.blend import BlendConfig, select_tokens
+from kvpage.serving import Engine
 
 SEGMENT = 8
 CONFIG = blend_model.TrainingConfig(num_layers=3, hidden_size=32, num_heads=2, num_tokens=32)
@@ -59,6 +62,9 @@ def test_a_document_longer_than_there_are_facts_is_refused() -> None:
 @pytest.fixture(scope="module")
 def batch() -> blend_quality.Batch:
     model, attention = blend_model.build(CONFIG)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(40)  # answers depend on what is attended to
     documents = task.write_documents(3, CONFIG.num_tokens, seed=3)
     return blend_quality.Batch(model.eval(), attention, documents, SEGMENT, 4)
 
@@ -71,7 +77,7 @@ def test_segments_are_turned_to_where_they_stand(batch: blend_quality.Batch) -> 
         torch.testing.assert_close(batch.retrieved[0][part], fresh[0][part][:, :, : CONFIG.num_tokens])
         for now, before in zip(fresh, batch.retrieved, strict=True):
             torch.testing.assert_close(before[part][:, :, :SEGMENT], now[part][:, :, :SEGMENT])
-    assert float((batch.retrieved[2][1] - fresh[2][1][:, :, : CONFIG.num_tokens]).abs().max()) > 1e-3
+    assert float((batch.retrieved[2][1] - fresh[2][1][:, :, : CONFIG.num_tokens]).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("name", blend_methods.METHODS)
@@ -155,3 +161,26 @@ def test_a_trained_model_is_kept_and_found_again(tmp_path, monkeypatch) -> None:
         blend_model.load_or_train(
             blend_model.TrainingConfig(seed=1, num_layers=3, hidden_size=32, num_heads=2), tmp_path
         )
+
+
+def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch) -> None:
+    """6 rows are computed again: of 32, and of the 24 that the engine finds no prefix for."""
+    reference = batch.run(
+        blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.1875),))
+    )
+    model = LlamaForCausalLM(batch._model.config)
+    model.load_state_dict(batch._model.state_dict())
+    model.set_attn_implementation("eager")
+    engine = Engine.from_model(
+        model.eval(), CacheConfig(block_size=4, num_gpu_blocks=64), blend=BlendConfig(0.25, check_layer=1)
+    )
+    num_answers = batch.answers.shape[1]
+    for row, ids in enumerate(batch._ids.tolist()):
+        document, questions = ids[: CONFIG.num_tokens], ids[CONFIG.num_tokens :]
+        engine.warm_segments([document[at : at + SEGMENT] for at in range(0, CONFIG.num_tokens, SEGMENT)])
+        for index in range(num_answers):
+            prompt = document + questions[2 * index : 2 * index + 2]
+            found = blend_speed.first_token(engine, prompt, [SEGMENT] * (CONFIG.num_tokens // SEGMENT))
+            assert (found.token, found.num_recomputed) == (int(reference[row, index]), 6)
+    nothing = batch.run(blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.0),)))
+    assert not torch.equal(nothing, reference) and not torch.equal(batch.full, reference)
