@@ -1,0 +1,171 @@
+"""How rows of a blended document may be chosen for recomputing: what bench_blend compares.
+
+A method scores the rows of a batch of documents in the check layer, from that layer's Q, and from its K and V, fresh
+and retrieved; the share `ratio` of the rows with the largest scores is computed again. Oracles know what a full
+recompute would have given.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a layer: [batch, heads, rows, size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a method sees. query: of all rows, those of the questions behind the documents' ones. fresh, retrieved: of
+    the documents' rows. number: of the layer."""
+
+    number: int
+    query: torch.Tensor
+    fresh: Rows
+    retrieved: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What an oracle knows of each document row, and what a method knows without looking at K and V.
+
+    deviation: over all layers. refers: the row's meaning depends on a segment before its own. offset: in its segment.
+    """
+
+    deviation: torch.Tensor
+    refers: torch.Tensor
+    offset: torch.Tensor
+
+
+Score = Callable[[Layer, Truth], torch.Tensor]
+"""fp32 [batch, rows]."""
+
+
+def squares(layer: Layer, part: int) -> torch.Tensor:
+    """Mean squared difference of each row and head, in K (part 0) or V (part 1): [batch, heads, rows]."""
+    return (layer.fresh[part] - layer.retrieved[part]).square().mean(dim=-1)
+
+
+def deviation(layer: Layer, truth: Truth, metric: str) -> torch.Tensor:
+    """As kvpage.blend does it."""
+    return sum((squares(layer, "kv".index(part)).mean(dim=1) for part in metric), torch.zeros(()))
+
+
+def balanced(layer: Layer, truth: Truth) -> torch.Tensor:
+    """K and V, each in units of its own mean square, so that neither drowns the other."""
+    sizes = [part.square().mean() for part in layer.retrieved]
+    return squares(layer, 0).mean(dim=1) / sizes[0] + squares(layer, 1).mean(dim=1) / sizes[1]
+
+
+def largest_head(layer: Layer, truth: Truth) -> torch.Tensor:
+    """V of the head that differs most, each in units of its mean difference: what one head carries counts in full."""
+    each = squares(layer, 1)
+    return (each / each.mean(dim=2, keepdim=True).clamp(min=1e-12)).amax(dim=1)
+
+
+def relative(layer: Layer, truth: Truth) -> torch.Tensor:
+    """V's difference over its own size."""
+    return squares(layer, 1).mean(dim=1) / layer.retrieved[1].square().mean(dim=(1, 3)).clamp(min=1e-12)
+
+
+def attention(layer: Layer, rows: slice) -> torch.Tensor:
+    """Of `rows` to the documents' rows, causal: [batch, heads, rows, document rows]."""
+    keys = layer.fresh[0]
+    scores = layer.query[:, :, rows] @ keys.transpose(2, 3) / keys.shape[-1] ** 0.5
+    here = torch.arange(layer.query.shape[2])[rows]
+    return scores.masked_fill(here[:, None] < torch.arange(keys.shape[2]), -torch.inf).softmax(dim=-1)
+
+
+def asked_for(layer: Layer, truth: Truth) -> torch.Tensor:
+    """V's difference, weighted by the attention of the questions' rows."""
+    num_rows = layer.fresh[0].shape[2]
+    paid = attention(layer, slice(num_rows, None)).mean(dim=2)
+    return (squares(layer, 1) * paid).mean(dim=1)
+
+
+def passed_on(layer: Layer, truth: Truth) -> torch.Tensor:
+    """V's difference, and that of the rows a row attends to: what it will have changed in the layer behind."""
+    num_rows = layer.fresh[0].shape[2]
+    weights = attention(layer, slice(0, num_rows))
+    change = weights @ (layer.fresh[1] - layer.retrieved[1])
+    own = squares(layer, 1).mean(dim=1)
+    passed = change.square().mean(dim=(1, 3))
+    return own / own.mean().clamp(min=1e-12) + passed / passed.mean().clamp(min=1e-12)
+
+
+def first_rows(layer: Layer, truth: Truth) -> torch.Tensor:
+    return -truth.offset.float().expand(layer.query.shape[0], -1)
+
+
+def first_rows_and_v(layer: Layer, truth: Truth) -> torch.Tensor:
+    """V's difference, and before all others the first four rows of each segment."""
+    return deviation(layer, truth, "v") + 1e6 * (truth.offset < 4)
+
+
+def random_rows(layer: Layer, truth: Truth) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(layer.number)
+    return torch.rand(truth.deviation.shape, generator=draw)
+
+
+def oracle_deviation(layer: Layer, truth: Truth) -> torch.Tensor:
+    return truth.deviation
+
+
+def oracle_meaning(layer: Layer, truth: Truth) -> torch.Tensor:
+    """Rows that refer to another segment; among these, and behind them, those that deviate most over all layers."""
+    return truth.deviation + 1e6 * truth.refers
+
+
+def by_metric(metric: str) -> Score:
+    return lambda layer, truth: deviation(layer, truth, metric)
+
+
+METHODS: dict[str, Score] = {
+    "v": by_metric("v"),
+    "k": by_metric("k"),
+    "kv": by_metric("kv"),
+    "kv balanced": balanced,
+    "v relative": relative,
+    "v largest head": largest_head,
+    "v asked for": asked_for,
+    "v passed on": passed_on,
+    "first rows": first_rows,
+    "first 4 and v": first_rows_and_v,
+    "random": random_rows,
+    "oracle deviation": oracle_deviation,
+    "oracle meaning": oracle_meaning,
+}
+
+
+def largest(score: torch.Tensor, ratio: float, among: torch.Tensor) -> torch.Tensor:
+    """bool [batch, rows]: the share `ratio` of all rows, at least one, out of those `among`; of equals the first."""
+    num_rows = score.shape[1]
+    count = min(num_rows, max(int(num_rows * ratio), 1)) if ratio > 0 else 0
+    ranked = score.masked_fill(~among, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(among).scatter_(1, ranked, True) & among
+
+
+class Blending:
+    """The swap of a RowSwap that blends: see blend_model.
+
+    stages: (check layer, ratio) ascending in layers and descending in ratio: one, or several as in gradual filtering,
+    where each chooses among what the one before has left.
+    """
+
+    def __init__(self, retrieved: Sequence[Rows], truth: Truth, score: Score, stages: Sequence[tuple[int, float]]):
+        self._retrieved, self._truth, self._score, self._stages = retrieved, truth, score, dict(stages)
+        self.chosen = torch.ones_like(truth.refers)
+        self.num_computed = 0
+        """Rows of documents, summed over layers."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+        old_key, old_value = self._retrieved[layer]
+        num_rows, keep = old_key.shape[2], self.chosen[:, None, :, None]
+        self.num_computed += int(self.chosen.sum())
+        key, value = key.clone(), value.clone()
+        key[:, :, :num_rows] = torch.where(keep, key[:, :, :num_rows], old_key)
+        value[:, :, :num_rows] = torch.where(keep, value[:, :, :num_rows], old_value)
+        if layer in self._stages:
+            seen = Layer(layer, query, (key[:, :, :num_rows], value[:, :, :num_rows]), self._retrieved[layer])
+            self.chosen = largest(self._score(seen, self._truth), self._stages[layer], self.chosen)
+        return key, value

@@ -1,0 +1,175 @@
+"""Answers of the small Llama over blended documents, method by method, with intervals over documents."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from kvpage.benchmarks import blend_task as task
+from kvpage.benchmarks.blend_methods import METHODS, Blending, Rows, Truth
+from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
+from transformers import LlamaForCausalLM
+
+from kvpage.blend import RotaryTables
+
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+BATCH = 20
+NUM_RESAMPLES = 1000
+
+
+class Method(NamedTuple):
+    """stages: (check layer, ratio) of each; see Blending."""
+
+    name: str
+    stages: tuple[tuple[int, float], ...]
+
+
+class Answers(NamedTuple):
+    """Of each question: bool [num_documents, num_questions].
+
+    agrees: it says what a full recompute says. drawn: it is about any fact. cross: about one whose name stands in an
+    earlier segment. share_found: of the rows that refer to one, those that were chosen. share_computed: of all rows of
+    all layers.
+    """
+
+    right: torch.Tensor
+    agrees: torch.Tensor
+    drawn: torch.Tensor
+    cross: torch.Tensor
+    share_found: float
+    share_computed: float
+
+
+class Batch:
+    """Documents, half of the questions about any facts, half about facts that refer to another segment."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, attention: RowSwap, documents: task.Documents, segment: int, asked: int
+    ):
+        self._model, self._attention = model, attention
+        draw = torch.Generator().manual_seed(7)
+        any_fact = some_facts(documents, asked, draw)
+        is_cross = documents.is_cross(segment)
+        cross = torch.multinomial(is_cross.float() + 1e-9, asked, replacement=True, generator=draw)
+        where = torch.cat([any_fact, cross], dim=1)
+        questions, self.answers = task.ask(documents, where)
+        self.num_tokens = documents.tokens.shape[1]
+        self.cross = is_cross.gather(1, where)
+        self.drawn = (torch.arange(2 * asked) < asked) & (self.answers != task.NOBODY)
+        self._ids, self._positions, self._mask = pack(documents.tokens, questions)
+        self.retrieved = self._retrieve(documents.tokens, segment)
+        fresh: list[Rows] = []
+        self.full = self.run(lambda layer, q, k, v: (fresh.append((k, v)), (k, v))[1])
+        here = torch.arange(self.num_tokens)
+        refers = (documents.named_at >= 0) & (documents.named_at // segment < here // segment)
+        self.truth = Truth(self._deviation(fresh), refers, here % segment)
+
+    def run(self, swap) -> torch.Tensor:
+        """The answers: [num_documents, num_questions]."""
+        self._attention.mask, self._attention.swap = self._mask, swap
+        with torch.inference_mode():
+            logits = self._model(input_ids=self._ids, position_ids=self._positions, use_cache=False).logits
+        self._attention.swap = None
+        return logits[:, self.num_tokens + 1 :: 2].argmax(-1)
+
+    def _retrieve(self, tokens: torch.Tensor, segment: int) -> list[Rows]:
+        """K and V of each segment computed by itself from position 0 on, K turned to where the segment stands."""
+        count, num_tokens = tokens.shape
+        old, new = torch.arange(num_tokens) % segment, torch.arange(num_tokens)
+        config = self._model.config
+        frequencies = self._model.model.rotary_emb.inv_freq
+        rotary = RotaryTables.of_frequencies(frequencies, config.hidden_size // config.num_attention_heads)
+        rows: list[Rows] = []
+
+        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+            whole = [part.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3) for part in (key, value)]
+            rows.append((rotary.turn(whole[0], old, new, token_dim=2), whole[1]))
+            return key, value
+
+        self._attention.mask, self._attention.swap = None, keep
+        with torch.inference_mode():
+            self._model(input_ids=tokens.reshape(-1, segment), use_cache=False)
+        self._attention.swap = None
+        return rows
+
+    def _deviation(self, fresh: Sequence[Rows]) -> torch.Tensor:
+        """Over all layers, K's and V's each in units of their size in that layer."""
+        total = torch.zeros(())
+        for now, before in zip(fresh, self.retrieved, strict=True):
+            for part, old in zip(now, before, strict=True):
+                difference = (part[:, :, : self.num_tokens] - old).square().mean(dim=(1, 3))
+                total = total + difference / old.square().mean()
+        return total
+
+
+def answers(batches: Sequence[Batch], method: Method) -> Answers:
+    right, agrees, found, computed = [], [], [], []
+    for batch in batches:
+        blending = Blending(batch.retrieved, batch.truth, METHODS[method.name], method.stages)
+        said = batch.run(blending)
+        right.append(said == batch.answers)
+        agrees.append(said == batch.full)
+        found.append(float((blending.chosen & batch.truth.refers).sum() / batch.truth.refers.sum()))
+        computed.append(blending.num_computed / (batch.truth.refers.numel() * len(batch.retrieved)))
+    drawn, cross = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("drawn", "cross"))
+    means = (sum(shares) / len(batches) for shares in (found, computed))
+    return Answers(torch.cat(right), torch.cat(agrees), drawn, cross, *means)
+
+
+class Estimate(NamedTuple):
+    """A mean over questions, and the 2.5 % and 97.5 % points of its bootstrap over documents."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def estimate(right: torch.Tensor, counted: torch.Tensor) -> Estimate:
+    """right, counted: [num_documents, num_questions]."""
+    return _bootstrap((right & counted).sum(1), counted.sum(1))
+
+
+def difference(right: torch.Tensor, other: torch.Tensor, counted: torch.Tensor) -> Estimate:
+    """Of two methods' means over the same questions, resampled together."""
+    return _bootstrap(((right.int() - other.int()) * counted).sum(1), counted.sum(1))
+
+
+def _bootstrap(hits: torch.Tensor, counts: torch.Tensor) -> Estimate:
+    """hits, counts: of each document."""
+    picks = torch.randint(len(hits), (NUM_RESAMPLES, len(hits)), generator=torch.Generator().manual_seed(0))
+    means = hits.double()[picks].sum(1) / counts[picks].sum(1).clamp(min=1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+    return Estimate(float(hits.sum() / counts.sum().clamp(min=1)), low, high)
+
+
+BLIND = ("first rows", "random", "oracle deviation", "oracle meaning")
+"""They look at nothing that the check layer computes."""
+
+
+def methods(num_layers: int) -> Iterator[Method]:
+    """V by ratio at three check layers, all others at 15 %, those that are blind by ratio at the first, and V filtered
+    gradually."""
+    checks = range(1, min(4, num_layers - 1))
+    for check in checks:
+        for ratio in RATIOS:
+            yield Method("v", ((check, ratio),))
+        for name in METHODS:
+            if name != "v" and (check == 1 or name not in BLIND):
+                yield Method(name, ((check, 0.15),))
+    for name in BLIND:
+        for ratio in RATIOS[1:-1]:
+            if ratio != 0.15:
+                yield Method(name, ((1, ratio),))
+    for first in (0.3, 0.5):
+        yield Method("v", ((1, first), (2, 0.15)))
+        yield Method("v", ((1, first), (2, (first + 0.15) / 2), (3, 0.15)))
+
+
+def batches(
+    model: LlamaForCausalLM, attention: RowSwap, num_documents: int, num_tokens: int, segment: int, seed: int
+) -> list[Batch]:
+    """Documents that no training has seen."""
+    made = []
+    for index in range(-(-num_documents // BATCH)):
+        documents = task.write_documents(BATCH, num_tokens, seed=2_000_000_000 + seed * 1000 + index)
+        made.append(Batch(model, attention, documents, segment, 16))
+    return made

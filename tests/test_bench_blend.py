@@ -1,0 +1,186 @@
+"""What `kvpage bench blend` measures with: its documents, its blending, its count of the arithmetic."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from kvpage.benchmarks import blend_methods, blend_model, blend_quality, blend_speed
+from kvpage.benchmarks import blend_task as task
+from kvpage.benchmarks.blend_quality import Method
+from transformers import LlamaForCausalLM
+
+from kvpage import CacheConfig
+from kvpage.blend import BlendConfig, select_tokens
+from kvpage.serving import Engine
+
+SEGMENT = 8
+CONFIG = blend_model.TrainingConfig(num_layers=3, hidden_size=32, num_heads=2, num_tokens=32)
+
+
+def naive_owners(tokens: list[int]) -> tuple[list[int], list[int]]:
+    """By reading the document from its begin."""
+    last_of_kind = [-1, -1]
+    owner, named_at, owners, places = task.NOBODY, -1, [], []
+    for place, token in enumerate(tokens):
+        if token in (task.HE, task.SHE):
+            named_at = last_of_kind[token - task.HE]
+        elif token < task.FIRST_FACT:
+            last_of_kind[(token - task.FIRST_NAME) // task.NUM_NAMES] = named_at = place
+        owner = task.NOBODY if named_at < 0 else tokens[named_at]
+        owners.append(owner)
+        places.append(named_at)
+    return owners, places
+
+
+def test_owners_are_those_that_reading_gives() -> None:
+    documents = task.write_documents(40, 50, seed=1)
+    columns = (rows.tolist() for rows in (documents.tokens, documents.owners, documents.named_at))
+    for tokens, owners, places in zip(*columns, strict=True):
+        assert (owners, places) == naive_owners(tokens)
+        facts = [token for token in tokens if token >= task.FIRST_FACT]
+        assert len(facts) == len(set(facts)) and max(facts) < task.VOCAB_SIZE
+
+
+def test_cross_facts_are_named_before_their_segment() -> None:
+    documents = task.write_documents(40, 50, seed=2)
+    is_cross = documents.is_cross(SEGMENT)
+    assert is_cross.any()
+    for row, tokens in enumerate(documents.tokens.tolist()):
+        _, places = naive_owners(tokens)
+        for place, token in enumerate(tokens):
+            expected = token >= task.FIRST_FACT and 0 <= places[place] < place // SEGMENT * SEGMENT
+            assert bool(is_cross[row, place]) == expected
+
+
+def test_a_document_longer_than_there_are_facts_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"at most {task.NUM_FACTS}"):
+        task.write_documents(1, task.NUM_FACTS + 1, seed=0)
+
+
+@pytest.fixture(scope="module")
+def batch() -> blend_quality.Batch:
+    model, attention = blend_model.build(CONFIG)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(40)  # answers depend on what is attended to
+    documents = task.write_documents(3, CONFIG.num_tokens, seed=3)
+    return blend_quality.Batch(model.eval(), attention, documents, SEGMENT, 4)
+
+
+def test_segments_are_turned_to_where_they_stand(batch: blend_quality.Batch) -> None:
+    """Layer 0's K depends on nothing but token and position; the first segment has nothing before it in any layer."""
+    fresh = []
+    batch.run(lambda layer, q, k, v: (fresh.append((k, v)), (k, v))[1])
+    for part in (0, 1):
+        torch.testing.assert_close(batch.retrieved[0][part], fresh[0][part][:, :, : CONFIG.num_tokens])
+        for now, before in zip(fresh, batch.retrieved, strict=True):
+            torch.testing.assert_close(before[part][:, :, :SEGMENT], now[part][:, :, :SEGMENT])
+    assert float((batch.retrieved[2][1] - fresh[2][1][:, :, : CONFIG.num_tokens]).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", blend_methods.METHODS)
+def test_ratio_1_is_a_full_recompute(batch: blend_quality.Batch, name: str) -> None:
+    found = blend_quality.answers([batch], Method(name, ((1, 1.0),)))
+    assert found.agrees.all() and found.share_computed == found.share_found == 1
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 1.0])
+def test_rows_are_those_that_the_library_chooses(ratio: float) -> None:
+    score = torch.rand(4, 20, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
+    chosen = blend_methods.largest(score, ratio, torch.ones(4, 20, dtype=torch.bool))
+    for row, mine in zip(score, chosen, strict=True):
+        always = torch.cat([row, torch.zeros(1)])  # the library always takes the last row: a question's
+        valid = torch.arange(21) < 20
+        theirs = select_tokens(always, valid, [0, 21], [ratio]).indices.tolist()
+        assert mine.nonzero().flatten().tolist() == theirs[:-1]
+
+
+def test_stages_choose_among_what_is_left(batch: blend_quality.Batch) -> None:
+    blending = blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((0, 0.5), (1, 0.25)))
+    seen = []
+    batch.run(lambda *layer: (blending(*layer), seen.append(blending.chosen))[0])
+    assert [int(chosen.sum()) for chosen in seen] == [3 * 16, 3 * 8, 3 * 8]
+    assert not (seen[1] & ~seen[0]).any()
+    assert blending.num_computed == 3 * (32 + 16 + 8)
+
+
+def test_rows_that_were_not_chosen_are_the_segments(batch: blend_quality.Batch) -> None:
+    blending = blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["random"], ((0, 0.25),))
+    used = []
+    batch.run(lambda *layer: (used.append(blending(*layer)), used[-1])[1])
+    kept = ~blending.chosen
+    for part in (0, 1):
+        now, before = used[2][part][:, :, : CONFIG.num_tokens], batch.retrieved[2][part]
+        same = (now == before).all(dim=3).all(dim=1)
+        assert same[kept].all() and not same[blending.chosen][SEGMENT:].all()
+
+
+def test_intervals_hold_the_mean() -> None:
+    right = torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) < 0.7
+    counted = torch.ones(50, 8, dtype=torch.bool)
+    counted[:, 6:] = False
+    found = blend_quality.estimate(right, counted)
+    assert found.mean == pytest.approx(float(right[:, :6].float().mean())) and found.low < found.mean < found.high
+    assert blend_quality.difference(right, right, counted) == (0, 0, 0)
+
+
+def test_flops_of_everything_chosen_are_those_of_a_full_recompute() -> None:
+    shape = blend_speed.SMALL
+    full = blend_speed.full_flops(shape, 0, 2048)
+    assert blend_speed.blend_flops(shape, 0, 2048, 1, 2048) == pytest.approx(full)
+    rest = 2 * (4 * 768**2 + 3 * 768 * 2048) * 2048 * 16  # weights, then Q K and P V over half of the keys
+    assert full == pytest.approx(rest + 4 * 768 * 2048**2 / 2 * 16)
+    assert blend_speed.blend_flops(shape, 0, 2048, 1, 307) < full / 4
+
+
+def test_prompts_are_timed_through_the_engine() -> None:
+    shape = blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
+    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], 1, 1, "cpu", 16)}
+    assert list(found) == [("full", None), ("prefix", None), ("blend", 0.25), ("blend", 1.0)]
+    assert [one.num_recomputed for one in found.values()] == [0, 0, 12, 48]  # of the three segments behind the first
+    total = 64 + blend_speed.QUESTION_TOKENS
+    assert {one.num_tokens for one in found.values()} == {total}
+    assert found["full", None].flops == blend_speed.full_flops(shape, 0, total)
+    assert found["blend", 1.0].flops == pytest.approx(found["prefix", None].flops)
+    assert all(one.seconds > 0 for one in found.values())
+
+
+def test_a_trained_model_is_kept_and_found_again(tmp_path, monkeypatch) -> None:
+    config = blend_model.TrainingConfig(num_steps=3, batch_tokens=64, num_layers=3, hidden_size=32, num_heads=2)
+    trained, _ = blend_model.load_or_train(config, tmp_path)
+    untrained, _ = blend_model.build(config)
+    monkeypatch.setattr(blend_model, "train", None)
+    found, _ = blend_model.load_or_train(config, tmp_path)
+    assert not found.training and len(list(tmp_path.iterdir())) == 1
+    names = dict(trained.named_parameters())
+    assert all(torch.equal(parameter, names[name]) for name, parameter in found.named_parameters())
+    assert not torch.equal(found.lm_head.weight, untrained.lm_head.weight)
+    with pytest.raises(TypeError):  # another seed is another model, to be trained
+        blend_model.load_or_train(
+            blend_model.TrainingConfig(seed=1, num_layers=3, hidden_size=32, num_heads=2), tmp_path
+        )
+
+
+def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch) -> None:
+    """6 rows are computed again: of 32, and of the 24 that the engine finds no prefix for."""
+    reference = batch.run(
+        blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.1875),))
+    )
+    model = LlamaForCausalLM(batch._model.config)
+    model.load_state_dict(batch._model.state_dict())
+    model.set_attn_implementation("eager")
+    engine = Engine.from_model(
+        model.eval(), CacheConfig(block_size=4, num_gpu_blocks=64), blend=BlendConfig(0.25, check_layer=1)
+    )
+    num_answers = batch.answers.shape[1]
+    for row, ids in enumerate(batch._ids.tolist()):
+        document, questions = ids[: CONFIG.num_tokens], ids[CONFIG.num_tokens :]
+        engine.warm_segments([document[at : at + SEGMENT] for at in range(0, CONFIG.num_tokens, SEGMENT)])
+        for index in range(num_answers):
+            prompt = document + questions[2 * index : 2 * index + 2]
+            found = blend_speed.first_token(engine, prompt, [SEGMENT] * (CONFIG.num_tokens // SEGMENT))
+            assert (found.token, found.num_recomputed) == (int(reference[row, index]), 6)
+    nothing = batch.run(blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.0),)))
+    assert not torch.equal(nothing, reference) and not torch.equal(batch.full, reference)
