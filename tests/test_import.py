@@ -61,7 +61,18 @@ def test_public_names_exist():
 
 
 NATIVE = pytest.mark.parametrize(
-    "native", [_C.BlockPool, _C.PrefixTree, _C.Match, _C.PartMatch, _C.BlockCopier, _C.SlotAllocator, _C.SlotTree]
+    "native",
+    [
+        _C.BlockPool,
+        _C.ChunkPlan,
+        _C._Xxh3,
+        _C.PrefixTree,
+        _C.Match,
+        _C.PartMatch,
+        _C.BlockCopier,
+        _C.SlotAllocator,
+        _C.SlotTree,
+    ],
 )
 
 

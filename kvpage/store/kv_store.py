@@ -21,7 +21,7 @@ import torch
 
 from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import check_namespace
-from kvpage.store.block_io import BlockChunk, BlockChunks
+from kvpage.store.block_io import BlockChunk, BlockChunks, ChunkPlans
 from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import ChunkKeys, KVStoreMetadata
@@ -36,7 +36,7 @@ from kvpage.store.kv_tensors import (
     tokens_of,
 )
 from kvpage.store.layer_load import LayerLoad, OpenChunk
-from kvpage.store.record import CorruptRecord, Shape
+from kvpage.store.record import CorruptRecord, Shape, UnreadableRecord
 from kvpage.store.tier import Key, Reader, Tier, TierStats
 from kvpage.store.tier_stack import TierStack, num_leading
 from kvpage.store.tiers import Placed, place_tiers
@@ -113,6 +113,7 @@ class KVStore:
         if not placed:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
+        self._plans = ChunkPlans()
         self._is_closed = False
         self._process = OwnProcess("the store")
 
@@ -201,7 +202,7 @@ class KVStore:
         if the blocks are not those that the metadata tells of, or too few.
         """
         array = self._checked(tokens, namespace)
-        blocks = BlockChunks(engine, block_table, self.metadata)
+        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
         blocks.check_room(len(array))
         self._put(array, 0, blocks.chunk, skip_existing, namespace)
         return self.lookup(array, namespace)
@@ -364,7 +365,7 @@ class KVStore:
         token it brings them.
         """
         array, size = self._checked(tokens, namespace), self.config.chunk_size
-        blocks = BlockChunks(engine, block_table, self.metadata)
+        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
         end = min(len(array), blocks.num_tokens)
         if not 0 <= start <= end:
             raise ValueError(f"start must be in [0, {end}], got {start}")
@@ -402,10 +403,12 @@ class KVStore:
         return out.narrow(dim, 0, num_found) if num_chunks and num_found > 0 else None
 
     def _shape(self, reader: Reader, namespace: bytes) -> Shape:
-        """What a record says of its payload. CorruptRecord if that cannot be."""
+        """What a record says of its payload. CorruptRecord if that cannot be; UnreadableRecord."""
         head, _ = read_head(reader, self._keys.meta(namespace))
+        if head.codec not in self._codecs:
+            raise UnreadableRecord(f"the codec must be one of {', '.join(self._codecs)}, got {head.codec}")
         num_bytes = math.prod(head.shape) * self.metadata.kv_dtype.itemsize
-        is_raw = self._codecs.get(head.codec) is None
+        is_raw = self._codecs[head.codec] is None
         if num_bytes != head.raw_bytes or num_bytes == 0 or (is_raw and num_bytes != head.payload_bytes):
             raise CorruptRecord(f"a payload of {head.payload_bytes} bytes cannot be of shape {head.shape}")
         return head.shape

@@ -430,3 +430,90 @@ def test_threads_at_once() -> None:
         thread.join()
     assert errors == [] and store.stats().corrupt_records == 0
     assert store.stats().hit_tokens > 100
+
+
+# --- writing back, and other codecs' records -------------------------------------------------------------------------
+
+
+def written_back(small_records: int):
+    """Two tiers, the second written back by a thread that waits until it is told to go on; the first is small."""
+    kv = kv_of(list(range(C)))
+    probe = MemoryTier(1 << 20, pin_memory=False)
+    make(tiers=[probe]).store(list(range(C)), kv)
+    units = -(-probe.stats().num_bytes // 4096)
+    small = MemoryTier(small_records * units * 4096, pin_memory=False)
+    large = MemoryTier(1 << 20, pin_memory=False, name="large")
+    store = make(tiers=[Placed(small), Placed(large, is_written_back=True)])
+    go = threading.Event()
+    store._tiers.later(lambda: int(go.wait(20)))
+    return store, small, large, go
+
+
+def test_what_is_to_be_written_back_is_not_evicted_before() -> None:
+    store, small, large, go = written_back(2)
+    first, second = list(range(2 * C)), list(range(100, 100 + 3 * C))
+    store.store(first, kv_of(first))
+    assert (small.stats().num_records, large.stats().num_records) == (2, 0)
+    store.store(second, kv_of(second))
+    assert small.stats().evicted == 0
+    assert large.stats().num_records == 3, "what the first tier has no room for is written at once"
+    go.set()
+    store.flush()
+    assert large.stats().num_records == 5
+    assert store.store(second, kv_of(second)).result() == 3  # now the first tier has room
+    small.clear()
+    for tokens in (first, second):
+        assert same(store.retrieve(tokens)[0], kv_of(tokens))
+    store.flush()
+    assert not store._tiers._backs and all(entry.num_readers == 0 for entry in small._entries.values())
+    store.close()
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_what_was_removed_meanwhile_is_not_written_back(clear: bool) -> None:
+    store, small, large, go = written_back(4)
+    tokens, kept = list(range(2 * C)), list(range(100, 100 + C))
+    store.store(tokens, kv_of(tokens))
+    store.store(kept, kv_of(kept))
+    if clear:
+        store.clear()
+    else:
+        assert store.remove(tokens) == 2
+    go.set()
+    store.flush()
+    assert store.lookup(tokens) == 0 and store.lookup(kept) == (0 if clear else C)
+    assert large.stats().num_records == (0 if clear else 1)
+    small.check()
+    store.close()
+
+
+@pytest.mark.parametrize("written, read", [("raw", "zstd"), ("zstd", "raw")])
+def test_lossless_codecs_read_each_others_records(written: str, read: str) -> None:
+    tokens, tier = list(range(2 * C + 1)), MemoryTier(1 << 20, pin_memory=False)
+    kv = kv_of(tokens)
+    make(tiers=[tier], codec=written).store(tokens, kv)
+    reader = make(tiers=[tier], codec=read)
+    assert reader.lookup(tokens) == len(tokens) and reader.store(tokens, kv).result() == 0
+    assert same(reader.retrieve(tokens)[0], kv) and reader.stats().corrupt_records == 0
+
+
+def test_a_lossy_codecs_records_are_nobody_elses() -> None:
+    tokens, tier = list(range(2 * C)), MemoryTier(1 << 20, pin_memory=False)
+    kv = kv_of(tokens, dtype=torch.bfloat16)
+    raw, fp8 = (make(tiers=[tier], codec=codec, dtype=torch.bfloat16) for codec in ("raw", "fp8"))
+    fp8.store(tokens, kv)
+    assert raw.lookup(tokens) == 0 and raw.retrieve(tokens)[0] == ()
+    raw.store(tokens, kv)
+    assert same(raw.retrieve(tokens)[0], kv)
+    assert not same(fp8.retrieve(tokens)[0], kv)
+    assert tier.stats().num_records == 4 and raw.stats().corrupt_records == fp8.stats().corrupt_records == 0
+
+
+def test_a_codec_that_is_not_installed_is_a_miss_and_the_record_stays() -> None:
+    tokens, tier = list(range(2 * C)), MemoryTier(1 << 20, pin_memory=False)
+    kv = kv_of(tokens)
+    make(tiers=[tier], codec="zstd").store(tokens, kv)
+    without = make(tiers=[tier])
+    del without._codecs["float32:zstd"]  # as where the package is not there
+    assert without.retrieve(tokens)[0] == () and without.stats().corrupt_records == 0
+    assert same(make(tiers=[tier], codec="zstd").retrieve(tokens)[0], kv)

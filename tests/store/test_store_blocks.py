@@ -6,6 +6,7 @@ from store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
 
 from kvpage import CacheEngine, KVScales, ops
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
+from kvpage.store.block_io import BlockChunks
 from kvpage.store.memory import MemoryTier
 
 BACKENDS = [(name, kv) for name in ("flash", "flashinfer") for kv in ("NHD", "HND")] + [
@@ -114,3 +115,31 @@ def test_bad_tables_and_starts() -> None:
         with pytest.raises(ValueError, match=r"start must be in \[0, 31\]"):
             store.load_blocks(TOKENS, engine, list(range(8)), start)
     assert store.load_blocks([], engine, []) == 0 and store.store_blocks([], engine, []) == 0
+
+
+def test_a_plan_refuses_what_does_not_fit_and_writes_nothing() -> None:
+    engine = make_engine()
+    before = all_bytes(engine)
+    plan = BlockChunks(engine, [1, 2, 3], metadata_of(engine, "m")).plan(C)
+    payload, ids = torch.full((L * 2 * C * 2 * 10 * 2,), 7, dtype=torch.uint8), torch.tensor([1, 2, 3, 24]).int()
+    size, at = len(payload) // L, payload.data_ptr()
+
+    def place(start: int, num_ids: int = 4) -> tuple[int, int, int, int, bool]:
+        return ids.data_ptr(), num_ids, start, 1, True
+
+    for match, first, num_bytes, start in [
+        (f"num_bytes must be whole layers of {size}, got 1", 0, 1, 0),
+        ("layers must be in .0, 3., got 1 to 4", 1, 3 * size, 0),
+        ("layers must be in .0, 3., got -1 to 0", -1, size, 0),
+        ("start must not be negative, got -1", 0, size, -1),
+        ("block_ids must hold the blocks of 12 tokens from 5, got room for 16", 0, size, 5),
+        (r"block_ids\[3\] must be in \[0, 24\), got 24", 0, size, B),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            plan.store(place(start), first, at, num_bytes)
+        with pytest.raises(ValueError, match=match):
+            plan.load(place(start), first, at, num_bytes, 0, C)
+    for first_token, last_token in [(-1, 3), (5, 4), (0, C + 1)]:
+        with pytest.raises(ValueError, match=f"tokens must be in .0, {C}., got {first_token} to {last_token}"):
+            plan.load(place(0), 0, at, size, first_token, last_token)
+    assert all(map(torch.equal, all_bytes(engine), before)) and bool((payload == 7).all())
