@@ -45,7 +45,7 @@ int main(int, char** arguments) {
   for (uint64_t round = 0; figures["failures"] < num_failures; ++round) {
     for (const Kind& kind : all_kinds()) {
       const int64_t num_requests = live(kind, seed + round, 0, false, &figures);
-      for (int64_t failing = 1; failing <= num_requests; ++failing) {
+      for (int64_t failing = 1; failing <= num_requests && figures["failures"] < num_failures; ++failing) {
         live(kind, seed + round, failing, failing % 2 == 0, &figures);
         ++figures["failures"];
       }
