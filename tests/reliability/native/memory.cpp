@@ -42,10 +42,12 @@ int main(int, char** arguments) {
   const uint64_t seed = std::strtoull(arguments[1], nullptr, 10) << 32;
   const int64_t num_failures = std::atoll(arguments[2]);
   Figures figures;
-  for (uint64_t round = 0; figures["failures"] < num_failures; ++round) {
-    for (const Kind& kind : all_kinds()) {
+  const auto num_kinds = static_cast<int64_t>(all_kinds().size());
+  for (const Kind& kind : all_kinds()) {  // an equal share each
+    int64_t left = (num_failures + num_kinds - 1) / num_kinds;
+    for (uint64_t round = 0; left > 0; ++round) {
       const int64_t num_requests = live(kind, seed + round, 0, false, &figures);
-      for (int64_t failing = 1; failing <= num_requests; ++failing) {
+      for (int64_t failing = 1; failing <= num_requests && left > 0; ++failing, --left) {
         live(kind, seed + round, failing, failing % 2 == 0, &figures);
         ++figures["failures"];
       }
