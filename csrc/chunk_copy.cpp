@@ -1,6 +1,7 @@
 #include "chunk_copy.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "check.h"
 #include "host_copy.h"
@@ -13,6 +14,10 @@ namespace {
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 void check_blocks(const ChunkCopy& args) {
+  check_moves(args.parts, args.num_heads, args.num_tokens);
+  check_blocks_of_cache(args.num_blocks, args.block_size);
+  check(args.num_block_ids >= 0 && args.num_block_ids <= std::numeric_limits<int32_t>::max(),
+        "num_block_ids must be in [0, 2**31), got ", args.num_block_ids);
   check(args.start >= 0, "start must not be negative, got ", args.start);
   const int64_t room = args.num_block_ids * args.block_size;
   check(args.num_tokens <= room && args.start <= room - args.num_tokens, "block_ids must hold the blocks of ",

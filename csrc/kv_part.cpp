@@ -158,7 +158,10 @@ void copy_piece(std::byte* to, const std::byte* from, int64_t bytes, bool stream
   }
 }
 
-bool is_transposed(const KVPart& part) { return part.run_size == 1 && part.token_stride == part.element_bytes; }
+// Elements of up to 8 bytes: what is larger (complex128) goes run by run.
+bool is_transposed(const KVPart& part) {
+  return part.run_size == 1 && part.token_stride == part.element_bytes && part.element_bytes <= 8;
+}
 
 }  // namespace
 

@@ -24,7 +24,7 @@ from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import as_integer, as_list, check_namespace
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.kv_calibration import choose_scales
 from kvpage.serving.model_check import check_config, verify_model, verify_quantized
@@ -263,7 +263,10 @@ class Engine:
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
         the `update` of a progress bar. If anything raises, the prompts are aborted; for a bad prompt, before a step.
         """
+        prompts = as_list("prompts", prompts)
         each = params_of_each(params, len(prompts))
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be callable, got {type(progress).__name__}")
         sink: deque[StepOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
         requests: list[Request] = []
@@ -323,6 +326,10 @@ class Engine:
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """ValueError if so many would be more than the model takes."""
+        num_prompt_tokens, max_tokens = (
+            as_integer("num_prompt_tokens", num_prompt_tokens),
+            as_integer("max_tokens", max_tokens),
+        )
         if num_prompt_tokens + max_tokens > self.max_model_len:
             raise ValueError(
                 f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "

@@ -13,6 +13,8 @@ from kvpage.layout import SCALE_BYTES
 from kvpage.store.chunk_io import Part
 from kvpage.store.keys import KVStoreMetadata, scales_digest
 from kvpage.store.record import Shape
+from kvpage.tensors import check_plain
+from kvpage.tokens import as_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
@@ -22,10 +24,20 @@ def metadata_of(
     engine: "CacheEngine", model_name: str, world_size: int = 1, worker_id: int = 0, fmt: str = "vllm"
 ) -> KVStoreMetadata:
     """What a store of the engine's blocks has to be told: their dtype, what their rows look like, and their scales."""
+    if not hasattr(engine, "gpu_cache"):
+        raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
     layout = engine.layout
     return KVStoreMetadata(
         model_name, world_size, worker_id, fmt, layout.dtype, _row_layout(engine), scales_digest(engine.kv_scales)
     )
+
+
+def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+    """int32 on the CPU. ValueError for what are no integers of 32 bits: another block would be meant."""
+    if isinstance(block_table, torch.Tensor):
+        check_plain("block_table", block_table)
+        block_table = block_table.cpu() if block_table.is_cuda else block_table
+    return torch.from_numpy(as_tokens(block_table, "block_table").copy())
 
 
 RUN_BYTES = 4 << 20  # larger ones leave the cache before they are hashed, smaller ones cost more calls
@@ -44,8 +56,7 @@ class BlockChunks:
                     f"{name} of the store must be the engine's, {getattr(expected, name)!r}, "
                     f"got {getattr(metadata, name)!r}; kvpage.store.metadata_of tells it"
                 )
-        ids = block_table if isinstance(block_table, torch.Tensor) else torch.from_numpy(np.asarray(block_table))
-        self._ids = ids.cpu().to(torch.int32).contiguous()
+        self._ids = _block_ids(block_table)
         self._engine, self._fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
 
@@ -54,10 +65,18 @@ class BlockChunks:
         """That there is room for."""
         return len(self._ids) * self._engine.layout.block_size
 
-    def check_room(self, num_tokens: int) -> None:
-        """ValueError if so many tokens need more blocks."""
+    def check_room(self, num_tokens: int, is_written: bool = False) -> None:
+        """ValueError if so many tokens need more blocks, or one that the engine has not; if they are written, for a
+        block that is named twice, too.
+        """
         if num_tokens > self.num_tokens:
             raise ValueError(f"block_table must have room for {num_tokens} tokens, got {self.num_tokens}")
+        layout = self._engine.layout
+        needed, num_blocks = self._ids[: -(-num_tokens // layout.block_size)], self._engine.num_gpu_blocks
+        if len(needed) and not (int(needed.min()) >= 0 and int(needed.max()) < num_blocks):
+            raise ValueError(f"block_table must name blocks in [0, {num_blocks}), got {needed.tolist()}")
+        if is_written and len(needed.unique()) < len(needed):
+            raise ValueError(f"block_table must name a block once where it is written, got {needed.tolist()}")
 
     def shape(self, num_tokens: int) -> Shape:
         """Of a chunk of so many tokens."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.store.block_io import BlockChunks
 from kvpage.store.chunk_io import Codec, Part, RecordKind, read_head, read_record
 from kvpage.store.config import KVStoreConfig
@@ -39,7 +39,8 @@ from kvpage.store.record import CorruptRecord, Shape
 from kvpage.store.tier import Key, Reader, Tier, TierStats
 from kvpage.store.tier_stack import TierStack, num_leading
 from kvpage.store.tiers import Placed, place_tiers
-from kvpage.tokens import Tokens, as_tokens
+from kvpage.tensors import check_plain
+from kvpage.tokens import Tokens, as_array, as_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
@@ -126,6 +127,8 @@ class KVStore:
         ValueError or TypeError for what does not fit together, before anything is written.
         """
         array, fmt = self._checked(tokens, namespace), self.metadata.fmt
+        check_flag("skip_existing", skip_existing)
+        check_flag("blocking", blocking)
         num_skipped = _num_leading_false("kv_tensors_mask", kv_tensors_mask, len(array))
         if num_skipped % self.config.chunk_size:
             raise ValueError(
@@ -191,6 +194,7 @@ class KVStore:
         if the blocks are not those that the metadata tells of, or too few.
         """
         array = self._checked(tokens, namespace)
+        check_flag("skip_existing", skip_existing)
         blocks = BlockChunks(engine, block_table, self.metadata)
         blocks.check_room(len(array))
         self._put(array, 0, blocks.chunk, skip_existing, namespace)
@@ -210,10 +214,12 @@ class KVStore:
         Blocks behind that may have been written, and mean nothing. Done on return, on a GPU, too.
         """
         array, size = self._checked(tokens, namespace), self.config.chunk_size
+        start = as_integer("start", start)
         blocks = BlockChunks(engine, block_table, self.metadata)
         end = min(len(array), blocks.num_tokens)
         if not 0 <= start <= end:
             raise ValueError(f"start must be in [0, {end}], got {start}")
+        blocks.check_room(end, is_written=True)
         first = start // size
         keys = self._keys.of(array, namespace)[first : -(-end // size)]
         self._tiers.count(query_tokens=end - start)
@@ -375,7 +381,10 @@ def _num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num
     """Of a mask that is False, then True to its end. ValueError for any other."""
     if mask is None:
         return 0
-    array = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
+    if isinstance(mask, torch.Tensor):
+        check_plain(name, mask)
+        mask = mask.cpu() if mask.is_cuda else mask
+    array = as_array(mask, name)
     if array.shape != (num_tokens,) or array.dtype.kind not in "biu":
         raise ValueError(f"{name} must be {num_tokens} bools, got {array.dtype} {list(array.shape)}")
     flags = array.astype(bool)
