@@ -62,6 +62,8 @@ class KVScales:
         """
         if dtype not in FP8_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_DTYPES))}, got {dtype}")
+        if not isinstance(per_head, bool):
+            raise TypeError(f"per_head must be True or False, got {type(per_head).__name__}")
         scales = [_scale(name, rows, dtype, per_head) for name, rows in (("key", key), ("value", value))]
         return cls(*scales)
 

@@ -96,6 +96,8 @@ class KVStoreConfig:
         object.__setattr__(self, "tiers", tiers)
         if not isinstance(self.save_decode_cache, bool):
             raise ValueError(f"save_decode_cache must be True or False, got {self.save_decode_cache!r}")
+        if self.deadline is not None and not isinstance(self.deadline, (int, float)):
+            raise ValueError(f"deadline must be positive seconds or None, got {type(self.deadline).__name__}")
         if self.deadline is not None and not 0 < self.deadline < float("inf"):
             raise ValueError(f"deadline must be positive seconds or None, got {self.deadline!r}")
 

@@ -61,7 +61,7 @@ def junk(rng: random.Random) -> Any:
         lambda: rng.choice((object(), int, len, NoIndex(), Ellipsis, NotImplemented, 1j, decimal.Decimal(1))),
         lambda: rng.choice((np.int64(-1), np.float32(np.nan), np.bool_(True), np.array(3), np.zeros((2, 2)))),
         lambda: rng.choice((np.array(["x"]), np.array([None]), np.array([2**63], np.uint64), np.array([], np.int32))),
-        lambda: tensor_like(torch.arange(4), rng),
+        lambda: with_number(torch.arange(4), rng),  # one that torch can print: messages show what they were given
     )
     return rng.choice(kinds)()
 
