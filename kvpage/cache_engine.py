@@ -229,9 +229,11 @@ class CacheEngine:
 
 
 def _check_pools(pools: Pools) -> None:
-    """TypeError unless they are two, each a BlockPool or None."""
-    if not isinstance(pools, (tuple, list)) or len(pools) != 2:
+    """TypeError unless each is a BlockPool or None, ValueError unless they are two."""
+    if not isinstance(pools, (tuple, list)):
         raise TypeError(f"pools must be a pair of BlockPools or None, got {type(pools).__name__}")
+    if len(pools) != 2:
+        raise ValueError(f"pools must be a pair, of the sources and of the destinations, got {len(pools)}")
     for pool in pools:
         if pool is not None and not isinstance(pool, _C.BlockPool):
             raise TypeError(f"pools must be BlockPools or None, got {type(pool).__name__}")

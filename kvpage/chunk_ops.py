@@ -133,7 +133,7 @@ def _check_caches(
         check_plain(f"caches[{layer}]", cache)
         check_cache(cache, layout)
         if scales is not None:
-            check_given_scales(f"scales[{layer}]", scales[layer], cache, layout)
+            check_given_scales("scales", scales[layer], cache, layout)
     places = {(cache.device, layout.num_blocks(cache)) for cache in caches}
     if len(places) > 1:
         raise ValueError(f"caches must be on one device with as many blocks in each, got {sorted(map(str, places))}")
