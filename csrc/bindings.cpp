@@ -435,7 +435,13 @@ class Integers {
     }
     // A torch CPU tensor gives its memory by numpy() in a third of the time that numpy takes to ask for it.
     const bool is_tensor = !PyObject_CheckBuffer(source.ptr()) && py::hasattr(source, "numpy");
-    return py::module_::import("numpy").attr("asarray")(is_tensor ? source.attr("numpy")() : source);
+    try {
+      return py::module_::import("numpy").attr("asarray")(is_tensor ? source.attr("numpy")() : source);
+    } catch (py::error_already_set& error) {
+      // Of torch's many reasons: a tensor on a device, with a gradient, negated, nested, ...
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      fail(name, " must be readable as an array: ", error.what());
+    }
   }
 
   // None if something else than plain ints is among them.

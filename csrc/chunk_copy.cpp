@@ -1,6 +1,7 @@
 #include "chunk_copy.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "check.h"
 #include "host_copy.h"
@@ -13,6 +14,8 @@ namespace {
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
 
 void check_blocks(const ChunkCopy& args) {
+  check_moves(args.parts, args.num_heads, args.num_tokens);
+  check_blocks_of_cache(args.num_blocks, args.block_size);
   check_chunk_blocks(args.block_ids, args.num_block_ids, args.num_blocks, args.block_size, args.start, args.num_tokens);
 }
 
@@ -45,6 +48,8 @@ void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& b
 void check_chunk_blocks(const int32_t* block_ids, int64_t num_block_ids, int64_t num_blocks, int64_t block_size,
                         int64_t start, int64_t num_tokens) {
   check(start >= 0, "start must not be negative, got ", start);
+  check(num_block_ids >= 0 && num_block_ids <= std::numeric_limits<int32_t>::max(),
+        "num_block_ids must be in [0, 2**31), got ", num_block_ids);
   const int64_t room = num_block_ids * block_size;
   check(num_tokens <= room && start <= room - num_tokens, "block_ids must hold the blocks of ", num_tokens,
         " tokens from ", start, ", got room for ", room);

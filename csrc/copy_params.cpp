@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <limits>
 
+#include "check.h"
 #include "copy_blocks.h"
 
 namespace kvpage {
@@ -16,6 +18,9 @@ int64_t plan_vector_bytes(const CopyPlan& plan) {
 
 std::vector<CopyTile> split_for_launches(int64_t num_pieces, int64_t num_pairs, int64_t capacity) {
   constexpr int64_t kPiece = sizeof(Piece), kPair = sizeof(BlockPair);
+  check(num_pieces >= 0 && num_pairs >= 0 && num_pairs <= std::numeric_limits<int32_t>::max(),
+        "num_pieces and num_pairs must not be negative, nor 2**31 pairs or more, got ", num_pieces, " and ", num_pairs);
+  check(capacity >= 2 * (kPiece + kPair), "capacity must be at least ", 2 * (kPiece + kPair), " bytes, got ", capacity);
   // The pieces may take half of the room, and what the pairs leave of the other half.
   const int64_t piece_room = std::max(capacity / 2, capacity - num_pairs * kPair);
   const int64_t most_pieces = std::min(num_pieces, piece_room / kPiece);

@@ -137,6 +137,16 @@ bool are_same(const CacheView& a, const CacheView& b) {
   return std::equal(a.layers.begin(), a.layers.end(), b.layers.begin(), b.layers.end(), same);
 }
 
+void check_shape(const BlockShape& shape) {
+  check(shape.element_bytes > 0, "element_bytes must be positive, got ", shape.element_bytes);
+  int64_t bytes = shape.element_bytes;
+  for (const int64_t size : shape.sizes) {
+    check(size >= 0, "sizes must not be negative, got ", size);
+    check(!__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes), "a block must fit into memory, got sizes of ",
+          "2**63 bytes and more");
+  }
+}
+
 void check_layers(const BlockShape& shape, const CacheView& cache, const char* name) {
   check(cache.num_blocks >= 0 && cache.num_blocks <= std::numeric_limits<int32_t>::max(), name,
         " must have block ids of 31 bits, got ", cache.num_blocks, " blocks");
@@ -170,6 +180,7 @@ CopyGeometry::CopyGeometry(const BlockShape& shape, const CacheView& src, const 
         dst.layers.size());
   check(shape.block_dim >= 0 && shape.block_dim < static_cast<int>(shape.sizes.size()),
         "block_dim must be a dimension of ", shape.sizes.size(), ", got ", shape.block_dim);
+  check_shape(shape);
   check_layers(shape, src, "src");
   check_layers(shape, dst, "dst");
   for (size_t i = 0; i < src.layers.size(); ++i) add_layer(shape, src.layers[i], dst.layers[i], pieces_);
@@ -200,7 +211,8 @@ CopyPlan::CopyPlan(const CopyGeometry& geometry, const int64_t* pairs, int64_t n
 void CopyPlan::read_pairs(const int64_t* pairs, int64_t num_pairs) {
   const bool same = geometry_.same_memory();
   BlockSet named(geometry_.num_dst_blocks()), changed(same ? geometry_.num_dst_blocks() : 0);
-  pairs_.reserve(num_pairs);
+  check(num_pairs >= 0, "num_pairs must not be negative, got ", num_pairs);
+  pairs_.reserve(static_cast<size_t>(std::min(num_pairs, geometry_.num_dst_blocks())));
   for (int64_t row = 0; row < num_pairs; ++row) {
     const int64_t src_id = pairs[2 * row], dst_id = pairs[2 * row + 1];
     check_range(src_id, geometry_.num_src_blocks(), "source", row);

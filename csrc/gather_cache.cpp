@@ -45,6 +45,8 @@ void check_sequences(const GatherCache& args) {
 }  // namespace
 
 void gather_cache(const GatherCache& args) {
+  check_moves({args.parts, static_cast<size_t>(args.num_parts)}, args.num_heads, 0);
+  args.tables.check_sizes();
   check_sequences(args);
   // ends[i]: how many tokens the sequences up to i have together. Threads share the tokens, not the sequences.
   std::vector<int64_t> ends(static_cast<size_t>(args.tables.num_seqs));

@@ -54,6 +54,28 @@ void check_positions(const PagedAttention& args, int64_t seq, int64_t row) {
   }
 }
 
+void check_kinds(const PagedAttention& args) {
+  const auto query = static_cast<int>(args.query_type), cache = static_cast<int>(args.cache_type);
+  const auto codec = static_cast<int>(args.codec);
+  check(query >= 0 && query <= 2 && cache >= 0 && cache <= 2, "types must be 0, 1 or 2, got ", query, " and ", cache);
+  check(codec >= 0 && codec <= static_cast<int>(Codec::kInt8), "codec must be a Codec, got ", codec);
+  const int64_t bytes = args.codec != Codec::kBits ? 1 : cache == 0 ? 4 : 2;
+  for (const KVPart& part : {args.key_cache, args.value_cache}) {
+    check(part.element_bytes == bytes, "element_bytes must be ", bytes, " for this type, got ", part.element_bytes);
+    check(part.run_size > 0, "run_size must be positive, got ", part.run_size);
+    check(args.codec != Codec::kInt8 || part.scales, "int8 must have scales in its blocks, got none");
+  }
+}
+
+void check_sizes(const PagedAttention& args) {
+  check(args.num_kv_heads > 0 && args.group_size > 0 && args.key_size > 0 && args.value_size > 0,
+        "heads and their sizes must be positive, got ", args.num_kv_heads, " heads for ", args.group_size,
+        " each, sizes ", args.key_size, " and ", args.value_size);
+  check(args.window > 0, "window must be positive, got ", args.window);
+  args.tables.check_sizes();
+  check_kinds(args);
+}
+
 void check_sequences(const PagedAttention& args) {
   int64_t num_tokens = 0;
   for (int64_t seq = 0; seq < args.tables.num_seqs; ++seq) {
@@ -240,6 +262,7 @@ std::vector<std::string> attention_kernels() {
 
 void paged_attention(const PagedAttention& args) {
   const AttentionKernel& kernel = find_kernel(args.kernel);
+  check_sizes(args);
   check_sequences(args);
   const Sources sources(args);
   std::vector<AttentionTask> whole = whole_tasks(args, sources);

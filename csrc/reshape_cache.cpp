@@ -54,6 +54,8 @@ int64_t run_length(const ReshapeCache& args, int64_t token, int64_t end) {
 }  // namespace
 
 void reshape_and_cache(const ReshapeCache& args) {
+  check_moves({args.parts, static_cast<size_t>(args.num_parts)}, args.num_heads, args.num_tokens);
+  check_blocks_of_cache(args.num_blocks, args.block_size);
   check_slots(args);
   int64_t work = 0;
   for (int i = 0; i < args.num_parts; ++i) work += args.num_tokens * args.num_heads * args.parts[i].row_bytes();

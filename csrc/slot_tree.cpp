@@ -229,12 +229,15 @@ void SlotTree::tidy(SlotNode* node) noexcept {
 // --- holders ---
 
 SlotTree::Place SlotTree::find_locked(const TokenView& tokens, const SlotAllocator* allocator) {
+  if (allocator && !holders_.empty()) {
+    const int64_t last = holders_.rbegin()->first;
+    check(last < allocator->max_slots(), "allocator must have all slots that were inserted, got one of ",
+          allocator->max_slots(), " for slot ", last);
+  }
   for (;;) {
     const Place place = walk(tokens, true);
     if (!allocator || place.num_tokens == 0) return place;
     SlotHolder* holder = holder_below(place.node);
-    check(holder->slot < allocator->max_slots(), "allocator must have all slots that were inserted, got one of ",
-          allocator->max_slots(), " for slot ", holder->slot);
     if (allocator->version(holder->slot) == holder->version) return place;
     drop_holder(holder);
   }

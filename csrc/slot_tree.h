@@ -25,6 +25,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -127,7 +128,7 @@ class SlotTree {
   mutable std::mutex mutex_;
   SlotNode root_;
   std::unordered_map<ChildKey, std::unique_ptr<SlotNode>, ChildHash> nodes_;  // owns all but the root
-  std::unordered_map<int64_t, SlotHolder> holders_;                           // by slot
+  std::map<int64_t, SlotHolder> holders_;  // by slot; in order, so that the last one is known
   LinkedList<SlotNode, &SlotNode::ages> unpinned_;                            // oldest first
   int64_t num_tokens_ = 0;
 };

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "cache_view.h"
 #include "kv_part.h"
@@ -27,6 +28,11 @@ struct TokenMove {
 };
 
 inline bool is_one_run(const TokenMove& move) { return move.cache.run_size >= move.size; }
+
+// Throws InvalidArgument for what no cache is: heads of no elements, blocks without tokens or more of them than ids have
+// room for, unknown kinds, a codec for elements that it does not know. What an address leads to is the caller's word.
+void check_moves(std::span<const TokenMove> moves, int64_t num_heads, int64_t num_tokens);
+void check_blocks_of_cache(int64_t num_blocks, int64_t block_size);
 
 // Moves `count` tokens that follow each other in a block, from `offset` on, and whose rows follow each other from
 // `row` on (the first head's address). `streaming`: past the processor's cache, where runs are long; the caller fences.

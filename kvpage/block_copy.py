@@ -16,7 +16,7 @@ import torch
 
 from kvpage import _C, reference
 from kvpage.layout import CacheLayout, check_layout
-from kvpage.tensors import readable
+from kvpage.tensors import check_dense, readable, tensor_list
 
 HOST = -1
 MAX_GROUPS = 16
@@ -47,7 +47,7 @@ class BlockCopier:
         max_groups: int = MAX_GROUPS,
     ) -> None:
         check_layout(layout)
-        self._srcs, self._dsts, self._layout = list(srcs), list(dsts), layout
+        self._srcs, self._dsts, self._layout = tensor_list("src", srcs), tensor_list("dst", dsts), layout
         self._limits = kernel_max_bytes, max_groups
         self._layers: list[BlockCopier] | None = None
         if len(self._srcs) != len(self._dsts):
@@ -131,8 +131,7 @@ def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
 
 def check_block_mapping(block_mapping: torch.Tensor) -> None:
     """TypeError or ValueError unless it is an int64 tensor [num_pairs, 2] on the CPU."""
-    if not isinstance(block_mapping, torch.Tensor):
-        raise TypeError(f"block_mapping must be a torch.Tensor, got {type(block_mapping).__name__}")
+    check_dense("block_mapping", block_mapping)
     if block_mapping.dtype != torch.int64:
         raise ValueError(f"block_mapping.dtype must be torch.int64, got {block_mapping.dtype}")
     if block_mapping.device.type != "cpu":

@@ -30,7 +30,7 @@ from kvpage.block_stats import BlockStats
 from kvpage.block_table import BlockTables, Ids, Slots
 from kvpage.errors import OutOfBlocks
 from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import as_counts, as_positions, check_namespace
+from kvpage.sequence_args import as_counts, as_integer, as_list, as_positions, check_flag, check_namespace
 from kvpage.sequence_state import SequenceState, SwappedState
 from kvpage.tokens import Tokens, as_tokens
 
@@ -59,7 +59,9 @@ class BlockManager:
     pin_quota: how many blocks `pin` may keep.
 
     Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, TypeError, KeyError for an unknown
-    sequence) has changed nothing but how recently a cached prefix was used. Not thread-safe: one manager, one loop.
+    sequence) has changed nothing but how recently a cached prefix was used, and pins that ended: those that had their
+    time, and where blocks lack those that were in a request's way, though it did not fit after all. Not
+    thread-safe: one manager, one loop.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class BlockManager:
         rule: LoadOrCompute | None = None,
         pin_quota: int = 0,
     ) -> None:
+        check_flag("enable_prefix_caching", enable_prefix_caching)
+        check_flag("share_parts", share_parts)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.share_parts = share_parts and enable_prefix_caching
@@ -134,6 +138,7 @@ class BlockManager:
 
         A last block that a fork shares is replaced by a copy (copy-on-write) for all but its last holder.
         """
+        seq_ids = as_list("seq_ids", seq_ids)
         counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
         self._check_append(seq_ids, counts)
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
@@ -181,7 +186,7 @@ class BlockManager:
         self._check_new(new_seq_id)
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
-        num_tokens = seq.num_tokens if num_tokens is None else num_tokens
+        num_tokens = seq.num_tokens if num_tokens is None else as_integer("num_tokens", num_tokens)
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
@@ -237,7 +242,7 @@ class BlockManager:
 
         Their entries of the table stay and mean nothing. ValueError beyond what is committed.
         """
-        seq = self._sequences[seq_id]
+        seq, num_tokens = self._sequences[seq_id], as_integer("num_tokens", num_tokens)
         if not 0 <= num_tokens <= seq.num_written:
             raise ValueError(f"num_tokens must be in [0, {seq.num_written}] committed ones, got {num_tokens}")
         num_left = max(num_tokens // self.block_size - seq.match.num_blocks, seq.num_left)
@@ -335,7 +340,7 @@ class BlockManager:
         RuntimeError, as in slot_mappings, while there are moves that were not taken.
         """
         self._check_moved()
-        return self._tables.tables([self._sequences[seq_id].row for seq_id in seq_ids])
+        return self._tables.tables([self._sequences[seq_id].row for seq_id in as_list("seq_ids", seq_ids)])
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
         """The slots of the sequence's positions [start, end)."""
@@ -347,6 +352,7 @@ class BlockManager:
         RuntimeError while there are moves that were not taken: whoever wrote now would be overwritten by them.
         """
         self._check_moved()
+        seq_ids = as_list("seq_ids", seq_ids)
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         first, last = as_positions("starts", starts, len(seq_ids)), as_positions("ends", ends, len(seq_ids))
         for seq_id, seq, start, end in zip(seq_ids, sequences, first.tolist(), last.tolist(), strict=True):
@@ -375,7 +381,7 @@ class BlockManager:
         return seq_id in self._swapped
 
     def has_room(self, num_blocks: int) -> bool:
-        return num_blocks <= self.num_free_blocks
+        return as_integer("num_blocks", num_blocks) <= self.num_free_blocks
 
     def stats(self) -> BlockStats:
         space = self.space.stats()
@@ -399,6 +405,7 @@ class BlockManager:
 
     def _num_findable(self, max_cached_tokens: int | None) -> int | None:
         """How many of a sequence's tokens to look up: the last of them is left to compute. None: all."""
+        max_cached_tokens = None if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
         if max_cached_tokens is not None and max_cached_tokens < 0:
             raise ValueError(f"max_cached_tokens must not be negative, got {max_cached_tokens}")
         if not self.enable_prefix_caching:

@@ -79,6 +79,8 @@ class BlockSpace:
         rule: LoadOrCompute | None = None,
         pin_quota: int = 0,
     ) -> None:
+        if host_policy is not None and not isinstance(host_policy, HostPolicy):
+            raise TypeError(f"host_policy must be a HostPolicy, got {type(host_policy).__name__}")
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_host_blocks)
         self.tree = PrefixTree(self.pool, block_size, self.host_pool if num_host_blocks else None)
@@ -180,7 +182,7 @@ class BlockSpace:
         match = self._match_all(tokens, namespace)
         try:
             return self.pins.add(match, ttl)
-        except ValueError:
+        except BaseException:
             self.tree.release(match)
             raise
 

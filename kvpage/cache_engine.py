@@ -17,6 +17,7 @@ from kvpage.calibration import Calibration, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes, check_configs
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.sequence_args import check_flag
 from kvpage.token_args import check_scales
 from kvpage.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
 from kvpage.transfer_stream import TransferStream, open_stream
@@ -60,6 +61,8 @@ class CacheEngine:
         kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         check_configs(cache_config, model_config, parallel_config, device_config)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
         parallel_config = parallel_config or ParallelConfig()
         self.device = torch.device((device_config or DeviceConfig()).device)
         self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
@@ -173,6 +176,11 @@ class CacheEngine:
         on_done: OnDone | None,
         by_layer: bool,
     ) -> Transfer | None:
+        check_flag("non_blocking", non_blocking)
+        check_flag("by_layer", by_layer)
+        _check_pools(pools)
+        if on_done is not None and not callable(on_done):
+            raise TypeError(f"on_done must be callable, got {type(on_done).__name__}")
         if non_blocking:
             return self._start(mover, src_to_dst, pools, on_done, by_layer)
         if by_layer or on_done is not None or any(pool is not None for pool in pools):
@@ -218,3 +226,14 @@ class CacheEngine:
         """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
         check_configs(cache_config, model_config, parallel_config)
         return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())
+
+
+def _check_pools(pools: Pools) -> None:
+    """TypeError unless each is a BlockPool or None, ValueError unless they are two."""
+    if not isinstance(pools, (tuple, list)):
+        raise TypeError(f"pools must be a pair of BlockPools or None, got {type(pools).__name__}")
+    if len(pools) != 2:
+        raise ValueError(f"pools must be a pair, of the sources and of the destinations, got {len(pools)}")
+    for pool in pools:
+        if pool is not None and not isinstance(pool, _C.BlockPool):
+            raise TypeError(f"pools must be BlockPools or None, got {type(pool).__name__}")

@@ -15,8 +15,16 @@ from kvpage import _C, chunk_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import SCALE_BYTES, CacheLayout, check_layout
-from kvpage.tensors import check_plain, check_writable, readable
-from kvpage.token_args import check_cache, check_dtype, check_scales, check_tensor, integer, native_part, row_dtypes
+from kvpage.tensors import check_plain, check_writable, readable, tensor_list
+from kvpage.token_args import (
+    check_cache,
+    check_dtype,
+    check_given_scales,
+    check_tensor,
+    integer,
+    native_part,
+    row_dtypes,
+)
 
 FORMATS = ("vllm", "huggingface")
 
@@ -52,7 +60,7 @@ def store_chunk(
     reports it. The chunk must not share memory with the caches.
     """
     check_writable("chunk", chunk)
-    _move(caches, block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
+    _move(tensor_list("caches", caches), block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
 
 
 def load_chunk(
@@ -69,6 +77,7 @@ def load_chunk(
 
     ValueError, besides, for a block that is named twice among those that are written.
     """
+    caches = tensor_list("caches", caches)
     for layer, cache in enumerate(caches):
         check_writable(f"caches[{layer}]", cache)
     _move(caches, block_ids, readable("chunk", chunk), layout, start, fmt, scales, num_threads, to_chunk=False)
@@ -88,6 +97,7 @@ def _move(
     device, num_blocks = _check_caches(caches, layout, scales)
     rows = _by_token(chunk, fmt)
     start, num_tokens = integer("start", start), rows.shape[2]
+    num_threads = torch.get_num_threads() if num_threads is None else integer("num_threads", num_threads)
     _check_chunk(rows, caches, layout, device)
     _check_block_ids(block_ids, device, start, num_tokens, layout)
     if not to_chunk and block_ids.device.type == "cpu":
@@ -106,7 +116,7 @@ def _move(
         start,
         num_tokens,
         layout.num_kv_heads,
-        num_threads or torch.get_num_threads(),
+        num_threads,
     )
 
 
@@ -122,7 +132,8 @@ def _check_caches(
     for layer, cache in enumerate(caches):
         check_plain(f"caches[{layer}]", cache)
         check_cache(cache, layout)
-        check_scales(None if scales is None else scales[layer], cache, layout)
+        if scales is not None:
+            check_given_scales("scales", scales[layer], cache, layout)
     places = {(cache.device, layout.num_blocks(cache)) for cache in caches}
     if len(places) > 1:
         raise ValueError(f"caches must be on one device with as many blocks in each, got {sorted(map(str, places))}")

@@ -94,6 +94,8 @@ class ModelConfig:
         _require_int("num_kv_heads", self.num_kv_heads, minimum)
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if not isinstance(self.use_mla, bool):
+            raise ValueError(f"use_mla must be True or False, got {type(self.use_mla).__name__}")
         if self.use_mla and self.num_kv_heads > 1:
             raise ValueError(f"num_kv_heads must be 1 with use_mla, got {self.num_kv_heads}")
 

@@ -65,6 +65,8 @@ class CacheLayout:
     @classmethod
     def from_spec(cls, spec: str) -> "CacheLayout":
         """The layout whose `spec` this is. ValueError for what no layout has as its spec."""
+        if not isinstance(spec, str):
+            raise TypeError(f"spec must be a str, got {type(spec).__name__}")
         return _from_spec(spec)
 
     @property

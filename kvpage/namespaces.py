@@ -48,6 +48,11 @@ def namespace_of(salt: bytes = b"", lora: str = "", contents: Sequence[bytes] = 
     """
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
+    if not isinstance(lora, str):
+        raise TypeError(f"lora must be a str, got {type(lora).__name__}")
+    contents = list(contents)
+    if not all(isinstance(content, bytes) for content in contents):
+        raise TypeError(f"contents must be digests as bytes, got {contents!r}")
     if not salt and not lora and not contents:
         return b""
     parts = [salt, lora.encode(), *contents]
@@ -62,7 +67,9 @@ def keyed_tokens(tokens: Tokens, contents: Sequence[Content], salt: bytes = b"",
 
     ValueError for contents that overlap, are out of order or lie outside of the tokens, and for negative tokens.
     """
-    keyed = as_tokens(tokens).copy()
+    keyed, contents = as_tokens(tokens).copy(), list(contents)
+    if not all(isinstance(content, Content) for content in contents):
+        raise TypeError(f"contents must be of Content, got {', '.join(type(one).__name__ for one in contents)}")
     if len(keyed) and int(keyed.min()) < 0:
         raise ValueError(f"tokens must not be negative, got {int(keyed.min())}")
     end, short = 0, []

@@ -2,9 +2,12 @@
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvpage.tokens import as_array
 
 MAX_NAMESPACE_BYTES = 4096  # whole namespaces stand in every record of a store
 
@@ -15,6 +18,28 @@ def check_namespace(namespace: bytes) -> None:
         raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
     if len(namespace) > MAX_NAMESPACE_BYTES:
         raise ValueError(f"namespace must be at most {MAX_NAMESPACE_BYTES} bytes, got {len(namespace)}")
+
+
+def as_integer(name: str, value: int) -> int:
+    """`value` as an int. TypeError for a float, or what else is no integer."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from error
+
+
+def as_list(name: str, values: Iterable[Any]) -> list[Any]:
+    """TypeError for what cannot be gone through."""
+    try:
+        return list(values)
+    except (TypeError, RuntimeError) as error:  # torch's, of a tensor without rows
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__}") from error
+
+
+def check_flag(name: str, value: bool) -> None:
+    """TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
 def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int]:
@@ -29,7 +54,7 @@ def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int
 
 def as_positions(name: str, positions: Sequence[int], num_seqs: int) -> npt.NDArray[np.int64]:
     """One position a sequence. ValueError for another number of them, TypeError for what are no integers."""
-    array = np.asarray(positions)
+    array = as_array(positions, name)
     if array.shape != (num_seqs,):
         raise ValueError(f"{name} must have one entry for each of {num_seqs} sequences, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":  # numpy would round a float towards zero

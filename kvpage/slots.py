@@ -19,6 +19,8 @@ import torch
 
 from kvpage import _C
 from kvpage._C import SlotAllocator as SlotAllocator
+from kvpage.sequence_args import as_integer
+from kvpage.tensors import check_dense, check_writable, tensor_list
 from kvpage.tokens import Tokens
 
 HOST = -1
@@ -110,6 +112,7 @@ class PrefixCacheManager:
         """
         parts = _parts(kv_cache, n_layers)
         max_slots, max_len = parts[0].shape[:2]
+        target_slot = as_integer("target_slot", target_slot)
         if not 0 <= target_slot < max_slots:
             raise ValueError(f"target_slot must be between 0 and {max_slots - 1}, got {target_slot}")
         hit = self.find(token_ids, allocator)
@@ -159,12 +162,16 @@ class PrefixCacheManager:
 
 def _parts(kv_cache: torch.Tensor | Sequence[LayerKV], n_layers: int) -> list[torch.Tensor]:
     """The tensors [max_slots, max_len, ...] of the first n_layers layers, all of one shape, dtype and device."""
+    if isinstance(kv_cache, torch.Tensor):
+        check_dense("kv_cache", kv_cache)
+    n_layers = as_integer("n_layers", n_layers)
     if not 1 <= n_layers <= len(kv_cache):
         raise ValueError(f"n_layers must be between 1 and the cache's number of layers {len(kv_cache)}, got {n_layers}")
-    parts = [part for layer in kv_cache[:n_layers] for part in layer]
+    parts = [part for layer in kv_cache[:n_layers] for part in tensor_list("kv_cache", layer)]
     if not parts or parts[0].dim() < 2:
         raise ValueError("kv_cache must have tensors [max_slots, max_len, ...] in each layer")
     for part in parts:
+        check_writable("kv_cache", part)
         for name in ("shape", "dtype", "device"):
             first, other = getattr(parts[0], name), getattr(part, name)
             if first != other:

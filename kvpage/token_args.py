@@ -13,7 +13,7 @@ import torch
 from kvpage.kv_scales import FP8_DTYPES, KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout, check_layout
-from kvpage.tensors import check_writable
+from kvpage.tensors import check_dense, check_writable
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
@@ -114,17 +114,20 @@ def check_pair(name: str, key: object, value: object, has_values: bool) -> None:
 
 def check_scales(scales: KVScales | None, cache: torch.Tensor, layout: CacheLayout) -> None:
     """Only caches of 8-bit floats take scales, on their device, one for the tensor or one a head."""
-    if scales is None:
-        return
+    if scales is not None:
+        check_given_scales("scales", scales, cache, layout)
+
+
+def check_given_scales(what: str, scales: object, cache: torch.Tensor, layout: CacheLayout) -> None:
     if not isinstance(scales, KVScales):
-        raise TypeError(f"scales must be KVScales, got {type(scales).__name__}")
+        raise TypeError(f"{what} must be KVScales, got {type(scales).__name__}")
     if layout.dtype not in FP8_DTYPES:
-        raise ValueError(f"scales must be None for a cache of {layout.dtype}")
+        raise ValueError(f"{what} must be None for a cache of {layout.dtype}")
     for name, scale in (("key", scales.key), ("value", scales.value)):
         if scale.device != cache.device:
-            raise ValueError(f"scales.{name} must be on {cache.device}, got {scale.device}")
+            raise ValueError(f"{what}.{name} must be on {cache.device}, got {scale.device}")
         if len(scale) not in (1, layout.num_kv_heads):
-            raise ValueError(f"scales.{name} must have 1 or {layout.num_kv_heads} entries, got {len(scale)}")
+            raise ValueError(f"{what}.{name} must have 1 or {layout.num_kv_heads} entries, got {len(scale)}")
 
 
 def check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
@@ -151,6 +154,7 @@ def native_tables(
 def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
     """`lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for what are no integers."""
     if isinstance(lengths, torch.Tensor):
+        check_dense(name, lengths)
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:
             raise ValueError(
                 f"{name} must be one row of int32 or int64 on the host, "
@@ -172,6 +176,7 @@ def length_bound(name: str, bound: int | None, counts: list[int] | None, most: i
     largest = most if counts is None else max(counts, default=0)
     if bound is None:
         return largest
+    bound = integer(name, bound)
     least = 0 if counts is None else largest
     if bound < least:
         raise ValueError(f"{name} must be at least {least}, got {bound}")

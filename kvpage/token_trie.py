@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpage.sequence_args import as_integer
+from kvpage.tensors import check_dense
+
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
@@ -27,7 +30,8 @@ TOKEN_DIM = 3  # of K and V [num_layers, 2, heads, num_tokens, head_size]
 
 
 def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a contiguous copy if its storage holds more than its own elements."""
+    """`tensor`, or a contiguous copy if its storage holds more than its own elements. Raises as check_dense does."""
+    check_dense("a tensor", tensor)
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -43,6 +47,7 @@ class OutputCache:
 
     def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
         """`maxsize`: tensors kept; 0 keeps none. ValueError if negative."""
+        maxsize = as_integer("maxsize", maxsize)
         if maxsize < 0:
             raise ValueError(f"maxsize must not be negative, got {maxsize}")
         self.maxsize = maxsize
@@ -136,6 +141,10 @@ class TokenTrie:
         ValueError, with nothing added, if rows or indices do not reach from next_token_index to the end.
         """
         num_new = _num_new(next_token_index, token_ids)
+        check_dense("logits", logits)
+        if logits.device.type == "meta":
+            raise ValueError("logits must have numbers, got a tensor on meta")
+        base = as_integer("base", base)
         if num_new == 0:
             return self
         first = next_token_index - base
@@ -280,6 +289,10 @@ class DynamicTokenTrie(TokenTrie):
         self, token_id: int, logprobs: torch.Tensor | None = None, past_key_values: Any = None
     ) -> Self:
         """The child of `token_id`, made if it lacks, and touched; it gets what it does not have already."""
+        if logprobs is not None:
+            check_dense("logprobs", logprobs)
+        if isinstance(past_key_values, torch.Tensor):
+            check_dense("past_key_values", past_key_values)
         child = self.children.get(token_id)
         if child is None:
             child = self.children[token_id] = type(self)(self)
@@ -306,6 +319,9 @@ class DynamicTokenTrie(TokenTrie):
         ValueError, with nothing added, for an index beyond token_ids or a kv of another shape or number of tokens.
         """
         num_new = _num_new(next_token_index, token_ids)
+        for name, tensor in (("logprobs", logprobs), ("kv", kv)):
+            if tensor is not None:
+                check_dense(name, tensor)
         if kv is not None and (kv.dim() != 5 or kv.shape[TOKEN_DIM] != num_new):
             raise ValueError(
                 f"kv must be [num_layers, 2, heads, {num_new}, head_size] for {num_new} new tokens, "
@@ -338,6 +354,7 @@ class DynamicTokenTrie(TokenTrie):
         From a root it costs what it evicts, and once for each use before; from another node it looks at all nodes with
         K and V below that. ValueError if max_kv is negative.
         """
+        max_kv = as_integer("max_kv", max_kv)
         if max_kv < 0:
             raise ValueError(f"max_kv must not be negative, got {max_kv}")
         if self.parent is None:
@@ -435,6 +452,8 @@ class DynamicTokenTrie(TokenTrie):
 
 
 def _num_new(next_token_index: int, token_ids: Sequence[int]) -> int:
+    next_token_index = as_integer("next_token_index", next_token_index)
+    set(token_ids)  # TypeError for what no node can be found by
     if not 0 <= next_token_index <= len(token_ids):
         raise ValueError(f"next_token_index must be between 0 and {len(token_ids)}, got {next_token_index}")
     return len(token_ids) - next_token_index

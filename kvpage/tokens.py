@@ -10,12 +10,20 @@ Tokens = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | Any
 """A list, or anything numpy reads as a one-dimensional integer array: numpy, array.array, a torch CPU tensor."""
 
 
+def as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    """`values` as numpy reads them. ValueError where it cannot, as of a tensor on a device or with a gradient."""
+    try:
+        return np.asarray(values)
+    except RuntimeError as error:  # torch's, which has many reasons
+        raise ValueError(f"{name} must be readable as an array: {error}") from error
+
+
 def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
     """`tokens` as a contiguous int32 array; the same memory if it is one already.
 
     ValueError if it is not one-dimensional, not of integers, or holds an id that does not fit into 32 bits.
     """
-    array = np.asarray(tokens)
+    array = as_array(tokens, name)
     if array.dtype == np.int32 and array.ndim == 1:
         return np.ascontiguousarray(array)
     if array.ndim != 1:

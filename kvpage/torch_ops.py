@@ -19,6 +19,7 @@ from kvpage import chunk_ops, token_ops
 from kvpage.block_copy import BlockCopier
 from kvpage.kv_scales import KVScales
 from kvpage.layout import CacheLayout
+from kvpage.tensors import check_dense
 from kvpage.token_args import Lengths, row_dtypes
 
 _library = torch.library.Library("kvpage", "DEF")
@@ -104,6 +105,7 @@ def _paged_attention(
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> None:
+    check_dense("out", out)
     token_ops.paged_attention(
         query,
         cache,
@@ -175,11 +177,17 @@ def _load_chunk(
 
 
 def _scales(key: torch.Tensor | None, value: torch.Tensor | None) -> KVScales | None:
-    """Those of a KVScales that was checked when it was made."""
+    """Whose values were looked at when a KVScales was made of them; both or none."""
+    if (key is None) != (value is None):
+        raise ValueError(f"key_scale and value_scale must both be given, or none, got {type(key)} and {type(value)}")
     return None if key is None or value is None else KVScales.unchecked(key, value)
 
 
 def _layer_scales(keys: list[torch.Tensor] | None, values: list[torch.Tensor] | None) -> list[KVScales] | None:
+    if (keys is None) != (values is None):
+        raise ValueError(
+            f"key_scales and value_scales must both be given, or none, got {type(keys)} and {type(values)}"
+        )
     if keys is None or values is None:
         return None
     return [KVScales.unchecked(key, value) for key, value in zip(keys, values, strict=True)]

@@ -1,9 +1,11 @@
 """UserPins: cached prefixes that a user wants to keep: within a quota, for a time, and never at a request's cost."""
 
+import numbers
 import time
 from collections.abc import Callable
 
 from kvpage._C import Match, PrefixTree
+from kvpage.sequence_args import as_integer
 
 
 class UserPins:
@@ -33,6 +35,8 @@ class UserPins:
         """Takes the match over; returns a handle. ValueError, and the match stays the caller's, if it exceeds the quota
         or `ttl` (seconds) is not positive.
         """
+        if ttl is not None and not isinstance(ttl, numbers.Real):
+            raise TypeError(f"ttl must be a number of seconds or None, got {type(ttl).__name__}")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be positive, got {ttl!r}")
         self.expire()
@@ -45,7 +49,7 @@ class UserPins:
 
     def remove(self, handle: int) -> None:
         """Unpins. A handle whose pin has ended already is nothing to complain about; an unknown one is a KeyError."""
-        if not 1 <= handle <= self._num_handles:
+        if not 1 <= as_integer("handle", handle) <= self._num_handles:
             raise KeyError(handle)
         if handle in self._pins:
             self._tree.release(self._pins.pop(handle)[0])

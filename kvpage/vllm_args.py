@@ -1,5 +1,6 @@
 """The arguments of vllm_ops: checked, and as the operations of kvpage take them."""
 
+import numbers
 from functools import lru_cache
 
 import torch
@@ -8,6 +9,7 @@ from kvpage import token_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
+from kvpage.tensors import check_dense, check_plain
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -17,7 +19,22 @@ KV_CACHE_DTYPES = {
 }
 
 
+def check_tensors(**tensors: torch.Tensor | None) -> None:
+    """TypeError unless they are tensors (seq_starts may be None); ValueError unless their elements lie in memory."""
+    for name, tensor in tensors.items():
+        if tensor is not None or name != "seq_starts":
+            check_reachable(name, tensor)
+
+
+def check_reachable(name: str, tensor: torch.Tensor | None) -> None:
+    check_dense(name, tensor)
+    if tensor is not None and tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
+
+
 def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
+    if not isinstance(kv_cache_dtype, str):
+        raise TypeError(f"{name} must be a str, got {type(kv_cache_dtype).__name__}")
     dtype = KV_CACHE_DTYPES.get(kv_cache_dtype)
     if dtype is None:
         known = ", ".join(known for known, dtype in KV_CACHE_DTYPES.items() if dtype is not None)
@@ -27,7 +44,8 @@ def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
 
 def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
     """The cache as what kv_cache_dtype says it holds."""
-    if kv_cache_dtype == "auto":
+    check_plain("a cache", cache)
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto":
         return cache
     dtype = fp8_dtype("kv_cache_dtype", kv_cache_dtype)
     if cache.dtype not in (torch.uint8, dtype):
@@ -40,6 +58,11 @@ def scales_of(
 ) -> KVScales | None:
     if kv_cache_dtype == "auto":
         return None
+    for name, scale in (("k_scale", key), ("v_scale", value)):
+        if isinstance(scale, torch.Tensor):
+            check_reachable(name, scale)
+        elif not isinstance(scale, numbers.Real):
+            raise TypeError(f"{name} must be a tensor or a number, got {type(scale).__name__}")
     rows = [torch.as_tensor(scale, dtype=torch.float32, device=cache.device).reshape(-1) for scale in (key, value)]
     # On a device, looking at the values would wait for it.
     return KVScales.unchecked(*rows) if cache.is_cuda else KVScales(*rows)

@@ -30,12 +30,15 @@ from kvpage.block_copy import BlockCopier
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.registered_memory import RegisteredMemory
+from kvpage.sequence_args import as_integer
+from kvpage.tensors import check_plain, check_writable, tensor_list
 from kvpage.view_layout import layout_of
 from kvpage.vllm_args import (
     blocks_of,
     byte_layout,
     check_rows,
     check_same_dtype,
+    check_tensors,
     consecutive_blocks,
     fp8_dtype,
     latent_view,
@@ -67,6 +70,7 @@ def reshape_and_cache(
 
     slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1.
     """
+    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     keys, values = (stored(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
     if keys.dim() != 5 or values.dim() != 4:
         raise ValueError(
@@ -92,6 +96,7 @@ def reshape_and_cache_flash(
 
     slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1.
     """
+    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     keys, values = (stored(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
     for name, cache in (("key_cache", keys), ("value_cache", values)):
         if cache.dim() != 4:
@@ -112,6 +117,7 @@ def concat_and_cache_mla(
 
     kv_cache: [num_blocks, block_size, kv_lora_rank + rope size].
     """
+    check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     view = latent_view("kv_cache", stored(kv_cache, kv_cache_dtype))
     k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
     for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
@@ -144,6 +150,15 @@ def gather_and_maybe_dequant_cache(
     to gather, anywhere in a block; default 0. What cu_seq_lens and token_to_seq hold on a CUDA device is not checked
     here: nobody waits for it.
     """
+    check_tensors(
+        src_cache=src_cache,
+        dst=dst,
+        block_table=block_table,
+        cu_seq_lens=cu_seq_lens,
+        token_to_seq=token_to_seq,
+        seq_starts=seq_starts,
+    )
+    num_tokens = as_integer("num_tokens", num_tokens)
     lengths = lengths_of(cu_seq_lens, block_table, num_tokens)
     if token_to_seq.dim() != 1 or len(token_to_seq) < num_tokens:
         raise ValueError(f"token_to_seq must name {num_tokens} sequences, got shape {tuple(token_to_seq.shape)}")
@@ -166,6 +181,8 @@ def cp_gather_cache(
 
     Arguments as of gather_and_maybe_dequant_cache; rows of dst past the sequences stay.
     """
+    check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens, seq_starts=seq_starts)
+    batch_size = as_integer("batch_size", batch_size)
     if not 0 <= batch_size <= len(block_table) or len(cu_seq_lens) <= batch_size:
         raise ValueError(
             f"batch_size must be at most the sequences of block_table and of cu_seq_lens, got {batch_size} for "
@@ -181,6 +198,8 @@ def cp_gather_cache(
 
 def convert_fp8(output: torch.Tensor, input: torch.Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
     """Quantises floats `input` into `output` of uint8 (or the 8-bit float), or reads such an `input` back as floats."""
+    check_tensors(output=output, input=input)
+    check_writable("output", output)
     dtype = fp8_dtype("kv_dtype", kv_dtype)
     if output.shape != input.shape or output.device != input.device:
         raise ValueError(
@@ -213,6 +232,7 @@ def swap_blocks(
     Without (0.9.2's form, where block_mapping is the third argument), a block is src[0], and strides are looked at.
     Both may be on the CPU. Order, errors and what must stay alive: see kvpage.block_copy.BlockCopier.
     """
+    check_tensors(src=src, dst=dst)
     if isinstance(block_size_in_bytes, torch.Tensor) and block_mapping is None:
         block_size_in_bytes, block_mapping = None, block_size_in_bytes
     if block_mapping is None:
@@ -235,6 +255,7 @@ def swap_blocks_batch(
     """
     arrays: list[np.ndarray] = []
     for name, tensor in (("src_ptrs", src_ptrs), ("dst_ptrs", dst_ptrs), ("sizes", sizes)):
+        check_plain(name, tensor)
         if tensor.dtype not in (torch.int64, torch.uint64) or tensor.device.type != "cpu" or tensor.dim() != 1:
             raise ValueError(
                 f"{name} must be one row of int64 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} "
@@ -254,6 +275,7 @@ def copy_blocks(
     key_caches, value_caches: one tensor a layer, [num_blocks, ...], each block dense. block_mapping: int64 [num_pairs,
     2]; one on a device is waited for.
     """
+    key_caches, value_caches = tensor_list("key_caches", key_caches), tensor_list("value_caches", value_caches)
     if len(key_caches) != len(value_caches):
         raise ValueError(f"key_caches and value_caches must be as many, got {len(key_caches)} and {len(value_caches)}")
     copy_blocks_mla([*key_caches, *value_caches], block_mapping)
@@ -261,6 +283,8 @@ def copy_blocks(
 
 def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor) -> None:
     """`copy_blocks` for caches that have no value part."""
+    kv_caches = tensor_list("kv_caches", kv_caches)
+    check_tensors(block_mapping=block_mapping)
     if not kv_caches:
         return
     blocks = [blocks_of("kv_caches", cache) for cache in kv_caches]

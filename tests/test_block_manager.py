@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from slot_memory import SlotMemory
 
 from kvpage import OutOfBlocks
@@ -428,3 +429,11 @@ def test_bad_calls_raise_and_change_nothing(case):
         call(manager)
     assert (manager.stats(), manager.block_ids(0).tolist(), manager.slot_mapping(0, 0, B + 1).tolist()) == before
     manager.check()
+
+
+@pytest.mark.parametrize("ttl", ["1", [1.0], torch.tensor([1.0, 2.0])])
+def test_a_pin_with_a_ttl_that_is_no_number_leaves_no_match(ttl):
+    manager = BlockManager(8, 4, pin_quota=4)
+    with pytest.raises(TypeError, match="ttl must be a number"):
+        manager.space.pin([1, 2, 3, 4], ttl=ttl)
+    assert manager.tree.num_matches == 0 and len(manager.space.pins) == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_calls import INTERPRETED, device_of, gather, reshape
 
-from kvpage import CacheLayout, ops, reference, register_backend, token_ops_cuda
+from kvpage import _C, CacheLayout, ops, reference, register_backend, token_ops_cuda
 from kvpage.backends import _backends
 
 BLOCK = 4
@@ -597,3 +597,29 @@ def test_a_cache_that_is_nowhere_is_refused():
 def test_check_device_takes_a_cuda_device():
     with pytest.raises(ValueError, match="must be a CUDA device, got cpu"):
         ops.check_device("cpu")
+
+
+@pytest.mark.parametrize(
+    "index, wrong", [(2, -1), (2, -(2**63)), (3, 0), (3, -1), (4, -1), (4, 2**31), (5, 0), (5, -1)]
+)
+def test_native_counts_are_checked(index, wrong):
+    rows = torch.zeros(1, 1, 4)
+    slots = torch.tensor([0])
+    part = (rows.data_ptr(), 16, 16, 16, 16, 4, 4, 0, 0, 0, 0, rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0)
+    args = [[part], slots.data_ptr(), 1, 1, 1, 1, 1]
+    _C.reshape_and_cache(*args)
+    args[index] = wrong
+    with pytest.raises(ValueError, match="num_|block_size"):
+        _C.reshape_and_cache(*args)
+
+
+@pytest.mark.parametrize(
+    "place, wrong", [(5, 0), (5, -1), (6, 0), (6, 3), (14, 4), (14, -1), (15, 1), (15, 9), (16, 0)]
+)
+def test_native_parts_are_checked(place, wrong):
+    """A run of no elements never ended; an unknown kind read past a table."""
+    rows, slots = torch.zeros(1, 1, 4), torch.tensor([0])
+    part = [rows.data_ptr(), 16, 16, 16, 16, 4, 4, 0, 0, 0, 0, rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0]
+    part[place] = wrong
+    with pytest.raises(ValueError, match="must be"):
+        _C.reshape_and_cache([tuple(part)], slots.data_ptr(), 1, 1, 1, 1, 1)

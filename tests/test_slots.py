@@ -461,7 +461,7 @@ COPY_REFUSED = [
     (3, lambda: [*pairs("cpu")[:2], pairs("meta")[0]], 3, "kv_cache must be of one device"),
     (3, lambda: [()], 1, "must have tensors"),
     (3, lambda: torch.zeros(3, 2), 3, "must have tensors"),
-    (3, lambda: torch.zeros(3, 2, 4, 1).expand(3, 2, 4, 6), 3, "overlap"),
+    (3, lambda: torch.zeros(3, 2, 4, 1).expand(3, 2, 4, 6), 3, "memory for each"),
 ]
 
 
@@ -476,3 +476,24 @@ def test_copy_kv_refuses_and_writes_nothing(target, kind, n_layers, message):
         cache.copy_kv([1, 2, 3], target, kv_cache, n_layers)
     assert all(map(torch.equal, bits(parts), before))
     assert cache.find([1, 2, 3]) == (3, 1, 1)
+
+
+def test_an_allocator_without_all_slots_changes_nothing():
+    allocator, cache = SlotAllocator(2), PrefixCacheManager(100)
+    slot = allocator.alloc()
+    cache.insert([1, 2, 3], slot, allocator.version(slot) - 1)  # stale: `find` would forget it
+    cache.insert([1, 2], 7, 0)
+    before = cache.num_slots, cache.num_nodes, cache.num_tokens
+    for call in (cache.find, cache.pin):
+        with pytest.raises(ValueError, match="allocator must have all slots"):
+            call([1, 2, 3, 4], allocator)
+        assert (cache.num_slots, cache.num_nodes, cache.num_tokens) == before
+    assert cache.find([1, 2, 3, 4]) == (3, slot, 0)
+    cache.check()
+
+
+def test_copy_takes_tensors_only():
+    cache = PrefixCacheManager(100)
+    for kv_cache in (np.zeros((1, 2, 3, 4)), [None], [[torch.zeros(3, 4), None]], torch.zeros(1, 2, 3, 4).to_sparse()):
+        with pytest.raises((TypeError, ValueError)):
+            cache.copy_kv([1], 0, kv_cache, 1)

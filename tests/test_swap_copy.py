@@ -391,3 +391,20 @@ def test_gpu_bad_mappings_change_nothing():
             ops.copy_blocks(dsts, mapping, LAYOUT)
     torch.cuda.synchronize()
     assert_same_bits(dsts, before)
+
+
+@pytest.mark.parametrize("side", ["src", "dst", "block_mapping"])
+@pytest.mark.parametrize("kind", ["without memory", "sparse", "nested"])
+def test_a_tensor_without_elements_in_memory_is_refused(side, kind):
+    layout = CacheLayout(4, 2, 8, torch.float32)
+    src, dst = (layout.allocate(3, 1, torch.device("cpu"))[0] for _ in range(2))
+    given = {"src": src, "dst": dst.fill_(7), "block_mapping": torch.tensor([[0, 1]])}
+    bad = given[side].clone()
+    if kind == "without memory":
+        bad.untyped_storage().resize_(0)
+    given[side] = {"sparse": bad.to_sparse, "nested": lambda: torch.nested.nested_tensor([bad, bad])}.get(
+        kind, lambda: bad
+    )()
+    with pytest.raises(ValueError, match="must have memory|tensor with strides"):
+        ops.swap_blocks(**given, layout=layout)
+    assert side == "dst" or bool((dst == 7).all())

@@ -396,3 +396,14 @@ def test_a_swap_is_not_captured():
         ops.swap_blocks(src, dst, PAIRS, layout)
     torch.cuda.synchronize()
     assert torch.equal(dst, before)
+
+
+def test_one_scale_without_the_other_is_refused():
+    """It was taken for none, and blocks were written with scales of 1."""
+    layout = CacheLayout(4, 1, 8, torch.float8_e4m3fn)
+    cache = layout.allocate(2, 1, torch.device("cpu"))[0]
+    rows, before = torch.ones(1, 1, 8), cache.view(torch.uint8).clone()
+    for scales in ((torch.ones(1), None), (None, torch.ones(1)), (torch.ones(1).double(), torch.ones(1))):
+        with pytest.raises(ValueError, match="must both be given|must be one row of fp32"):
+            torch.ops.kvpage.reshape_and_cache(rows, rows, cache, torch.tensor([0]), layout.spec, *scales)
+    assert torch.equal(cache.view(torch.uint8), before)

@@ -247,7 +247,7 @@ def test_bad_calls_change_nothing(stream):
         ({"non_blocking": False}, "pools, on_done and by_layer need non_blocking=True"),
         ({"non_blocking": False, "pools": (None, None), "by_layer": True}, "need non_blocking=True"),
         ({"non_blocking": False, "pools": (None, None), "on_done": print}, "need non_blocking=True"),
-        ({"pools": (gpu, cpu, cpu)}, "zip"),
+        ({"pools": (gpu, cpu, cpu)}, "pools must be a pair"),
     ]
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):

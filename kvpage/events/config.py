@@ -39,6 +39,10 @@ class EventConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name in ("endpoint", "replay_endpoint", "topic"):
+            text = getattr(self, name)
+            if not isinstance(text, str) and not (text is None and name == "replay_endpoint"):
+                raise TypeError(f"{name} must be a str, got {type(text).__name__}")
         if "://" not in self.endpoint:
             raise ValueError(f"endpoint must name a transport, as in tcp://127.0.0.1:5557, got {self.endpoint!r}")
         if self.replay_endpoint is not None and "://" not in self.replay_endpoint:

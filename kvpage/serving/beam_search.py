@@ -9,6 +9,7 @@ A beam that goes on more than once is forked, one that does not is released; not
 filled block of each fork.
 """
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -56,6 +57,8 @@ class BeamSearchParams:
             raise ValueError(
                 f"num_return_sequences must be at most num_beams={self.num_beams}, got {self.num_return_sequences}"
             )
+        if not isinstance(self.length_penalty, numbers.Real):
+            raise ValueError(f"length_penalty must be a number, got {type(self.length_penalty).__name__}")
         if not -float("inf") < self.length_penalty < float("inf"):
             raise ValueError(f"length_penalty must be finite, got {self.length_penalty!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):

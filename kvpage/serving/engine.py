@@ -29,7 +29,7 @@ from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.own_process import OwnProcess
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import as_integer, as_list, check_namespace
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blend_pass import BlendPass
@@ -334,6 +334,7 @@ class Engine:
         the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
         prompt, before a step.
         """
+        prompts = as_list("prompts", prompts)
         each = params_of_each(params, len(prompts))
         arguments = [(tokens, one, b"", blend, None) for tokens, one in zip(prompts, each, strict=True)]
         return self._generate(arguments, progress)
@@ -343,6 +344,8 @@ class Engine:
         arguments: Sequence[tuple[Tokens, SamplingParams, bytes, bool, Sequence[int] | None]],
         progress: Callable[[int], object] | None,
     ) -> list[RequestOutput]:
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be callable, got {type(progress).__name__}")
         sink: deque[StepOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
         requests: list[Request] = []
@@ -405,6 +408,10 @@ class Engine:
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """ValueError if so many would be more than the model takes."""
+        num_prompt_tokens, max_tokens = (
+            as_integer("num_prompt_tokens", num_prompt_tokens),
+            as_integer("max_tokens", max_tokens),
+        )
         if num_prompt_tokens + max_tokens > self.max_model_len:
             raise ValueError(
                 f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "

@@ -1,5 +1,6 @@
 """SamplingParams: how the tokens of one request are chosen, and when it ends."""
 
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not is_int(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a positive integer, got {self.max_tokens!r}")
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise ValueError(f"{name} must be a number, got {type(getattr(self, name)).__name__}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
         if not is_int(self.top_k) or self.top_k < 0:

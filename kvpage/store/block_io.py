@@ -20,6 +20,8 @@ from kvpage.layout import SCALE_BYTES
 from kvpage.store.keys import KVStoreMetadata, scales_digest
 from kvpage.store.record import Shape
 from kvpage.store.stretches import address_of, digests_of
+from kvpage.tensors import check_plain
+from kvpage.tokens import as_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
@@ -29,6 +31,8 @@ def metadata_of(
     engine: "CacheEngine", model_name: str, world_size: int = 1, worker_id: int = 0, fmt: str = "vllm"
 ) -> KVStoreMetadata:
     """What a store of the engine's blocks has to be told: their dtype, what their rows look like, and their scales."""
+    if not hasattr(engine, "gpu_cache"):
+        raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
     layout = engine.layout
     return KVStoreMetadata(
         model_name, world_size, worker_id, fmt, layout.dtype, _row_layout(engine), scales_digest(engine.kv_scales)
@@ -37,6 +41,14 @@ def metadata_of(
 
 RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
 MAX_PLANS = 64
+
+
+def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+    """int32 on the CPU. ValueError for what are no integers of 32 bits: another block would be meant."""
+    if isinstance(block_table, torch.Tensor):
+        check_plain("block_table", block_table)
+        block_table = block_table.cpu() if block_table.is_cuda else block_table
+    return torch.from_numpy(as_tokens(block_table, "block_table").copy())
 
 
 class ChunkPlans:
@@ -77,8 +89,7 @@ class BlockChunks:
                     f"{name} of the store must be the engine's, {getattr(expected, name)!r}, "
                     f"got {getattr(metadata, name)!r}; kvpage.store.metadata_of tells it"
                 )
-        ids = block_table if isinstance(block_table, torch.Tensor) else torch.from_numpy(np.asarray(block_table))
-        self.ids = ids.cpu().to(torch.int32).contiguous()
+        self.ids = _block_ids(block_table)
         self.engine, self.fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
@@ -89,16 +100,14 @@ class BlockChunks:
         return len(self.ids) * self.engine.layout.block_size
 
     def check_room(self, num_tokens: int) -> None:
-        """ValueError if so many tokens need more blocks."""
+        """ValueError if so many tokens need more blocks, or one that the engine has not."""
         if num_tokens > self.num_tokens:
             raise ValueError(f"block_table must have room for {num_tokens} tokens, got {self.num_tokens}")
+        self._check_there(0, num_tokens)
 
     def check_writable(self, begin: int, end: int) -> None:
         """ValueError unless the tokens [begin, end) lie in blocks that are there, each named once."""
-        size, num_blocks = self.engine.layout.block_size, self.engine.layout.num_blocks(self.engine.gpu_cache[0])
-        ids = self.ids[begin // size : -(-end // size)]
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
-            raise ValueError(f"block_table must be in [0, {num_blocks}), got {int(ids.min())} to {int(ids.max())}")
+        ids = self._check_there(begin, end)
         if len(ids.unique()) < len(ids):
             raise ValueError("block_table must name a block once where it is written, got one twice")
 
@@ -125,6 +134,14 @@ class BlockChunks:
             torch.cuda.current_stream(self.engine.device).synchronize()
 
     # --- inside ---
+
+    def _check_there(self, begin: int, end: int) -> torch.Tensor:
+        """The ids of the blocks of the tokens [begin, end). ValueError for one that the engine has not."""
+        size, num_blocks = self.engine.layout.block_size, self.engine.layout.num_blocks(self.engine.gpu_cache[0])
+        ids = self.ids[begin // size : -(-end // size)]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+            raise ValueError(f"block_table must be in [0, {num_blocks}), got {int(ids.min())} to {int(ids.max())}")
+        return ids
 
     def _make_plan(self, num_tokens: int) -> _C.ChunkPlan:
         layout, caches, shape = self.engine.layout, self.engine.gpu_cache, self.shape(num_tokens)

@@ -43,6 +43,8 @@ class TierURL:
     @classmethod
     def parse(cls, url: str) -> "TierURL":
         """ValueError for what is no URL, and for an option that is given twice."""
+        if not isinstance(url, str):
+            raise TypeError(f"a tier must be a URL as text, got {type(url).__name__}")
         parts = urlsplit(url)
         if not parts.scheme:
             raise ValueError(f"a tier must be a URL such as memory://?size=8GiB, got {url!r}")
@@ -94,12 +96,16 @@ class KVStoreConfig:
         object.__setattr__(self, "tiers", tiers)
         if not isinstance(self.save_decode_cache, bool):
             raise ValueError(f"save_decode_cache must be True or False, got {self.save_decode_cache!r}")
+        if self.deadline is not None and not isinstance(self.deadline, (int, float)):
+            raise ValueError(f"deadline must be positive seconds or None, got {type(self.deadline).__name__}")
         if self.deadline is not None and not 0 < self.deadline < float("inf"):
             raise ValueError(f"deadline must be positive seconds or None, got {self.deadline!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KVStoreConfig":
         """ValueError for a key that is none of the fields."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values must be a mapping, got {type(values).__name__}")
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -125,6 +131,11 @@ class KVStoreConfig:
         are no field's name raise ValueError, but for KVPAGE_CUDA, which is the build's.
         """
         environ = os.environ if environ is None else environ
+        if not isinstance(environ, Mapping):
+            raise TypeError(f"environ must be a mapping, got {type(environ).__name__}")
+        for name, value in environ.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"environ must be of text, got {type(value).__name__} for {name!r}")
         given = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()

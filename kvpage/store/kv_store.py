@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.own_process import OwnProcess
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import check_flag, check_namespace
 from kvpage.store.block_io import BlockChunk, BlockChunks, ChunkPlans
 from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
 from kvpage.store.config import KVStoreConfig
@@ -40,7 +40,8 @@ from kvpage.store.record import CorruptRecord, Shape, UnreadableRecord
 from kvpage.store.tier import Key, Reader, Tier, TierStats
 from kvpage.store.tier_stack import TierStack, num_leading
 from kvpage.store.tiers import Placed, place_tiers
-from kvpage.tokens import Tokens, as_tokens
+from kvpage.tensors import check_plain
+from kvpage.tokens import Tokens, as_array, as_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
@@ -138,6 +139,8 @@ class KVStore:
         ValueError or TypeError for what does not fit together, before anything is written.
         """
         array, fmt = self._checked(tokens, namespace), self.metadata.fmt
+        check_flag("skip_existing", skip_existing)
+        check_flag("blocking", blocking)
         num_skipped = _num_leading_false("kv_tensors_mask", kv_tensors_mask, len(array))
         if num_skipped % self.config.chunk_size:
             raise ValueError(
@@ -202,6 +205,7 @@ class KVStore:
         if the blocks are not those that the metadata tells of, or too few.
         """
         array = self._checked(tokens, namespace)
+        check_flag("skip_existing", skip_existing)
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
         blocks.check_room(len(array))
         self._put(array, 0, blocks.chunk, skip_existing, namespace)
@@ -458,7 +462,10 @@ def _num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num
     """Of a mask that is False, then True to its end. ValueError for any other."""
     if mask is None:
         return 0
-    array = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
+    if isinstance(mask, torch.Tensor):
+        check_plain(name, mask)
+        mask = mask.cpu() if mask.is_cuda else mask
+    array = as_array(mask, name)
     if array.shape != (num_tokens,) or array.dtype.kind not in "biu":
         raise ValueError(f"{name} must be {num_tokens} bools, got {array.dtype} {list(array.shape)}")
     flags = array.astype(bool)

@@ -13,6 +13,7 @@ import torch
 
 from kvpage.store.record import Shape
 from kvpage.store.stretches import digests_of
+from kvpage.tensors import check_plain
 
 KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
 Parts = list[list[torch.Tensor]]
@@ -27,6 +28,7 @@ def token_dim(fmt: str) -> int:
 def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
     """ValueError or TypeError for what is neither, and unless all parts have one shape and the dtype."""
     if isinstance(kv_tensors, torch.Tensor):
+        check_plain("kv_tensors", kv_tensors)
         if kv_tensors.dim() != 5:
             raise ValueError(f"kv_tensors must have 5 dimensions as one tensor, got shape {list(kv_tensors.shape)}")
         parts = [list(layer) for layer in kv_tensors]
@@ -38,6 +40,9 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
     for part in flat:
         if not isinstance(part, torch.Tensor):
             raise TypeError(f"kv_tensors must be of tensors, got {type(part).__name__}")
+        check_plain("kv_tensors", part)
+        if part.device.type == "meta":
+            raise ValueError("kv_tensors must have memory, got a tensor on meta")
     first = flat[0]
     if first.dim() != 3 or any(part.shape != first.shape for part in flat) or len({len(layer) for layer in parts}) > 1:
         shapes = sorted({tuple(part.shape) for part in flat})

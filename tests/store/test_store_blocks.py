@@ -143,3 +143,17 @@ def test_a_plan_refuses_what_does_not_fit_and_writes_nothing() -> None:
         with pytest.raises(ValueError, match=f"tokens must be in .0, {C}., got {first_token} to {last_token}"):
             plan.load(place(0), 0, at, size, first_token, last_token)
     assert all(map(torch.equal, all_bytes(engine), before)) and bool((payload == 7).all())
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 2**32 + 3], [0, 1, 2, -1], [0, 1, 2, 24], [0.5, 1.0, 2.0, 3.0]])
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_ids_of_no_block_are_refused_before_anything_is_stored_or_loaded(ids, make):
+    """An id of 64 bits was cut to 32, so that another block was stored; a bad one in chunk 2 left chunk 1."""
+    engine = make_engine()
+    store, tokens = make_store(engine), TOKENS[:16]
+    before = [cache.clone().view(torch.uint8) for cache in engine.gpu_cache]
+    for call in (store.store_blocks, store.load_blocks):
+        with pytest.raises(ValueError, match="block_table must"):
+            call(tokens, engine, make(ids))
+        assert store.lookup(tokens) == 0
+    assert all(torch.equal(old, now.view(torch.uint8)) for old, now in zip(before, engine.gpu_cache, strict=True))

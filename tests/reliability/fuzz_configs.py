@@ -1,0 +1,131 @@
+"""Configurations, parameters, keys and URLs: what validates itself, and token tries."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fuzz_case import Case
+
+from kvpage import CacheConfig, CacheLayout, DeviceConfig, KVScales, ModelConfig, ParallelConfig
+from kvpage.events import EventConfig
+from kvpage.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.serving import BeamSearchParams, SamplingParams
+from kvpage.store import KVStoreConfig, KVStoreMetadata
+from kvpage.store.config import TierURL, parse_size
+from kvpage.store.keys import ChunkKeys
+from kvpage.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
+
+ROWS = torch.ones(3, 2, 4)
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "CacheConfig": (CacheConfig, {"block_size": 4, "num_gpu_blocks": 3, "num_cpu_blocks": 2, "cache_dtype": "auto"}
+                    | {"backend": "flash", "kv_layout": "NHD", "layer_layout": "packed"}),
+    "CacheConfig.for_memory": (CacheConfig.for_memory, {
+        "gpu_bytes": 1 << 20, "model_config": ModelConfig(8, 1, ("full_attention",)), "parallel_config": None,
+        "cpu_bytes": 1 << 10, "block_size": 4,
+    }),
+    "ModelConfig": (ModelConfig, {"head_size": 8, "num_kv_heads": 1, "layer_types": ("full_attention", "mamba")}
+                    | {"dtype": torch.float16, "use_mla": False}),
+    "ParallelConfig": (ParallelConfig, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_rank": 1}),
+    "DeviceConfig": (DeviceConfig, {"device": "cpu"}),
+    "CacheLayout": (CacheLayout, {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+                    | {"backend": "flash", "kv_layout": "NHD", "layer_layout": "packed"}),
+    "CacheLayout.from_spec": (CacheLayout.from_spec, {"spec": "flash:NHD:separate:16:8:128:bfloat16"}),
+    "KVScales": (KVScales, {"key": torch.ones(2), "value": torch.ones(1)}),
+    "KVScales.of": (KVScales.of, {"key": 0.5, "value": [1.0, 2.0], "device": "cpu"}),
+    "KVScales.from_rows": (KVScales.from_rows,
+                           {"key": ROWS, "value": ROWS, "dtype": torch.float8_e5m2, "per_head": True}),
+    "SamplingParams": (SamplingParams, {"max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "seed": 1}
+                       | {"stop_token_ids": (1, 2), "ignore_eos": False, "priority": 1, "n": 2}),
+    "BeamSearchParams": (BeamSearchParams, {"num_beams": 2, "max_tokens": 3}),
+    "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}
+                    | {"high_water_mark": 5, "encoding": "map", "connect": False, "data_parallel_rank": 0}),
+    "KVStoreConfig": (KVStoreConfig, {"chunk_size": 4, "tiers": ("memory://?size=1MiB",), "codec": "raw"}
+                      | {"save_decode_cache": False, "deadline": 0.5, "num_threads": 1}),
+    "KVStoreConfig.from_dict": (KVStoreConfig.from_dict, {"values": {"chunk_size": 4, "tiers": ["memory://"]}}),
+    "KVStoreConfig.from_env": (KVStoreConfig.from_env, {"environ": {"KVPAGE_CHUNK_SIZE": "4", "KVPAGE_TIERS": "memory://"}}),
+    "TierURL.parse": (TierURL.parse, {"url": "disk://user:pass@host/a,/b?size=1GiB&policy=lru"}),
+    "parse_size": (parse_size, {"text": "1.5 GiB"}),
+    "KVStoreMetadata": (KVStoreMetadata, {"model_name": "m", "world_size": 2, "worker_id": 1, "fmt": "vllm"}
+                        | {"kv_dtype": torch.float16, "row_layout": "", "scales_digest": b"", "extra": (("a", "b"),)}),
+    "ChunkKeys.of": (lambda tokens, namespace: ChunkKeys(KVStoreMetadata("m"), 4).of(tokens, namespace),
+                     {"tokens": [1, 2, 3, 4, 5], "namespace": b"a"}),
+    "Content": (Content, {"start": 1, "num_tokens": 2, "data": b"xyz"}),
+    "namespace_of": (namespace_of, {"salt": b"s", "lora": "l", "contents": [b"d"]}),
+    "keyed_tokens": (keyed_tokens,
+                     {"tokens": [1, 2, 3, 4], "contents": [Content(1, 2, b"x")], "salt": b"", "lora": ""}),
+    "OutputCache": (OutputCache, {"maxsize": 3, "move_to_cpu": False}),
+}  # fmt: skip
+
+
+class ConfigWorld:
+    """Calls that leave nothing behind, so there is nothing to compare: only their errors."""
+
+    covers = tuple(
+        f"kvpage.{name}" for name in ["CacheConfig", "ModelConfig", "ParallelConfig", "DeviceConfig", "KVScales"]
+    )
+    covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.events.EventConfig")
+    covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def __enter__(self) -> "ConfigWorld":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def snapshot(self) -> object:
+        return None
+
+    def check(self) -> None:
+        pass
+
+    def case(self, rng: random.Random) -> Case:
+        name = rng.choice(sorted(CALLS))
+        function, args = CALLS[name]
+        return Case(name, function, dict(args))
+
+
+class TrieWorld:
+    """Tries of tokens with logprobs and K and V."""
+
+    covers = ("kvpage.token_trie.TokenTrie", "kvpage.token_trie.DynamicTokenTrie", "kvpage.token_trie.OutputCache")
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.root, self.plain, self.cache = rng, DynamicTokenTrie(), TokenTrie(), OutputCache(3)
+
+    def __enter__(self) -> "TrieWorld":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def snapshot(self) -> object:
+        nodes = [(id(node), node._kv is None, node.logprobs is None) for node in self.root._nodes()]
+        plain = sum(1 for _ in self.plain._nodes())
+        return nodes, plain, self.root.count_kv_size(), len(self.cache), self.cache.num_bytes
+
+    def check(self) -> None:
+        assert self.root.count_kv_size() == len(self.root.collect_nodes_with_kv())
+
+    def case(self, rng: random.Random) -> Case:
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        start = rng.randrange(len(tokens) + 1)
+        kv = torch.zeros(1, 2, 1, len(tokens) - start, 2)
+        logits = torch.zeros(len(tokens), 5)
+        missing = (KeyError,)
+        makers = (
+            lambda: Case("trie.extend_cache", self.root.extend_cache, {"next_token_index": start, "token_ids": tokens}
+                         | {"logprobs": torch.zeros(5), "kv": kv}),
+            lambda: Case("plain.extend_cache", self.plain.extend_cache, {"next_token_index": start, "token_ids": tokens}
+                         | {"logits": logits, "base": 0}),
+            lambda: Case("trie.add_token", self.root.add_token, {"token_id": 1, "logprobs": None}),
+            lambda: Case("trie.evict_lru_kv", self.root.evict_lru_kv, {"max_kv": 2}),
+            lambda: Case("trie.get_token", self.root.get_token, {"token_id": 1}, errors=missing, may_raise=missing),
+            lambda: Case("trie.has_token", self.root.has_token, {"token_id": 1}),
+            lambda: Case("cache.set", self.cache.__setitem__, {"key": rng.randrange(5), "tensor": torch.zeros(4)}, 2),
+            lambda: Case("cache.get", self.cache.__getitem__, {"key": 1}, 1, errors=(KeyError,), may_raise=(KeyError,)),
+        )  # fmt: skip
+        return rng.choice(makers)()

@@ -1,0 +1,104 @@
+"""Engine: prompts, parameters and ids of every kind, with steps between them."""
+
+import functools
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fuzz_blocks import as_integers
+from fuzz_case import Case
+
+sys.path.append(str(Path(__file__).parent.parent / "serving"))
+from models import CONFIGS  # noqa: E402
+
+from kvpage import CacheConfig, OutOfBlocks  # noqa: E402
+from kvpage.serving import BeamSearchParams, Engine, SamplingParams  # noqa: E402
+
+
+@functools.cache
+def model() -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
+
+
+class ServingWorld:
+    covers = ("kvpage.serving.Engine",)
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.num_made, self.ids = rng, 0, []
+        self.engine = Engine.from_model(model(), CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64)
+
+    def __enter__(self) -> "ServingWorld":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            for request_id in list(self.engine._requests):
+                self.engine.abort(request_id)
+            self.check()
+            assert self.engine.manager.num_free_blocks == 24
+
+    def snapshot(self) -> object:
+        manager, stats = self.engine.manager, self.engine.stats()
+        return (
+            list(self.engine._requests),
+            stats.num_running,
+            stats.num_waiting,
+            manager.pool.num_free,
+            manager.tree.num_matches,
+        )
+
+    def check(self) -> None:
+        self.engine.manager.check()
+
+    def case(self, rng: random.Random) -> Case:
+        names = "add add add add abort abort step check_tokens length generate stream beams"
+        return getattr(self, f"_{rng.choice(names.split())}")()
+
+    def _prompt(self) -> list[int]:
+        return [self.rng.randrange(1, 4) for _ in range(self.rng.randint(1, 12))]
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.rng.randint(1, 3), temperature=self.rng.choice((0.0, 1.0)), seed=1)
+
+    def _add(self) -> Case:
+        self.num_made += 1
+        args = {
+            "tokens": as_integers(self._prompt(), self.rng),
+            "params": self._params(),
+            "request_id": str(self.num_made),
+            "namespace": b"",
+        }
+        if len(self.engine._requests) > 6:
+            return self._step()
+        return Case("engine.add_request", self.engine.add_request, args)
+
+    def _abort(self) -> Case:
+        request_id = self.rng.choice([*self.engine._requests, "nobody"])
+        return Case(
+            "engine.abort", self.engine.abort, {"request_id": request_id}, errors=(KeyError,), may_raise=(KeyError,)
+        )
+
+    def _step(self) -> Case:
+        return Case("engine.step", self.engine.step)
+
+    def _check_tokens(self) -> Case:
+        return Case("engine.check_tokens", self.engine.check_tokens, {"tokens": self._prompt()})
+
+    def _length(self) -> Case:
+        return Case("engine.check_length", self.engine.check_length, {"num_prompt_tokens": 3, "max_tokens": 4})
+
+    def _generate(self) -> Case:
+        args = {"prompts": [self._prompt()], "params": self._params(), "progress": None}
+        return Case("engine.generate", self.engine.generate, args)
+
+    def _stream(self) -> Case:
+        args = {"tokens": self._prompt(), "params": self._params()}
+        return Case("engine.stream", self.engine.stream, args, done=lambda stream: stream.close())
+
+    def _beams(self) -> Case:
+        args = {"prompts": [self._prompt()], "params": BeamSearchParams(2, 2), "namespace": b""}
+        return Case("engine.beam_search", self.engine.beam_search, args, may_raise=(OutOfBlocks,))

@@ -1,0 +1,103 @@
+"""KVStore over a tier in memory: tokens, K and V, masks and blocks of every kind."""
+
+import random
+from typing import Any
+
+import torch
+from fuzz_case import Case
+
+from kvpage import CacheConfig, CacheEngine, ModelConfig
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
+
+CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
+
+
+class StoreWorld:
+    covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.pins = rng, []
+        model, cache = ModelConfig(SIZE, HEADS, ("full_attention",) * LAYERS, torch.float32), CacheConfig(CHUNK, 6, 0)
+        self.engine = CacheEngine(cache, model)
+        self.metadata = KVStoreMetadata("m", fmt=rng.choice(("vllm", "huggingface")), kv_dtype=torch.float32)
+        config = KVStoreConfig(CHUNK, ("memory://?size=1MiB",), num_threads=1)
+        self.store = KVStore(config, self.metadata)
+        self.block_store = KVStore(config, metadata_of(self.engine, "m"))
+
+    def __enter__(self) -> "StoreWorld":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pin in self.pins:
+            pin.release()
+        self.store.close()
+        self.block_store.close()
+
+    def snapshot(self) -> object:
+        blocks = [cache.numpy().tobytes() for cache in self.engine.gpu_cache]
+        counts = [tier for store in (self.store, self.block_store) for tier in store.stats().tiers]
+        return blocks, [(tier.num_records, tier.num_bytes) if tier else None for tier in counts]
+
+    def check(self) -> None:
+        assert self.store.stats().corrupt_records == self.block_store.stats().corrupt_records == 0
+
+    def _kv(self, tokens: list[int]) -> torch.Tensor:
+        """A function of each token and its place."""
+        rows = torch.tensor([[t + 10.0 * i for i, t in enumerate(tokens)]]).reshape(1, 1, -1, 1, 1)
+        kv = rows.expand(LAYERS, 2, len(tokens), HEADS, SIZE).contiguous()
+        return kv if self.metadata.fmt == "vllm" else kv.transpose(2, 3).contiguous()
+
+    def case(self, rng: random.Random) -> Case:
+        tokens = [rng.choice((1, 1, 2)) for _ in range(rng.randrange(1, 11))]
+        return getattr(
+            self,
+            f"_{rng.choice(['store', 'retrieve', 'lookup', 'pin', 'remove', 'flush', 'store_blocks', 'load_blocks'])}",
+        )(tokens)
+
+    def _store(self, tokens: list[int]) -> Case:
+        args = {
+            "tokens": tokens,
+            "kv_tensors": self._kv(tokens),
+            "kv_tensors_mask": self.rng.choice((None, torch.ones(len(tokens), dtype=torch.bool))),
+            "skip_existing": True,
+            "blocking": True,
+            "namespace": b"right",
+        }
+        case = Case("store.store", self.store.store, args)
+        case.fixed = ("namespace",)
+        return case
+
+    def _retrieve(self, tokens: list[int]) -> Case:
+        args = {"tokens": tokens, "mask": None, "return_tuple": False, "device": "cpu", "namespace": b"read"}
+
+        def judge(found: Any) -> None:
+            kv, mask = found
+            count = int(mask.sum())
+            wanted = self._kv(tokens)
+            assert count == 0 or torch.equal(kv, wanted.narrow(2 if self.metadata.fmt == "vllm" else 3, 0, count))
+
+        return Case("store.retrieve", self.store.retrieve, args, judge=judge)
+
+    def _lookup(self, tokens: list[int]) -> Case:
+        return Case("store.lookup", self.store.lookup, {"tokens": tokens, "namespace": b"right"})
+
+    def _pin(self, tokens: list[int]) -> Case:
+        return Case("store.pin", self.store.pin, {"tokens": tokens, "namespace": b"right"}, done=self.pins.append)
+
+    def _remove(self, tokens: list[int]) -> Case:
+        return Case("store.remove", self.store.remove, {"tokens": tokens, "namespace": b"right"})
+
+    def _flush(self, tokens: list[int]) -> Case:
+        return Case("store.flush", self.store.flush, {"sync": False})
+
+    def _blocks(self, tokens: list[int]) -> dict[str, Any]:
+        table = self.rng.sample(range(6), -(-len(tokens) // CHUNK))
+        return {"tokens": tokens, "engine": self.engine, "block_table": torch.tensor(table, dtype=torch.int32)}
+
+    def _store_blocks(self, tokens: list[int]) -> Case:
+        args = self._blocks(tokens) | {"namespace": b"", "skip_existing": True}
+        return Case("store.store_blocks", self.block_store.store_blocks, args)
+
+    def _load_blocks(self, tokens: list[int]) -> Case:
+        args = self._blocks(tokens) | {"start": 0, "namespace": b""}
+        return Case("store.load_blocks", self.block_store.load_blocks, args)

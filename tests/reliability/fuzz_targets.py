@@ -1,0 +1,41 @@
+"""What is fuzzed, and how often: a world each, made anew for each episode."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import fuzz_blocks
+import fuzz_configs
+import fuzz_manager
+import fuzz_ops
+import fuzz_serving
+import fuzz_store
+import fuzz_vllm
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """make: a context manager that gives a World. weight: how often it has an episode; calls: of how many calls."""
+
+    name: str
+    make: Callable[[random.Random], Any]
+    weight: float = 1.0
+    calls: int = 60
+
+
+TARGETS = [
+    Target("ops", fuzz_ops.OpsWorld, 3),
+    Target("torch.ops", fuzz_ops.TorchOpsWorld),
+    Target("native ops", fuzz_ops.NativeOpsWorld, 2),
+    Target("copier", fuzz_ops.CopierWorld),
+    Target("tree", fuzz_blocks.TreeWorld, 4, 100),
+    Target("manager", fuzz_manager.ManagerWorld, 3, 100),
+    Target("engine's caches", fuzz_manager.EngineWorld),
+    Target("vllm", fuzz_vllm.VllmWorld, 2),
+    Target("configs", fuzz_configs.ConfigWorld, 2, 100),
+    Target("tries", fuzz_configs.TrieWorld),
+    Target("serving", fuzz_serving.ServingWorld, 0.1, 50),
+    Target("store", fuzz_store.StoreWorld),
+    Target("slots", fuzz_blocks.SlotWorld, 2, 100),
+]

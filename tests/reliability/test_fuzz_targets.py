@@ -1,0 +1,79 @@
+"""Every public name is fuzzed, or stands here with the reason why not."""
+
+import importlib
+
+import pytest
+from fuzz_targets import TARGETS
+
+COVERED = {name for target in TARGETS for name in target.make.covers}
+RESULTS = "made by kvpage, not by callers"
+NEEDS_MODEL = "drives a transformers model; what it is given goes through what is fuzzed"
+EXCEPTIONS = {
+    "kvpage.AttentionBackend": "a protocol",
+    "kvpage.Calibration": RESULTS,
+    "kvpage.calibrate": "takes a CUDA device",
+    "kvpage.OutOfBlocks": "an exception",
+    "kvpage.__version__": "a text",
+    "kvpage.build_info": "takes nothing",
+    "kvpage.register_backend": "a registry of the whole process, which every call would grow",
+    "kvpage._C.build_info": "takes nothing",
+    "kvpage._C.attention_kernels": "takes nothing",
+    "kvpage._C.cuda_error": "takes nothing",
+    "kvpage._C.cuda_machine": "takes nothing",
+    "kvpage._C.OutOfBlocks": "an exception",
+    "kvpage._C._codec_row": "addresses and sizes of tests, which nothing can check",
+    "kvpage._C._codec_row_by_table": "addresses and sizes of tests, which nothing can check",
+    "kvpage._C._codec_int8_rows": "addresses and sizes of tests, which nothing can check",
+    "kvpage.ops.attends_in_place": "a question about a CUDA device",
+    "kvpage.ops.check_device": "takes a CUDA device",
+    "kvpage.serving.Beam": RESULTS,
+    "kvpage.serving.BeamSearchOutput": RESULTS,
+    "kvpage.serving.Branch": RESULTS,
+    "kvpage.serving.EngineStats": RESULTS,
+    "kvpage.serving.RequestOutput": RESULTS,
+    "kvpage.serving.Sample": RESULTS,
+    "kvpage.serving.StepOutput": RESULTS,
+    "kvpage.serving.Branches": NEEDS_MODEL,
+    "kvpage.serving.KVPageCache": NEEDS_MODEL,
+    "kvpage.serving.KVPagePool": NEEDS_MODEL,
+    "kvpage.serving.PagedTokenTrie": NEEDS_MODEL,
+    "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
+    "kvpage.store.Placed": "what a tier's factory gives",
+    "kvpage.store.Tier": "an abstract class",
+    "kvpage.store.TierError": "an exception",
+    "kvpage.store.TierStats": RESULTS,
+    "kvpage.store.register_tier": "a registry of the whole process, which every call would grow",
+}
+
+
+def public_names() -> set[str]:
+    names = set()
+    for module_name in ("kvpage", "kvpage.serving", "kvpage.store"):
+        names |= {f"{module_name}.{name}" for name in importlib.import_module(module_name).__all__}
+    for module_name, prefix in (("kvpage._C", "kvpage._C"), ("kvpage.ops", "kvpage.ops")):
+        module = importlib.import_module(module_name)
+        names |= {f"{prefix}.{name}" for name in vars(module) if _is_own(module, name)}
+    return names
+
+
+def _is_own(module: object, name: str) -> bool:
+    """Classes and functions of kvpage's, the operations and what the extension holds."""
+    value = getattr(module, name)
+    if name.startswith("__") or not callable(value) or name == "CacheLayout":
+        return False
+    return (
+        getattr(value, "__module__", "").startswith("kvpage")
+        and not name.startswith("_or_")
+        and name != "BlockCopier"
+        or (getattr(module, "__name__", "") == "kvpage._C")
+    )
+
+
+@pytest.mark.parametrize("name", sorted(public_names()))
+def test_every_public_name_is_fuzzed_or_excused(name):
+    covered = name in COVERED or name.replace("kvpage._C.", "kvpage.") in COVERED
+    assert covered != (name in EXCEPTIONS), f"{name} must have a target, or a reason in EXCEPTIONS, and not both"
+
+
+def test_exceptions_are_names():
+    assert not set(EXCEPTIONS) - public_names()
