@@ -74,13 +74,13 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
 
 
 def print_quality(rows: Sequence[dict]) -> None:
-    print(f"\n{'method':18} {'check':>7} {'ratio':>9} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
+    print(f"\n{'method':18} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
     print(f"{'found':>6} {'rows':>6}")
     for row in rows:
-        check, ratio = ("+".join(map(str, row[name])) for name in ("check", "ratios"))
+        check, ratio = ("+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios"))
         cells = ["{:.3f} ({:.3f} - {:.3f})".format(*row[name]) for name in ("all", "cross")]
         lost = "{:+.3f} ({:+.3f} - {:+.3f})".format(*row["lost"])
-        print(f"{row['method']:18} {check:>7} {ratio:>9} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
+        print(f"{row['method']:18} {check:>7} {ratio:>15} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
         print(f"{row['refers found']:6.2f} {row['rows computed']:6.2f}")
 
 

@@ -66,7 +66,8 @@ class RowSwap:
 def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
     torch.manual_seed(config.seed)
     attention = RowSwap()
-    AttentionInterface.register(ATTENTION, attention)
+    name = f"{ATTENTION}_{id(attention):x}"  # one a model: transformers knows attention by its name alone
+    AttentionInterface.register(name, attention)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=task.VOCAB_SIZE,
@@ -78,7 +79,7 @@ def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
             max_position_embeddings=1024,
             tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            attn_implementation=ATTENTION,
+            attn_implementation=name,
         )
     )
     _keep_tokens_apart(model)
