@@ -47,6 +47,8 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
     if first.dim() != 3 or any(part.shape != first.shape for part in flat) or len({len(layer) for layer in parts}) > 1:
         shapes = sorted({tuple(part.shape) for part in flat})
         raise ValueError(f"all parts of kv_tensors must be of one shape of 3 dimensions, got {shapes}")
+    if 0 in [n for dim, n in enumerate(first.shape) if dim != token_dim(fmt)]:
+        raise ValueError(f"kv_tensors must have heads, of a positive size, got parts of shape {list(first.shape)}")
     if any(part.dtype != dtype for part in flat):
         raise ValueError(f"kv_tensors must be of {dtype}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
     return parts

@@ -40,7 +40,7 @@ class Schedule:
         self.rng = random.Random(seed)
         self.device = FakeDevice(seed, self.rng.random() < 0.3)
         self.engine = CacheEngine(
-            CacheConfig(2, NUM_BLOCKS, NUM_HOST_BLOCKS, backend="opaque"),
+            CacheConfig(2, NUM_BLOCKS, NUM_HOST_BLOCKS, backend="opaque handles"),
             MODEL,
             None,
             DeviceConfig("cpu"),

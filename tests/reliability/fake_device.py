@@ -220,4 +220,4 @@ class OpaqueBackend(FlashBackend):
             cls.swap_blocks(cache, cache, block_mapping)
 
 
-register_backend("opaque", OpaqueBackend)
+register_backend("opaque handles", OpaqueBackend)

@@ -15,12 +15,14 @@ from kvpage.serving.scheduler import Scheduler
 from kvpage.store import KVStore
 
 
-def is_caught(name: str, num_examples: int = 150) -> bool:
+def is_caught(name: str, num_examples: int = 150, num_seeds: int = 10) -> bool:
+    """Whether one of the seeds does: what a machine does depends a little on the process, too."""
     with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            search(MACHINES[name], 0, num_examples, shrinks=False)
-        except Exception:
-            return True
+        for seed in range(num_seeds):
+            try:
+                search(MACHINES[name], seed, num_examples, shrinks=False)
+            except Exception:
+                return True
     return False
 
 
@@ -44,4 +46,4 @@ def test_what_is_left_out_is_noticed(monkeypatch, name, part, method):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_nothing_else_is_noticed(name):
-    assert not is_caught(name, 3)
+    assert not is_caught(name, 3, 1)
