@@ -34,7 +34,8 @@ def _operation(schema: str) -> Callable[[Callable[..., None]], Callable[..., Non
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name = schema.split("(")[0]
         _library.define(f"{schema} -> ()", tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        for key in ("CompositeExplicitAutograd", "Negative", "Conjugate"):  # torch's own for the last two work on
+            _library.impl(name, function, key)  # copies, and fail in the middle where an optional tensor is None
         torch.library.register_fake(f"kvpage::{name}", _writes_nothing, lib=_library)
         return function
 

@@ -42,9 +42,8 @@ class ManagerWorld:
         for seq_id in [*manager._sequences, *manager._swapped]:
             manager.release(seq_id)
         manager.check()
-        assert manager.num_free_blocks == NUM_BLOCKS - sum(
-            match.num_blocks for match, _ in manager.space.pins._pins.values()
-        )
+        pinned = {block_id for match, _ in manager.space.pins._pins.values() for block_id in match.block_ids.tolist()}
+        assert manager.num_free_blocks == NUM_BLOCKS - len(pinned)
 
     def snapshot(self) -> object:
         manager = self.manager
