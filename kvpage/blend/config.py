@@ -18,7 +18,9 @@ class BlendConfig:
     ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 all of them are, which gives what
         a full prefill gives.
     check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
-        token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding.
+        token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding. A later one
+        chooses better and costs more (`kvpage bench blend`); None for the one behind a tenth of the layers, and behind
+        two at least.
     metric: by what it chooses: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
@@ -27,7 +29,7 @@ class BlendConfig:
     """
 
     ratio: float = 0.15
-    check_layer: int = 1
+    check_layer: int | None = None
     metric: str = "v"
     separator: Sequence[int] = ()
     boundaries: ContentBoundaries | None = None
@@ -39,7 +41,7 @@ class BlendConfig:
             raise ValueError(f"ratio must be in [0, 1], got {self.ratio!r}")
         for name, least in (("check_layer", 0), ("max_bytes", 1)):
             value = getattr(self, name)
-            if not _is_int(value) or value < least:
+            if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
@@ -52,6 +54,14 @@ class BlendConfig:
             raise TypeError(f"boundaries must be ContentBoundaries, got {type(self.boundaries).__name__}")
         if self.separator and self.boundaries:
             raise ValueError("boundaries must be None with a separator")
+
+    def check_layer_of(self, num_layers: int) -> int:
+        """In a model of so many. ValueError for one that it has not."""
+        if self.check_layer is None:
+            return min(max(2, -(-num_layers // 10)), num_layers - 1)
+        if self.check_layer >= num_layers:
+            raise ValueError(f"check_layer must be under {num_layers}, got {self.check_layer}")
+        return self.check_layer
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
         """The segments of a prompt whose request names none. ValueError without separator and boundaries."""

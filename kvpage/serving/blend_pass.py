@@ -53,6 +53,7 @@ class BlendPass:
         pieces: Sequence[Piece],
     ) -> None:
         self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
+        self._check_layer = config.check_layer_of(len(layers))
         self._step = step
         self._order = {layer: index for index, layer in enumerate(step.caches)}
         self._first_rows = np.cumsum([0, *step.query_lens])
@@ -75,7 +76,7 @@ class BlendPass:
 
     def hooks(self) -> AbstractContextManager[None]:
         """See StepBlend."""
-        return RowHooks(self._layers, self._config.check_layer, self.num_rows, lambda: self.selection.indices).on()
+        return RowHooks(self._layers, self._check_layer, self.num_rows, lambda: self.selection.indices).on()
 
     @property
     def selection(self) -> Selection:
@@ -103,7 +104,7 @@ class BlendPass:
     ) -> torch.Tensor:
         """See StepBlend. RowsChosen out of the check layer's first call."""
         index, step = self._order[layer], self._step
-        if index < self._config.check_layer:
+        if index < self._check_layer:
             write_rows(key, value, layer, step, step.slot_mapping)
             return attend_rows(query, key, value, layer, step, options)
         if self._narrowed is None:
@@ -112,7 +113,7 @@ class BlendPass:
             self._narrowed = step.of_rows(self._selection.indices)
             self._open_slots = self._slots_not_chosen(self._selection)
             raise RowsChosen
-        if index > self._config.check_layer:
+        if index > self._check_layer:
             self._fill(index, layer, key)
         write_rows(key, value, layer, step, self._narrowed.slot_mapping)
         return attend_rows(query, key, value, layer, self._narrowed, options)

@@ -158,3 +158,11 @@ def test_configs_that_are_refused(fields: dict[str, object], message: str) -> No
     with pytest.raises(TypeError, match="boundaries must be ContentBoundaries, got int"):
         BlendConfig(boundaries=3)
     assert BlendConfig(separator=[1, 2]).separator == (1, 2)
+
+
+@pytest.mark.parametrize("num_layers, expected", [(1, 0), (2, 1), (3, 2), (6, 2), (20, 2), (21, 3), (32, 4), (80, 8)])
+def test_the_check_layer_stands_behind_a_tenth_of_the_layers(num_layers: int, expected: int) -> None:
+    assert BlendConfig().check_layer_of(num_layers) == expected
+    assert BlendConfig(check_layer=0).check_layer_of(num_layers) == 0
+    with pytest.raises(ValueError, match=f"check_layer must be under {num_layers}, got {num_layers}"):
+        BlendConfig(check_layer=num_layers).check_layer_of(num_layers)

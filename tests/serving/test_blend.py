@@ -57,6 +57,7 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
     names = ("check_layer", "metric", "separator", "boundaries", "max_bytes", "deadline")
+    fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
         model_of(family), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), blend=config, **fields
@@ -531,7 +532,7 @@ def test_a_model_whose_layers_do_not_let_go_of_rows_is_refused() -> None:
 def test_segments_lie_in_the_store_and_outlive_the_engine(tmp_path: Path, num_blocks: int) -> None:
     model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
     config = KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
-    blend = BlendConfig(ratio=0.3)
+    blend = BlendConfig(ratio=0.3, check_layer=1)
     for lead in (LEAD, [9, 11]):  # the first one is a segment itself by then
         cache = CacheConfig(block_size=B, num_gpu_blocks=64, num_cpu_blocks=num_blocks)
         plain = Engine.from_model(model, cache)
@@ -551,7 +552,7 @@ def test_segments_lie_in_the_store_and_outlive_the_engine(tmp_path: Path, num_bl
 def test_caches_of_other_dtypes(cache_dtype: str) -> None:
     model = model_of("llama")
     cache = CacheConfig(block_size=B, num_gpu_blocks=64, cache_dtype=cache_dtype)
-    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0))
+    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0, check_layer=1))
     engine.warm_segments(SEGMENTS)
     output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
     recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0, 1)
