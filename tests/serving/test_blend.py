@@ -291,7 +291,7 @@ def test_preempted_blended_requests_blend_again() -> None:
 
 def test_preempted_blended_requests_come_back_from_the_host() -> None:
     model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
-    cache, config = CacheConfig(block_size=B, num_gpu_blocks=24, num_cpu_blocks=64), BlendConfig(ratio=0.3)
+    cache, config = CacheConfig(block_size=B, num_gpu_blocks=24, num_cpu_blocks=64), BlendConfig(ratio=0.3, check_layer=1)
     params = SamplingParams(max_tokens=24)
 
     def run(cache: CacheConfig) -> tuple[list[int], Engine]:
@@ -564,7 +564,7 @@ def test_caches_of_other_dtypes(cache_dtype: str) -> None:
 def test_other_layouts(backend: str, kv_layout: str) -> None:
     model = model_of("llama")
     cache = CacheConfig(block_size=B, num_gpu_blocks=64, backend=backend, kv_layout=kv_layout, layer_layout="separate")
-    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0.3))
+    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0.3, check_layer=1))
     engine.warm_segments(SEGMENTS)
     output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
     recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0.3, 1)
