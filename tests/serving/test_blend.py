@@ -291,7 +291,8 @@ def test_preempted_blended_requests_blend_again() -> None:
 
 def test_preempted_blended_requests_come_back_from_the_host() -> None:
     model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
-    cache, config = CacheConfig(block_size=B, num_gpu_blocks=24, num_cpu_blocks=64), BlendConfig(ratio=0.3, check_layer=1)
+    cache = CacheConfig(block_size=B, num_gpu_blocks=24, num_cpu_blocks=64)
+    config = BlendConfig(ratio=0.3, check_layer=1)
     params = SamplingParams(max_tokens=24)
 
     def run(cache: CacheConfig) -> tuple[list[int], Engine]:
