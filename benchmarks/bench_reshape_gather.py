@@ -76,6 +76,8 @@ def cases(device: str) -> list[Case]:
         case("llama", LLAMA, torch.float8_e5m2, scaled=True),
         case("llama", LLAMA, torch.int8),
         case("llama", LLAMA, torch.int8, "HND"),
+        case("llama", LLAMA, FP8, backend="paged"),
+        case("llama", LLAMA, torch.int8, backend="paged"),
     ]
     return [
         *plain,
