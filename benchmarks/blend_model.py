@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from kvpage.benchmarks import blend_task as task
 from rich.console import Console
 from rich.progress import Progress, TextColumn
+from safetensors.torch import load_model, save_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 ATTENTION = "kvpage_bench_blend"
@@ -194,14 +195,14 @@ def load_or_train(config: TrainingConfig, cache: Path) -> tuple[LlamaForCausalLM
     name = hashlib.sha256(
         repr(config).encode() + b"".join(Path(file).read_bytes() for file in (__file__, task.__file__))
     ).hexdigest()[:16]
-    path = cache / f"{name}.pt"
+    path = cache / f"{name}.safetensors"
     model, attention = build(config)
     if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
+        load_model(model, path)
     else:
         model.load_state_dict(train_with_progress(config).state_dict())
         cache.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path)
+        save_model(model, str(path))
     return model.eval(), attention
 
 

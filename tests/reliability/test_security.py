@@ -379,7 +379,7 @@ else:
 def test_nothing_listens_unless_asked(tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, "-c", LISTENING, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     without, with_events = (ast.literal_eval(line) for line in run.stdout.splitlines()[-2:])
     assert without == []
@@ -432,6 +432,7 @@ print(refused)
 """
 
 
-def test_bad_input_is_refused_without_asserts():
-    run = subprocess.run([sys.executable, "-O", "-c", WITHOUT_ASSERTS], capture_output=True, text=True, timeout=120)
+def test_bad_input_is_refused_without_asserts(tmp_path):
+    command = [sys.executable, "-O", "-c", WITHOUT_ASSERTS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert run.stdout.split() == ["6"], run.stdout + run.stderr
