@@ -228,7 +228,7 @@ def test_blended_and_ordinary_requests_in_one_step(stages: dict[str, object], ra
         engine.add_request(tokens, ONE, blend=True, segments=[len(lead), *map(len, parts)])
     logits = first_logits(engine)
     assert len(logits) == 5
-    decoding = others[0] + next(iter(engine._requests.values())).generated_token_ids[:1]
+    decoding = others[0] + next(iter(engine._loop.requests.values())).generated_token_ids[:1]
     assert error(logits[0], own_logits(model, decoding)) <= FULL
     assert error(logits[1], own_logits(model, others[1])) <= FULL
     for row, (parts, lead) in enumerate(zip(each, leads, strict=True)):
@@ -341,7 +341,7 @@ def test_what_was_blended_is_never_found() -> None:
     assert output.is_blended
     exact = engine.generate([prompt + output.token_ids], ONE)[0]
     assert exact.num_cached_tokens <= len(LEAD)
-    assert not engine._blend_link.source.find(np.array(unknown, np.int32))
+    assert not engine._links.blend.source.find(np.array(unknown, np.int32))
     assert exact.token_ids == make_engine().generate([prompt + output.token_ids], ONE)[0].token_ids
 
 
@@ -353,8 +353,8 @@ def test_what_comes_before_the_first_reused_token_is_exact_and_found() -> None:
     exact, logits = serve_plainly(engine, prompt_of(parts))
     assert exact.num_cached_tokens == (len(LEAD) + len(SEGMENTS[0])) // B * B
     assert error(logits, own_logits(model, prompt_of(parts))) <= FULL
-    assert engine._blend_link.source.find(np.array(SEGMENTS[0], np.int32))
-    assert not engine._blend_link.source.find(np.array(SEGMENTS[1], np.int32))
+    assert engine._links.blend.source.find(np.array(SEGMENTS[0], np.int32))
+    assert not engine._links.blend.source.find(np.array(SEGMENTS[1], np.int32))
 
 
 def serve_plainly(engine: Engine, tokens: list[int]) -> tuple[RequestOutput, torch.Tensor]:
@@ -418,7 +418,7 @@ def test_an_engine_that_was_closed_computes_in_full() -> None:
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[2]]
     one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
-    engine._blend_link.ask(engine.scheduler.waiting)
+    engine._links.blend.ask(engine.scheduler.waiting)
     engine.close()
     assert not drain(engine)[one].is_blended
     with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
@@ -476,7 +476,7 @@ def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     broken, _ = serve(engine, [SEGMENTS[2]], lead=[9])
     assert not broken.is_blended and engine.stats().blend.num_errors == 1
     source.raises = False
-    engine._blend_link.drain()
+    engine._links.blend.drain()
     assert serve(engine, [SEGMENTS[2]], lead=[10])[0].is_blended or engine.stats().blend.num_late == 2
     engine.close()
 
