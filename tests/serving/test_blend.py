@@ -203,7 +203,9 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 
 def first_logits(engine: Engine) -> torch.Tensor:
-    """The logits of one step."""
+    """The logits of one step, with the segments of all that waits at hand."""
+    engine._links.blend.ask(engine.scheduler.waiting)
+    engine._links.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
     assert len(seen) == 1
