@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.boundaries import ContentBoundaries
-from kvpage.blend.selection import METRICS, Stage, check_filters
+from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters
 from kvpage.blend.spans import Span, spans_by_separator
 
 
@@ -25,6 +25,8 @@ class BlendConfig:
         keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not computed behind
         it. Layers rise, ratios fall. None for none, or, without a check layer, for those of `stages_of`.
     metric: by what they choose: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
+    seam: how much more that counts near a segment's begin, where what stood before it is not what stands there now: at
+        the n-th token the root of it counts 1 + seam / n. 0 for all alike.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
     max_bytes: of the segments' K and V that are kept in host memory.
@@ -35,6 +37,7 @@ class BlendConfig:
     check_layer: int | None = None
     metric: str = "v"
     filters: Sequence[tuple[int, float]] | None = None
+    seam: float = SEAM
     separator: Sequence[int] = ()
     boundaries: ContentBoundaries | None = None
     max_bytes: int = 1 << 30
@@ -51,6 +54,8 @@ class BlendConfig:
             if self.check_layer is None:
                 raise ValueError("filters must be None without a check_layer")
             object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer, 0))
+        if isinstance(self.seam, bool) or not 0 <= self.seam < float("inf"):
+            raise ValueError(f"seam must be finite and not negative, got {self.seam!r}")
         if not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
         if self.metric not in METRICS:
