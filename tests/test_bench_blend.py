@@ -61,7 +61,7 @@ def batch() -> blend_quality.Batch:
     model, attention = blend_model.build(CONFIG)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(40)  # answers depend on what is attended to
+            layer.self_attn.o_proj.weight.mul_(80)  # answers depend on what is attended to
     documents = task.write_documents(3, CONFIG.num_tokens, seed=3)
     return blend_quality.Batch(model.eval(), attention, documents, SEGMENT, 4)
 
@@ -192,9 +192,9 @@ def test_following_finds_rows_that_attend_to_changed_ones() -> None:
 
 @pytest.mark.parametrize("name", ["v", "v at seams"])
 def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch, name: str) -> None:
-    """12 rows are computed again: of 32, and of the 24 that the engine finds no prefix for."""
-    found = blend_quality.engine_agreement(batch, SEGMENT, 0.5, name)
+    """9 rows are computed again: of the 24 that the engine finds no prefix for, and of 32."""
+    found = blend_quality.engine_agreement(batch, SEGMENT, 0.375, name)
     assert found.equal == 1 and found.right == found.right_here
-    blended = batch.run(batch.blending(Method(name, ((1, 0.375),))))
+    blended = batch.run(batch.blending(Method(name, ((1, 0.28125),))))
     nothing = batch.run(batch.blending(Method("v", ((1, 0.0),))))
     assert not torch.equal(nothing, blended) and not torch.equal(batch.full, blended)
