@@ -332,6 +332,11 @@ class PrefixTree:
         """The longest part of the block behind `match` that a path below it shares with `tokens`, the whole prompt's,
         of which one token is left over. None if not even one token is shared. O(log of the paths that part there).
         """
+    def num_pinned_only_by(self, matches: Sequence[Match]) -> int:
+        """How many device blocks no other match pins: what releasing these, each given once, would make evictable.
+
+        ValueError if one is released or another tree's.
+        """
     def pin(self, match: Match) -> Match:
         """A second Match of the same path. ValueError if `match` is released or another tree's."""
     def release(self, match: Match) -> None:
