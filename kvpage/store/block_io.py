@@ -95,6 +95,10 @@ class BlockChunks:
         self._plans = plans or ChunkPlans()
 
     @property
+    def num_layers(self) -> int:
+        return len(self.engine.gpu_cache)
+
+    @property
     def num_tokens(self) -> int:
         """That there is room for."""
         return len(self.ids) * self.engine.layout.block_size
@@ -113,10 +117,10 @@ class BlockChunks:
 
     def shape(self, num_tokens: int) -> Shape:
         """Of a chunk of so many tokens."""
-        layout, num_layers = self.engine.layout, len(self.engine.gpu_cache)
+        layout = self.engine.layout
         tokens_heads = (num_tokens, layout.num_kv_heads)
         rows, columns = tokens_heads if self.fmt == "vllm" else tokens_heads[::-1]
-        return num_layers, self._num_parts, rows, columns, self._row_size
+        return self.num_layers, self._num_parts, rows, columns, self._row_size
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """The tokens [begin, end) as a payload, of which [first, last) are taken back: all, unless told."""

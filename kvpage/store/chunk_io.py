@@ -39,6 +39,12 @@ class Source(Protocol):
         """
 
 
+class ShapedSource(Source, Protocol):
+    """A chunk to be written. shape: of its payload."""
+
+    shape: Shape
+
+
 class Sink(Protocol):
     """What takes a payload. stretch_bytes: of each of its stretches."""
 
