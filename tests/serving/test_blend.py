@@ -56,7 +56,7 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
-    names = ("check_layer", "metric", "separator", "boundaries", "max_bytes", "deadline")
+    names = ("check_layer", "metric", "filters", "separator", "boundaries", "max_bytes", "deadline")
     fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
@@ -149,6 +149,24 @@ def test_ratios_check_layers_and_metrics(ratio: float, check_layer: int, metric:
     assert output.num_recomputed_tokens == len(recorder.chosen) - len(LEAD) - len(QUESTION)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [0.2, 1.0])
+def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str) -> None:
+    model, filters = model_of(family), ((1, 0.5),)
+    engine = make_engine(family, ratio=ratio, check_layer=2, filters=filters)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[index] for index in (2, 0, 3, 1, 0)]
+    recorder = Recorder(standalone(model, parts), ratio, 2, filters=filters)
+    output, logits = serve(engine, parts)
+    expected = blend_oracle.run(model, output.prompt_token_ids, 0, recorder)
+    assert error(logits, expected) <= FULL
+    assert output.num_recomputed_tokens == len(recorder.chosen) - len(LEAD) - len(QUESTION) == int(ratio * 36)
+    own = error(logits, own_logits(model, output.prompt_token_ids))
+    unfiltered = Recorder(standalone(model, parts), ratio, 2)
+    other = error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, unfiltered))
+    assert own <= FULL and other <= FULL if ratio == 1 else own > 10 * FULL and other > 10 * FULL
+
+
 def test_segments_kept_out_of_a_prompt_keep_what_they_saw_there() -> None:
     model, engine = model_of("llama"), make_engine(ratio=0)
     first, _ = serve(engine, SEGMENTS[:3])
@@ -185,7 +203,9 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 
 def first_logits(engine: Engine) -> torch.Tensor:
-    """The logits of one step."""
+    """The logits of one step, with the segments of all that waits at hand."""
+    engine._links.blend.ask(engine.scheduler.waiting)
+    engine._links.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
     assert len(seen) == 1
@@ -194,8 +214,9 @@ def first_logits(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_blended_and_ordinary_requests_in_one_step(ratio: float, family: str) -> None:
-    model, engine = model_of(family), make_engine(family, ratio=ratio)
+@pytest.mark.parametrize("stages", [{"check_layer": 1}, {"check_layer": 2, "filters": ((1, 0.6),)}])
+def test_blended_and_ordinary_requests_in_one_step(stages: dict[str, object], ratio: float, family: str) -> None:
+    model, engine = model_of(family), make_engine(family, ratio=ratio, **stages)
     engine.warm_segments(SEGMENTS)
     others = make_prompts([7, 3], seed=9)
     engine.add_request(others[0], SamplingParams(max_tokens=9))
@@ -215,7 +236,7 @@ def test_blended_and_ordinary_requests_in_one_step(ratio: float, family: str) ->
     for row, (parts, lead) in enumerate(zip(each, leads, strict=True)):
         starts = [len(lead) + sum(map(len, parts[:index])) for index in range(len(parts))]
         places = [blend_oracle.place(model, [], part, start) for part, start in zip(parts, starts, strict=True)]
-        recorder = Recorder(places, ratio, 1)
+        recorder = Recorder(places, ratio, **stages)
         expected = blend_oracle.run(model, prompt_of(parts, lead=lead), 0, recorder)
         assert error(logits[2 + row], expected) <= FULL
         if ratio == 1:
