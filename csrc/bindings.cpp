@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -17,6 +18,7 @@
 #include "blend_rows.h"
 #include "block_copier.h"
 #include "block_pool.h"
+#include "byte_runs.h"
 #include "check.h"
 #include "chunk_copy.h"
 #include "chunk_plan.h"
@@ -482,10 +484,15 @@ py::array_t<int32_t> allocate(BlockPool& pool, int64_t n) {
   return ids;
 }
 
-int32_t allocate_one(BlockPool& pool) {
+py::int_ allocate_one(BlockPool& pool) {
   int32_t id;
   pool.allocate({&id, 1});
-  return id;
+  try {
+    return py::int_(id);
+  } catch (...) {
+    pool.release({&id, 1});
+    throw;
+  }
 }
 
 void release_one(BlockPool& pool, int32_t block_id) { pool.release({&block_id, 1}); }
@@ -523,11 +530,61 @@ void check_tree(PrefixTree& tree, const py::object& owned_ids, const py::object&
   maybe_without_gil(tree.num_cached(), [&] { tree.check_invariants(owned, host_owned); });
 }
 
-py::array_t<int64_t> pair_array(const std::vector<TierPair>& pairs) {
-  py::array_t<int64_t> array({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
+// A call that has changed the tree must not fail for lack of memory: its pins and pairs would be lost, and what they name
+// would be read without ever having been copied. So the objects that it returns are made before it.
+
+py::array_t<int64_t> room_for_pairs(int64_t most) { return py::array_t<int64_t>({py::ssize_t{most}, py::ssize_t{2}}); }
+
+void fill_pairs(py::array_t<int64_t>& array, const std::vector<TierPair>& pairs) {
   int64_t* out = array.mutable_data();
   for (const auto& [from, to] : pairs) *out++ = from, *out++ = to;
-  return array;
+  const auto num_pairs = static_cast<py::ssize_t>(pairs.size());
+  if (num_pairs < array.shape(0)) array.resize({num_pairs, py::ssize_t{2}}, false);  // gives memory back: needs none
+}
+
+template <typename T>
+T& held_by(const py::object& object) {
+  return *reinterpret_cast<py::detail::instance*>(object.ptr())->get_value_and_holder().value_ptr<T>();
+}
+
+template <typename Call>
+py::object new_match(Call call) {
+  py::object match = py::cast(Match());
+  held_by<Match>(match) = call();
+  return match;
+}
+
+py::object match_part(PrefixTree& tree, const Match& match, const py::object& tokens) {
+  const Integers integers(tokens, "tokens");
+  py::object part = py::cast(PartMatch{});
+  std::optional<PartMatch> found = tree.match_part(match, integers.tokens());
+  if (!found) return py::none();
+  held_by<PartMatch>(part) = std::move(*found);
+  return part;
+}
+
+py::array_t<int64_t> promote(PrefixTree& tree, const Match& match, const py::object& block_ids) {
+  Integers integers(block_ids, "block_ids");
+  const auto ids = integers.ids();
+  py::array_t<int64_t> pairs = room_for_pairs(static_cast<int64_t>(ids.size()));
+  fill_pairs(pairs, tree.promote(match, ids));
+  return pairs;
+}
+
+py::array_t<int64_t> write_out(PrefixTree& tree, const Match& match, int64_t min_hits) {
+  py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? match.num_blocks() : 0);
+  fill_pairs(pairs, tree.write_out(match, min_hits));
+  return pairs;
+}
+
+py::tuple demote(PrefixTree& tree, int64_t num_blocks) {
+  const int64_t most = std::min(num_blocks, tree.num_evictable());
+  py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? std::max<int64_t>(most, 0) : 0);
+  py::tuple result = py::make_tuple(most, pairs);
+  const auto [num_freed, moved] = maybe_without_gil(num_blocks, [&] { return tree.demote(most); });
+  fill_pairs(pairs, moved);
+  if (num_freed != most) result[0] = num_freed;  // where another thread has pinned some meanwhile
+  return result;
 }
 
 void bind_match(py::module_& m) {
@@ -581,16 +638,11 @@ void bind_tree(py::module_& m) {
             const Integers integers(tokens, "tokens");
             const TokenView view = integers.tokens();
             const std::string_view space(name);
-            return maybe_without_gil(view.size(), [&] { return tree.match(view, space, priority); });
+            return new_match(
+                [&] { return maybe_without_gil(view.size(), [&] { return tree.match(view, space, priority); }); });
           },
           py::arg("tokens"), py::arg("namespace") = py::bytes(), py::arg("priority") = 0)
-      .def(
-          "match_part",
-          [](PrefixTree& tree, const Match& match, const py::object& tokens) {
-            const Integers integers(tokens, "tokens");
-            return tree.match_part(match, integers.tokens());
-          },
-          py::arg("match"), py::arg("tokens"))
+      .def("match_part", &match_part, py::arg("match"), py::arg("tokens"))
       .def(
           "insert",
           [](PrefixTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
@@ -600,39 +652,34 @@ void bind_tree(py::module_& m) {
             Integers ids(block_ids, "block_ids");
             const auto span = ids.copied_ids();
             const std::string_view space(name);
-            return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
+            return new_match([&] {
+              return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
+            });
           },
           py::arg("tokens"), py::arg("block_ids"), py::arg("namespace") = py::bytes(), py::arg("after") = nullptr,
           py::arg("priority") = 0)
-      .def("pin", &PrefixTree::pin, py::arg("match"))
+      .def(
+          "pin",
+          [](PrefixTree& tree, const Match& match) { return new_match([&] { return tree.pin(match); }); },
+          py::arg("match"))
+      .def(
+          "num_pinned_only_by",
+          [](PrefixTree& tree, const std::vector<const Match*>& matches) {
+            for (const Match* match : matches) check(match, "matches must be matches, got None");
+            return tree.num_pinned_only_by(matches);
+          },
+          py::arg("matches"))
       .def("release", &PrefixTree::release, py::arg("match"))
       .def("trim", &PrefixTree::trim, py::arg("match"))
-      .def(
-          "promote",
-          [](PrefixTree& tree, const Match& match, const py::object& block_ids) {
-            Integers ids(block_ids, "block_ids");
-            return pair_array(tree.promote(match, ids.ids()));
-          },
-          py::arg("match"), py::arg("block_ids"))
-      .def(
-          "write_out",
-          [](PrefixTree& tree, const Match& match, int64_t min_hits) {
-            return pair_array(tree.write_out(match, min_hits));
-          },
-          py::arg("match"), py::arg("min_hits") = 0)
+      .def("promote", &promote, py::arg("match"), py::arg("block_ids"))
+      .def("write_out", &write_out, py::arg("match"), py::arg("min_hits") = 0)
       .def(
           "evict",
           [](PrefixTree& tree, int64_t num_blocks) {
             return maybe_without_gil(num_blocks, [&] { return tree.evict(num_blocks); });
           },
           py::arg("num_blocks"))
-      .def(
-          "demote",
-          [](PrefixTree& tree, int64_t num_blocks) {
-            const auto [num_freed, pairs] = maybe_without_gil(num_blocks, [&] { return tree.demote(num_blocks); });
-            return py::make_tuple(num_freed, pair_array(pairs));
-          },
-          py::arg("num_blocks"))
+      .def("demote", &demote, py::arg("num_blocks"))
       .def(
           "evict_host",
           [](PrefixTree& tree, int64_t num_blocks) {
@@ -693,7 +740,15 @@ void bind_slot_tree(py::module_& m) {
       .def(
           "pin",
           [](SlotTree& tree, const py::object& token_ids, const SlotAllocator* allocator) {
-            return as_tuple(with_tokens(token_ids, [&](const TokenView& view) { return tree.pin(view, allocator); }));
+            const Integers integers(token_ids, "token_ids");
+            const TokenView view = integers.tokens();
+            const SlotMatch match = maybe_without_gil(view.size(), [&] { return tree.pin(view, allocator); });
+            try {
+              return as_tuple(match);
+            } catch (...) {
+              tree.release(view.first(match.num_tokens));
+              throw;
+            }
           })
       .def("release",
            [](SlotTree& tree, const py::object& token_ids) {
@@ -720,7 +775,11 @@ SlotAllocator* slot_allocator(PyObject* self) {
 
 PyObject* alloc_slot(PyObject* self, PyObject*) {
   SlotAllocator* allocator = slot_allocator(self);
-  return allocator ? PyLong_FromLongLong(allocator->alloc()) : nullptr;
+  if (!allocator) return nullptr;
+  const int64_t slot = allocator->alloc();
+  PyObject* number = PyLong_FromLongLong(slot);
+  if (!number) allocator->free(slot);  // -1 needs no memory
+  return number;
 }
 
 PyObject* free_slot(PyObject* self, PyObject* slot) {
@@ -785,6 +844,34 @@ py::bytes bytes_of(const Digest* digests, size_t count) {
 
 const Xxh3Kernel& xxh3_kernel_of(const std::string& name) { return name.empty() ? xxh3_kernel() : xxh3_kernel(name.c_str()); }
 
+// Read-only views of memory that the caller keeps alive.
+py::list views_of(const std::vector<ByteRun>& runs) {
+  py::list views;
+  for (const ByteRun& run : runs) views.append(py::memoryview::from_memory(run.data, run.num_bytes));
+  return views;
+}
+
+void bind_byte_runs(py::module_& m) {
+  py::class_<ByteRuns>(m, "ByteRuns", "See kvpage.store.stretches.")
+      .def(py::init([](const std::vector<std::pair<int64_t, int64_t>>& runs, int64_t stretch_bytes) {
+        std::vector<ByteRun> made;
+        for (const auto& [data, num_bytes] : runs) made.push_back({pointer<const std::byte>(data), num_bytes});
+        return ByteRuns(std::move(made), stretch_bytes);
+      }))
+      .def_property_readonly("num_bytes", &ByteRuns::num_bytes)
+      .def_property_readonly("position", &ByteRuns::position)
+      .def("peek", [](const ByteRuns& runs, int64_t num_bytes, int64_t max_runs) {
+        return views_of(runs.peek(num_bytes, max_runs));
+      })
+      .def("advance", &ByteRuns::advance, py::call_guard<py::gil_scoped_release>())
+      .def("copy", [](ByteRuns& runs, int64_t to, int64_t num_bytes) {
+        runs.copy(pointer<std::byte>(to), num_bytes);
+      }, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("digests", [](const ByteRuns& runs) {
+        return bytes_of(runs.digests().data(), runs.digests().size());
+      });
+}
+
 void bind_hashes(py::module_& m) {
   m.def(
       "xxh3_128_of_stretches",
@@ -823,6 +910,7 @@ void bind_hashes(py::module_& m) {
     check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
     return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
   };
+  bind_byte_runs(m);
   py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.block_io, which checks what needs a tensor.")
       .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
         return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
@@ -844,6 +932,10 @@ void bind_hashes(py::module_& m) {
                     digests.data());
         }
         return bytes_of(digests.data(), digests.size());
+      })
+      .def_property_readonly("run_bytes", &ChunkPlan::run_bytes)
+      .def("runs", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t num_bytes) {
+        return ByteRuns(plan.runs(place_of(place), first, num_bytes), plan.layer_bytes());
       });
   py::class_<Xxh3>(m, "_Xxh3", "The hash itself, with the kernel of an instruction set, for tests.")
       .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernel_of(name)); }))

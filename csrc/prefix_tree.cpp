@@ -189,6 +189,19 @@ void PrefixTree::unpin_path(TreeNode* end, const TreeNode* stop) noexcept {
   }
 }
 
+// Counts the pins down as releasing would, and up again.
+int64_t PrefixTree::num_pinned_only_by(std::span<const Match* const> matches) {
+  std::lock_guard lock(mutex_);
+  for (const Match* match : matches) check_live(*match, "match");
+  int64_t num_blocks = 0;
+  for (const Match* match : matches)
+    for (TreeNode* node = match->end_; !node->is_root(); node = node->parent)
+      if (--node->num_pins == 0) num_blocks += node->num_device_blocks();
+  for (const Match* match : matches)
+    for (TreeNode* node = match->end_; !node->is_root(); node = node->parent) ++node->num_pins;
+  return num_blocks;
+}
+
 // --- the structure ---
 
 TreeNode* PrefixTree::find_root(std::string_view name) const {

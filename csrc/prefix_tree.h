@@ -55,6 +55,7 @@ class PrefixTree;
 // PrefixTree::release, or to insert as `after`; one that is merely forgotten stays pinned as long as the tree lives.
 class Match {
  public:
+  Match() = default;  // of no tree: a place for another
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_tokens() const;
   int priority() const { return priority_; }
@@ -66,9 +67,9 @@ class Match {
       : tree_(std::move(tree)), end_(end), num_blocks_(num_blocks), priority_(priority) {}
 
   std::shared_ptr<PrefixTree> tree_;
-  TreeNode* end_;  // null once released
-  int64_t num_blocks_;
-  int priority_;
+  TreeNode* end_ = nullptr;  // null once released
+  int64_t num_blocks_ = 0;
+  int priority_ = 0;
 };
 
 // From one tier's block to the other's.
@@ -77,9 +78,9 @@ using TierPair = std::pair<int32_t, int32_t>;
 // What a match shares with the block that follows it: the first tokens of a block of another path, which is pinned.
 struct PartMatch {
   Match match;
-  int64_t num_tokens;  // at least 1, fewer than a block's
-  int32_t block_id;
-  bool is_on_device;  // otherwise block_id is the host's
+  int64_t num_tokens = 0;  // at least 1, fewer than a block's
+  int32_t block_id = 0;
+  bool is_on_device = false;  // otherwise block_id is the host's
 };
 
 class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
@@ -109,6 +110,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // The longest part of the block behind `match` that the first block of a path below it shares with `tokens`, which are
   // those of the whole prompt; one token of them is left over. None if not even one token is shared.
   std::optional<PartMatch> match_part(const Match& match, const TokenView& tokens);
+
+  // How many device blocks no other match pins: what releasing these, each given once, would make evictable.
+  // InvalidArgument if one is released or another tree's.
+  int64_t num_pinned_only_by(std::span<const Match* const> matches);
 
   // Another Match of the same path. InvalidArgument if `match` is released or another tree's.
   Match pin(const Match& match);

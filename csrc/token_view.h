@@ -14,6 +14,7 @@ class TokenView {
   TokenView(const int64_t* tokens, int64_t size) : wide_(tokens), size_(size) {}
 
   int64_t size() const { return size_; }
+  TokenView first(int64_t count) const { return wide_ ? TokenView(wide_, count) : TokenView(narrow_, count); }
   TokenView last(int64_t count) const {
     return wide_ ? TokenView(wide_ + size_ - count, count) : TokenView(narrow_ + size_ - count, count);
   }

@@ -98,6 +98,18 @@ def copy_and_xxh3_128(data: int, to: int, num_bytes: int, streaming: bool, /) ->
 _ChunkPlace = tuple[int, int, int, int, bool]  # address and number of block ids, start, max_threads, streaming
 
 @final
+class ByteRuns:
+    def __init__(self, runs: list[tuple[int, int]], stretch_bytes: int, /) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def digests(self) -> bytes: ...
+    def peek(self, num_bytes: int, max_runs: int, /) -> list[memoryview]: ...
+    def advance(self, num_bytes: int, /) -> None: ...
+    def copy(self, to: int, num_bytes: int, /) -> None: ...
+
 class ChunkPlan:
     def __init__(
         self,
@@ -110,6 +122,9 @@ class ChunkPlan:
     def load(
         self, place: _ChunkPlace, first: int, payload: int, num_bytes: int, first_token: int, last_token: int, /
     ) -> bytes: ...
+    @property
+    def run_bytes(self) -> int: ...
+    def runs(self, place: _ChunkPlace, first: int, num_bytes: int, /) -> ByteRuns: ...
 
 @final
 class _Xxh3:
@@ -331,6 +346,11 @@ class PrefixTree:
     def match_part(self, match: Match, tokens: _Integers) -> PartMatch | None:
         """The longest part of the block behind `match` that a path below it shares with `tokens`, the whole prompt's,
         of which one token is left over. None if not even one token is shared. O(log of the paths that part there).
+        """
+    def num_pinned_only_by(self, matches: Sequence[Match]) -> int:
+        """How many device blocks no other match pins: what releasing these, each given once, would make evictable.
+
+        ValueError if one is released or another tree's.
         """
     def pin(self, match: Match) -> Match:
         """A second Match of the same path. ValueError if `match` is released or another tree's."""

@@ -59,8 +59,7 @@ class BlockManager:
     pin_quota: how many blocks `pin` may keep.
 
     Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, TypeError, KeyError for an unknown
-    sequence) has changed nothing but how recently a cached prefix was used, and pins that ended: those that had their
-    time, and where blocks lack those that were in a request's way, though it did not fit after all. Not
+    sequence) has changed nothing but how recently a cached prefix was used, and pins whose time was over. Not
     thread-safe: one manager, one loop.
     """
 

@@ -8,7 +8,8 @@ A later move may read or overwrite what an earlier one has written; so they are 
 next step writes anything.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 Kind = Literal["swap_out", "swap_in", "copy"]
 Pairs = npt.NDArray[np.int64]  # [num_pairs, 2]: (from, to)
+_NONE: Pairs = np.zeros((0, 2), np.int64)
 
 
 class BlockMove(NamedTuple):
@@ -25,31 +27,57 @@ class BlockMove(NamedTuple):
     pairs: Pairs
 
 
+@dataclass(slots=True)
+class _Added:
+    kind: Kind
+    pairs: Pairs
+
+
 class BlockMoves:
     """An ordered list of moves; neighbours of one kind that do not depend on each other are one."""
 
     def __init__(self) -> None:
-        self._moves: list[BlockMove] = []
+        self._added: list[_Added] = []
 
     def add(self, kind: Kind, pairs: Pairs | Iterable[tuple[int, int]]) -> None:
         """Puts pairs behind what is there. They must not depend on each other."""
         array = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.int64).reshape(-1, 2)
-        if len(array) == 0:
-            return
-        last = self._moves[-1] if self._moves else None
-        if last and last.kind == kind and _are_independent(last, array):
-            self._moves[-1] = BlockMove(kind, np.concatenate([last.pairs, array]))
-        else:
-            self._moves.append(BlockMove(kind, array))
+        if len(array):
+            self._added.append(_Added(kind, array))
+
+    def add_from(self, kind: Kind, change: Callable[[], Pairs]) -> int:
+        """Puts the pairs behind that `change` returns, and returns how many. What it has changed would be wrong without
+        their moves, so they have their place before it is called: none are lost for lack of memory.
+        """
+        added = _Added(kind, _NONE)
+        self._added.append(added)
+        try:
+            added.pairs = change()
+        finally:
+            if not len(added.pairs):
+                self._added.pop()
+        return len(added.pairs)
 
     def num_blocks(self, kind: Kind) -> int:
-        return sum(len(move.pairs) for move in self._moves if move.kind == kind)
+        return sum(len(added.pairs) for added in self._added if added.kind == kind)
 
     def __iter__(self) -> Iterator[BlockMove]:
-        return iter(self._moves)
+        last: BlockMove | None = None
+        for added in self._added:
+            if last and last.kind == added.kind and _are_independent(last, added.pairs):
+                last = BlockMove(last.kind, np.concatenate([last.pairs, added.pairs]))
+                continue
+            if last:
+                yield last
+            last = BlockMove(added.kind, added.pairs)
+        if last:
+            yield last
+
+    def __bool__(self) -> bool:
+        return bool(self._added)
 
     def __len__(self) -> int:
-        return len(self._moves)
+        return sum(1 for _ in self)
 
 
 def _are_independent(before: BlockMove, pairs: Pairs) -> bool:

@@ -96,7 +96,7 @@ class BlockSpace:
 
     @property
     def has_moves(self) -> bool:
-        return len(self._moves) > 0
+        return bool(self._moves)
 
     def take_moves(self) -> BlockMoves:
         moves, self._moves = self._moves, BlockMoves()
@@ -113,11 +113,13 @@ class BlockSpace:
         return self.pool.num_free + self.tree.num_evictable
 
     def take(self, num_blocks: int) -> Ids:
-        """Free device blocks, evicting what lacks, and ending users' pins where that is not enough. OutOfBlocks, with
-        nothing evicted; pins have ended then all the same.
+        """Free device blocks, evicting what lacks, and ending users' pins where that is not enough but they are.
+        OutOfBlocks, with nothing evicted and no pin ended but those that had their time.
         """
-        if num_blocks > self.num_free and len(self.pins):
-            self._give_up_pins(num_blocks)
+        if num_blocks > self.num_free:
+            self.pins.expire()
+        if num_blocks > self.num_free:
+            self.pins.give_up(num_blocks - self.num_free)
         lacking = num_blocks - self.pool.num_free
         if lacking > self.tree.num_evictable:
             raise OutOfBlocks(num_blocks, self.num_free)
@@ -146,8 +148,7 @@ class BlockSpace:
         taken = self.take(num_blocks - num_on_device)
         self._count_hits(num_on_device, num_host)
         if num_host:
-            self._moves.add("swap_in", self.tree.promote(match, taken[:num_host]))
-            self._blocks["promoted"] += num_host
+            self._promote(match, taken[:num_host])
         if self.host_policy.after_hits:
             self._write_out(match, self.host_policy.after_hits)
         return taken[num_host:]
@@ -177,7 +178,8 @@ class BlockSpace:
 
     def pin(self, tokens: Tokens, namespace: bytes = b"", ttl: float | None = None) -> int:
         """Keeps the cached prefix of `tokens`, in whichever tier it is, for `ttl` seconds or until `unpin`; returns a
-        handle. Requests come first: where blocks lack, pins end, the oldest first. ValueError beyond the quota.
+        handle. Requests come first: pins end, the oldest first, where one fits by that and not without, so that what
+        users pin makes no request wait for ever. ValueError beyond the quota.
         """
         match = self._match_all(tokens, namespace)
         try:
@@ -197,8 +199,7 @@ class BlockSpace:
             num_host = match.num_blocks - match.num_device_blocks
             if num_host == 0 or num_host > self.num_free:
                 return 0
-            self._moves.add("swap_in", self.tree.promote(match, self.take(num_host)))
-            self._blocks["promoted"] += num_host
+            self._promote(match, self.take(num_host))
             return num_host * self.block_size
         finally:
             self.tree.release(match)
@@ -244,21 +245,15 @@ class BlockSpace:
         if self.rule is not None and not self.rule.should_store():
             self.tree.evict(num_blocks)
             return
-        pairs = self.tree.demote(num_blocks)[1]
-        self._moves.add("swap_out", pairs)
-        self._blocks["demoted"] += len(pairs)
+        self._blocks["demoted"] += self._moves.add_from("swap_out", lambda: self.tree.demote(num_blocks)[1])
 
     def _write_out(self, match: Match, min_hits: int) -> None:
         if not self.tree.has_host_tier or (self.rule is not None and not self.rule.should_store()):
             return
-        pairs = self.tree.write_out(match, min_hits)
-        self._moves.add("swap_out", pairs)
-        self._blocks["written"] += len(pairs)
+        self._blocks["written"] += self._moves.add_from("swap_out", lambda: self.tree.write_out(match, min_hits))
 
-    def _give_up_pins(self, num_blocks: int) -> None:
-        self.pins.expire()
-        while num_blocks > self.num_free and self.pins.give_up_oldest():
-            pass
+    def _promote(self, match: Match, block_ids: Ids) -> None:
+        self._blocks["promoted"] += self._moves.add_from("swap_in", lambda: self.tree.promote(match, block_ids))
 
     def _count_hits(self, num_on_device: int, num_host: int) -> None:
         self._counts["device_hit"] += num_on_device * self.block_size

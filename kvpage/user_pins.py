@@ -60,9 +60,14 @@ class UserPins:
         for handle in [handle for handle, (_, end) in self._pins.items() if end <= now]:
             self.remove(handle)
 
-    def give_up_oldest(self) -> bool:
-        """Ends the oldest pin; False if there is none."""
-        if not self._pins:
-            return False
-        self.remove(next(iter(self._pins)))
-        return True
+    def give_up(self, num_blocks: int) -> None:
+        """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can go;
+        none where ending all of them would not do.
+        """
+        matches = [match for match, _ in self._pins.values()]
+        if self._tree.num_pinned_only_by(matches) < num_blocks:
+            return
+        while self._tree.num_pinned_only_by(matches[:-1]) >= num_blocks:
+            matches.pop()
+        for handle in list(self._pins)[: len(matches)]:
+            self.remove(handle)

@@ -138,6 +138,37 @@ def test_pins_end_before_a_request_lacks_blocks():
     manager.check()
 
 
+def test_no_pin_ends_for_a_request_that_does_not_fit():
+    """Also one that shares its blocks with a request, whose end would give nothing back."""
+    manager, tokens = filled(pin_quota=12)
+    handles = [manager.space.pin(tokens[: n * B]) for n in (2, 4)]
+    manager.allocate("running", [7] * (3 * B))
+    manager.allocate("reader", tokens[: 3 * B])
+    for num_blocks in (2, 5, 8, 9):  # one is free, one is evictable without the second pin
+        before = manager.stats(), manager.tree.num_matches
+        if num_blocks > 2:
+            with pytest.raises(OutOfBlocks):
+                manager.allocate("new", [5] * (num_blocks * B))
+            assert (manager.stats(), manager.tree.num_matches) == before and len(manager.space.pins) == 2
+    manager.allocate("new", [5] * (2 * B))
+    assert len(manager.space.pins) == 0 and cached(manager, tokens) == 2 * B
+    for handle in handles:
+        manager.space.unpin(handle)
+    manager.check()
+
+
+def test_only_as_many_pins_end_as_it_takes():
+    manager, tokens = filled(pin_quota=8)
+    other = [9] * (4 * B)
+    manager.allocate(1, other)
+    manager.commit(1, other)
+    manager.release(1)
+    manager.space.pin(tokens)
+    manager.space.pin(other)
+    manager.allocate(2, [5] * (4 * B))
+    assert len(manager.space.pins) == 1 and cached(manager, other) == 4 * B and cached(manager, tokens) == 0
+
+
 def test_pins_have_a_quota_and_an_end():
     now = [0.0]
     space = BlockSpace(8, B, pin_quota=3)

@@ -79,7 +79,7 @@ class DiskTier(Tier):
         directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
         self._room = Room(directories, self._index, self._lock)
         self._open_directories()
-        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
+        _open_tiers.add(self)
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
@@ -178,6 +178,7 @@ class DiskTier(Tier):
         with self._changes:
             if self._is_closed:
                 return
+            _open_tiers.discard(self)
             self._room.settle()
             with self._lock:
                 self._is_closed = True
@@ -310,7 +311,13 @@ def _check_space(directories: Sequence[Directory]) -> None:
             )
 
 
-def _close_in_child(tier: "weakref.ref[DiskTier]") -> None:
-    found = tier()
-    if found is not None:
-        found.close_in_child()
+# The process's own list of what to do after a fork never gets shorter: there is one entry for all tiers.
+_open_tiers: "weakref.WeakSet[DiskTier]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for tier in list(_open_tiers):
+        tier.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

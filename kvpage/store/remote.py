@@ -118,10 +118,13 @@ class RemoteTier(Tier):
         if was_closed:
             return
         self._caller.close()
+        closer = Caller(1)
         try:
-            Caller(1).call(self._backend.close, CLOSE_SECONDS)
+            closer.call(self._backend.close, CLOSE_SECONDS)
         except Exception as error:  # as in _call
             raise TierError(f"{self.name}: {type(error).__name__}: {error}") from error
+        finally:
+            closer.close()  # its thread would wait for more calls
 
     def _call(self, function: Callable[[float | None], T], timeout: float | None) -> T:
         """The only door to the backend. function: takes the seconds that are left."""

@@ -7,6 +7,7 @@ is over. A failure names battery and seed, and the others go on. Ends in a table
 import argparse
 import json
 import logging
+import math
 import sys
 import time
 import traceback
@@ -42,20 +43,24 @@ def run(battery: Battery, target: int, seconds: float | None, seed: int, progres
     counts.
     """
     outcome, began = Outcome(battery), time.monotonic()
+    deadline = math.inf if seconds is None else began + seconds
+
+    def advance(count: int) -> bool:
+        progress.advance(task, count)
+        return time.monotonic() < deadline
+
     task = progress.add_task(battery.name, total=target)
-    while outcome.num_done < target and not outcome.failures:
-        if seconds is not None and time.monotonic() - began > seconds:
-            break
+    while outcome.num_done < target and not outcome.failures and time.monotonic() < deadline:
         count = min(battery.longest or battery.short, target - outcome.num_done)
         try:
-            figures = battery.run(seed, count, lambda n: progress.advance(task, n))
+            figures = battery.run(seed, count, advance)
         except Exception:  # whatever it is: it is the finding
             outcome.failures.append(f"{battery.name}, seed {seed}, count {count}:\n{traceback.format_exc()}")
             break
         for name, value in figures.items():
             before = outcome.figures.get(name, 0)
             outcome.figures[name] = max(before, value) if name.startswith("max_") else before + value
-        outcome.num_done += count
+        outcome.num_done += int(figures.get(battery.unit, count))
         seed += 1
     for name, limit in battery.limits.items():
         if outcome.figures.get(name, 0) > limit:

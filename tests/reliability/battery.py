@@ -2,14 +2,15 @@
 
     Battery.run(seed, count, advance) ─► figures        raises at the first wrong thing, which names the seed
 
-`seed` and `count` decide all that happens, where threads and processes do not; `advance(n)` tells that n more are done.
+`seed` and `count` decide all that happens, where threads and processes do not; `advance(n)` tells that n more are done,
+and is False when time is over: a battery may end early then, and says in its figures how many of its unit it has done.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Figures = dict[str, int | float]
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)

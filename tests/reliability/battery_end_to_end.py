@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from battery import Advance, Battery, Figures
 from chaos import Chaos
+from resident import Resident
 from serving.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -164,10 +165,6 @@ class Server:
         figures["aborted"] += 1
 
 
-def resident_kib() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
-
-
 COUNTS = (
     "requests", "tokens", "aborted", "engines", "events", "preemptions", "swaps", "store_hit_tokens",
     "corrupt_records", "tier_errors",
@@ -184,10 +181,10 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
 
 
 def _run(seed: int, count: int, advance: Advance) -> Figures:
-    rng, figures, resident = random.Random(seed), dict.fromkeys(COUNTS, 0), []
+    rng, figures, resident = random.Random(seed), dict.fromkeys(COUNTS, 0), Resident()
     models = [Model(kind, 3 * seed) for kind in KINDS]
     with tempfile.TemporaryDirectory() as place, closing(Chaos(Path(place), rng)) as chaos:
-        while figures["requests"] < count:
+        while figures["requests"] < count and (not resident.samples or advance(0) is not False):
             model = models[figures["engines"] % len(KINDS)]
             with chaos.tiers() as placed:
                 try:
@@ -198,17 +195,15 @@ def _run(seed: int, count: int, advance: Advance) -> Figures:
                     raise AssertionError(f"seed {seed}, engine {figures['engines']}: {error}") from error
             figures["engines"] += 1
             gc.collect()
-            resident.append(resident_kib())
+            resident.sample()
         figures["events"] = chaos.num_events
     idle = [name for name in ("aborted", "events", "preemptions", "swaps", "store_hit_tokens") if not figures[name]]
-    assert count < SHORT or not idle, f"seed {seed}: no {', '.join(idle)}, which says nothing"
-    quarter = max(len(resident) // 4, 1)
-    figures["max_resident_mib"] = max(resident) // 1024
-    figures["max_grown_kib"] = max(resident[-quarter:]) - max(resident[quarter : 2 * quarter] or resident)
-    return figures
+    assert figures["requests"] < SHORT or not idle, f"seed {seed}: no {', '.join(idle)}, which says nothing"
+    return figures | resident.figures()
 
 
 SHORT, LONG = 2_000, 60_000
+LIMITS = {"max_resident_grown_kib": 2048, "max_resident_kib_an_hour": 1024}
 BATTERIES = [
-    Battery("end to end", "requests", SHORT, LONG, run, limits={"max_grown_kib": 2048}, longest=LONG),
+    Battery("end to end", "requests", SHORT, LONG, run, limits=LIMITS, longest=100 * LONG),
 ]

@@ -86,7 +86,7 @@ class ComparedManager(ManagerLife):
         try:
             operation()
         except OutOfBlocks as error:
-            assert before == self.state() or num_pinned > len(self.manager.space.pins)
+            assert before == self.state() and num_pinned == len(self.manager.space.pins)
             assert error.needed > error.free
         self.model.verify()
 
