@@ -161,6 +161,8 @@ def plot(quality_rows: Sequence[dict], speed_rows: Sequence[dict], path: Path) -
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
+        else:
+            axes.set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
 
