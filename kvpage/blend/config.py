@@ -1,5 +1,6 @@
 """BlendConfig: how prompts are blended in the serving loop."""
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.selection import METRICS
 from kvpage.blend.spans import Span, spans_by_separator
+from kvpage.sequence_args import as_integer, as_list
+from kvpage.tokens import as_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,11 @@ class BlendConfig:
             value = getattr(self, name)
             if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not self.deadline >= 0:
+        if not isinstance(self.deadline, numbers.Real) or not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
-        if self.metric not in METRICS:
+        if not isinstance(self.metric, str) or self.metric not in METRICS:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
-        object.__setattr__(self, "separator", tuple(self.separator))
+        object.__setattr__(self, "separator", tuple(as_list("separator", self.separator)))
         if not all(_is_int(token) for token in self.separator):
             raise ValueError(f"separator must be token ids, got {self.separator!r}")
         if self.boundaries is not None and not isinstance(self.boundaries, ContentBoundaries):
@@ -57,6 +60,9 @@ class BlendConfig:
 
     def check_layer_of(self, num_layers: int) -> int:
         """In a model of so many. ValueError for one that it has not."""
+        num_layers = as_integer("num_layers", num_layers)
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:
             return min(max(2, -(-num_layers // 10)), num_layers - 1)
         if self.check_layer >= num_layers:
@@ -65,6 +71,7 @@ class BlendConfig:
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
         """The segments of a prompt whose request names none. ValueError without separator and boundaries."""
+        tokens = as_tokens(tokens)
         if self.boundaries:
             ends = self.boundaries.cuts(tokens)[:-1]  # what is behind the last boundary goes on in other prompts
             return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]

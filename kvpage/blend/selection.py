@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from kvpage import ops
+from kvpage.blend.indices import as_mask
 from kvpage.blend.mixing import as_rows
+from kvpage.sequence_args import as_list
+from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_ratio
 
 METRICS = ("k", "v", "kv")
 
@@ -44,8 +47,14 @@ class Selection:
 def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, token_dim: int) -> torch.Tensor:
     """The mean squared difference of each token, in fp32: [num_tokens]; 0 where `valid` is False, whatever is there.
 
-    fresh, retrieved: one shape. valid: bool [num_tokens].
+    fresh, retrieved: one shape. valid: bool [num_tokens]. TypeError or ValueError for anything else.
     """
+    fresh, retrieved = as_floats("fresh", fresh), as_floats("retrieved", retrieved)
+    token_dim = as_dim("token_dim", token_dim, retrieved)
+    if fresh.shape != retrieved.shape or retrieved.dim() < 2:
+        raise ValueError(
+            f"fresh and retrieved must be rows of one shape, got {list(fresh.shape)} and {list(retrieved.shape)}"
+        )
     if not retrieved.numel():
         return torch.zeros(retrieved.shape[token_dim], device=retrieved.device)
     fresh_rows = as_rows(fresh.to(retrieved.dtype), token_dim, None)
@@ -58,8 +67,18 @@ def select_tokens(
     """Of each request: every invalid row, the last row, and the share `ratio` of the valid rows, those of the largest
     deviation (of equals the first). A ratio over 0 takes at least one, 1 takes all, 0 takes none.
 
-    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request.
+    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request. TypeError or
+    ValueError for anything else.
     """
+    deviation, valid = as_floats("deviation", deviation, 1), as_mask(valid)
+    if len(valid) != len(deviation) or valid.device != deviation.device:
+        raise ValueError(
+            f"valid must be of {len(deviation)} tokens on {deviation.device}, got {len(valid)} on {valid.device}"
+        )
+    query_start_loc = as_bounds("query_start_loc", query_start_loc, len(deviation))
+    ratios = [as_ratio("ratios", ratio) for ratio in as_list("ratios", ratios)]
+    if len(ratios) != len(query_start_loc) - 1:
+        raise ValueError(f"ratios must be one for each of {len(query_start_loc) - 1} requests, got {len(ratios)}")
     chosen = ~valid
     for begin, end, ratio in zip(query_start_loc[:-1], query_start_loc[1:], ratios, strict=True):
         if end > begin:

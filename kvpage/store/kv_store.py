@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.own_process import OwnProcess
-from kvpage.sequence_args import check_flag, check_namespace
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.store.block_io import BlockChunk, BlockChunks, ChunkPlans
 from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
 from kvpage.store.config import KVStoreConfig
@@ -369,7 +369,7 @@ class KVStore:
         token it brings them.
         """
         array, size = self._checked(tokens, namespace), self.config.chunk_size
-        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
+        blocks, start = BlockChunks(engine, block_table, self.metadata, self._plans), as_integer("start", start)
         end = min(len(array), blocks.num_tokens)
         if not 0 <= start <= end:
             raise ValueError(f"start must be in [0, {end}], got {start}")
