@@ -118,7 +118,7 @@ def memory(engine: CacheEngine, options) -> list[dict]:
 
 
 def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
-    data = np.random.default_rng(0).integers(0, 256, CHUNK_BYTES, dtype=np.uint8).data
+    data = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8).data
     rooms = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(options.chunks)]
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, options.chunks * CHUNK_BYTES)
@@ -126,7 +126,7 @@ def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
     with ThreadPoolExecutor(options.threads) as pool:
 
         def write() -> None:
-            list(pool.map(lambda n: os.pwrite(fd, data, n * CHUNK_BYTES), range(options.chunks)))
+            list(pool.map(lambda at: os.pwrite(fd, data[at : at + CHUNK_BYTES], at), range(0, len(data), CHUNK_BYTES)))
 
         def read() -> None:
             list(pool.map(lambda n: os.preadv(fd, [rooms[n]], n * CHUNK_BYTES), range(options.chunks)))

@@ -95,25 +95,53 @@ void ChunkPlan::for_each_layer(const ChunkPlace& place, int64_t first, int64_t n
   });
 }
 
+std::vector<ByteRun> ChunkPlan::runs(const ChunkPlace& place, int64_t first, int64_t num_bytes) const {
+  check(dense_, "a chunk's blocks must be dense to have runs");
+  check_chunk_blocks(place.block_ids, place.num_block_ids, shape_.num_blocks, shape_.block_size, place.start,
+                     shape_.num_tokens);
+  std::vector<ByteRun> runs;
+  const int64_t last = first + count_layers(first, num_bytes);
+  for (int64_t layer = first; layer < last; ++layer)
+    for (int64_t index = 0; index < num_parts_; ++index)
+      for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
+                     [&](int32_t block_id, int64_t offset, int64_t count, int64_t) {
+        runs.push_back({part(layer, index).moves->cache.at(block_id, offset, 0), count * token_bytes_});
+      });
+  return runs;
+}
+
+void ChunkPlan::copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers,
+                          Digest* digests) const {
+  const std::vector<ByteRun> all = runs(place, first, num_layers * shape_.layer_bytes);
+  const int64_t runs_per_layer = static_cast<int64_t>(all.size()) / num_layers;
+  for_each_layer(place, first, num_layers, digests, [&](int64_t, int64_t i, Xxh3& hash) {
+    std::byte* to = payload + i * shape_.layer_bytes;
+    for (int64_t at = i * runs_per_layer; at < (i + 1) * runs_per_layer; ++at) {
+      const auto [data, num_bytes] = all[static_cast<size_t>(at)];
+      hash.update_and_copy(data, num_bytes, to, place.streaming, all[std::min<size_t>(at + 1, all.size() - 1)].data);
+      to += num_bytes;
+    }
+  });
+}
+
 void ChunkPlan::store(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_bytes,
                       Digest* digests) const {
   check_chunk_blocks(place.block_ids, place.num_block_ids, shape_.num_blocks, shape_.block_size, place.start,
                      shape_.num_tokens);
+  const int64_t num_layers = count_layers(first, num_bytes);
+  if (num_layers == 0) return;
+  if (dense_) return copy_runs(place, first, payload, num_layers, digests);
   const auto store_part = [&](const Part& part, std::byte* to, Xxh3& hash) {
     for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
-      std::byte* const place_of_tokens = to + token * token_bytes_;
-      if (dense_)
-        return hash.update_and_copy(part.moves->cache.at(block_id, offset, 0), count * token_bytes_, place_of_tokens,
-                                    place.streaming);
       for (int64_t i = 0; i < part.num_moves; ++i)
         read_raw(part.moves[i], shape_.num_heads, block_id, offset, count, part.row(part.moves[i], to, token), block_id,
                  false);
-      if (by_token_) hash.update(place_of_tokens, count * token_bytes_);
+      if (by_token_) hash.update(to + token * token_bytes_, count * token_bytes_);
     });
-    if (!dense_ && !by_token_) hash.update(to, part_bytes_);
+    if (!by_token_) hash.update(to, part_bytes_);
   };
-  for_each_layer(place, first, count_layers(first, num_bytes), digests, [&](int64_t layer, int64_t i, Xxh3& hash) {
+  for_each_layer(place, first, num_layers, digests, [&](int64_t layer, int64_t i, Xxh3& hash) {
     for (int64_t index = 0; index < num_parts_; ++index)
       store_part(part(layer, index), payload + i * shape_.layer_bytes + index * part_bytes_, hash);
   });
@@ -129,9 +157,10 @@ void ChunkPlan::load(const ChunkPlace& place, int64_t first, const std::byte* pa
     hash.update(from, dense_ ? first_token * token_bytes_ : part_bytes_);
     for_each_block(place, shape_.block_size, first_token, last_token,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
+      const std::byte* const tokens = from + token * token_bytes_;
       if (dense_)
-        return hash.update_and_copy(from + token * token_bytes_, count * token_bytes_,
-                                    part.moves->cache.at(block_id, offset, 0), place.streaming);
+        return hash.update_and_copy(tokens, count * token_bytes_, part.moves->cache.at(block_id, offset, 0),
+                                    place.streaming, tokens + count * token_bytes_);
       for (int64_t i = 0; i < part.num_moves; ++i)
         write_raw(part.moves[i], shape_.num_heads, block_id, offset, count, part.row(part.moves[i], from, token),
                   place.streaming);

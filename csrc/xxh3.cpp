@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "host_copy.h"
 #include "instruction_sets.h"
 #include "parallel.h"
 #include "xxh3_constants.h"
@@ -138,6 +139,16 @@ Digest canonical(const Wide& hash) {
   return digest;
 }
 
+// Calls add(data, number of blocks, ahead) once or twice: the last of the bytes fetch those that are next. How far ahead
+// was measured: a page, whose address the processor has to look up as well, and it does not by itself go on to the next.
+template <typename Add>
+void add_fetching(const std::byte* data, int64_t num_blocks, const std::byte* next, const Add& add) {
+  constexpr int64_t kAheadBytes = 4096, kBlockBytes = 1024;
+  const int64_t last = next ? std::min(num_blocks, kAheadBytes / kBlockBytes) : 0;
+  add(data, num_blocks - last, data + kAheadBytes);
+  if (last > 0) add(data + (num_blocks - last) * kBlockBytes, last, next);
+}
+
 std::vector<const Xxh3Kernel*> supported() {
   std::vector<const Xxh3Kernel*> kernels;
 #if defined(__x86_64__)
@@ -161,9 +172,13 @@ const Xxh3Kernel& xxh3_kernel(const char* name) {
   fail("kernel must be one that this machine has, got ", name);
 }
 
-Xxh3::Xxh3(const Xxh3Kernel& kernel)
-    : kernel_(kernel),
-      sums_{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1} {}
+Xxh3::Xxh3(const Xxh3Kernel& kernel) : kernel_(kernel) { restart(); }
+
+void Xxh3::restart() {
+  sums_ = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  num_rest_ = 0;
+  num_bytes_ = 0;
+}
 
 // add_blocks(data, number, how far into the given bytes): of blocks that are whole and not the last.
 template <typename AddBlocks>
@@ -177,7 +192,7 @@ void Xxh3::add(const std::byte* data, int64_t num_bytes, const AddBlocks& add_bl
     std::memcpy(rest + num_rest_, data, static_cast<size_t>(count));
     num_rest_ += count, data += count;
     if (data == end) return;
-    kernel_.add_blocks(sums_.data(), rest, 1);
+    kernel_.add_blocks(sums_.data(), rest, 1, data);
     std::memcpy(rest_.data(), rest + kBlock - kStripe, kStripe);
     num_rest_ = 0;
   }
@@ -191,29 +206,38 @@ void Xxh3::add(const std::byte* data, int64_t num_bytes, const AddBlocks& add_bl
   if (num_rest_ > 0) std::memcpy(rest, data, static_cast<size_t>(num_rest_));
 }
 
-void Xxh3::update(const std::byte* data, int64_t num_bytes) {
+void Xxh3::update(const std::byte* data, int64_t num_bytes, const std::byte* next) {
   add(data, num_bytes, [&](const std::byte* blocks, int64_t num_blocks, int64_t) {
-    kernel_.add_blocks(sums_.data(), blocks, num_blocks);
+    add_fetching(blocks, num_blocks, next, [&](const std::byte* some, int64_t count, const std::byte* ahead) {
+      kernel_.add_blocks(sums_.data(), some, count, ahead);
+    });
   });
 }
 
-void Xxh3::update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to) {
+void Xxh3::update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to, const std::byte* next) {
   int64_t first = num_bytes, last = num_bytes;  // of the bytes that went with the blocks
   add(data, num_bytes, [&](const std::byte* blocks, int64_t num_blocks, int64_t at) {
-    if (reinterpret_cast<uintptr_t>(to + at) % kStripe != 0) return kernel_.add_blocks(sums_.data(), blocks, num_blocks);
-    kernel_.add_and_stream_blocks(sums_.data(), blocks, num_blocks, to + at);
-    first = at, last = at + num_blocks * kBlock;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(to + at) % kStripe == 0;
+    if (is_aligned) first = at, last = at + num_blocks * kBlock;
+    add_fetching(blocks, num_blocks, next, [&](const std::byte* some, int64_t count, const std::byte* ahead) {
+      if (is_aligned) {
+        kernel_.add_and_stream_blocks(sums_.data(), some, count, ahead, to + (some - data));
+      } else {
+        kernel_.add_blocks(sums_.data(), some, count, ahead);
+      }
+    });
   });
-  std::memcpy(to, data, static_cast<size_t>(first));
-  std::memcpy(to + last, data + last, static_cast<size_t>(num_bytes - last));
+  copy_bytes(to, data, first, true);
+  copy_bytes(to + last, data + last, num_bytes - last, true);
 }
 
-void Xxh3::update_and_copy(const std::byte* data, int64_t num_bytes, std::byte* to, bool streaming) {
-  if (streaming) return update_and_stream(data, num_bytes, to);
+void Xxh3::update_and_copy(const std::byte* data, int64_t num_bytes, std::byte* to, bool streaming,
+                           const std::byte* next) {
+  if (streaming) return update_and_stream(data, num_bytes, to, next);
   constexpr int64_t kInCache = 8192;  // of the first level
   for (int64_t at = 0; at < num_bytes; at += kInCache) {
     const int64_t count = std::min(kInCache, num_bytes - at);
-    update(data + at, count);
+    update(data + at, count, at + count < num_bytes ? data + at + count : next);
     std::memcpy(to + at, data + at, static_cast<size_t>(count));
   }
 }

@@ -16,13 +16,15 @@ namespace kvpage {
 constexpr int64_t kDigestBytes = 16;
 using Digest = std::array<std::byte, kDigestBytes>;  // canonical: big-endian, as the package xxhash gives it
 
-// What differs between instruction sets; see xxh3_impl.h.
+// What differs between instruction sets; see xxh3_impl.h. ahead: as many bytes as are added, fetched meanwhile; they need
+// not be there.
 struct Xxh3Kernel {
   const char* name;
   // Whole blocks, each with its scrambling.
-  void (*add_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks);
+  void (*add_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead);
   // The same bytes copied to `to`, a multiple of 64, past the processor's cache; the caller fences.
-  void (*add_and_stream_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, std::byte* to);
+  void (*add_and_stream_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
+                                std::byte* to);
   // Stripes from the beginning of a block.
   void (*add_stripes)(uint64_t* sums, const std::byte* data, int64_t num_stripes, const std::byte* secret);
 };
@@ -40,19 +42,24 @@ class Xxh3 {
  public:
   explicit Xxh3(const Xxh3Kernel& kernel = xxh3_kernel());
 
-  void update(const std::byte* data, int64_t num_bytes);
+  // next: where the bytes lie that will be added afterwards, which are fetched meanwhile; null if nobody knows.
+  void update(const std::byte* data, int64_t num_bytes, const std::byte* next = nullptr);
 
   // As update and memcpy, each byte read once; `streaming`: past the processor's cache where `to` allows, after which the
   // thread has to call end_streaming() before others may read.
-  void update_and_copy(const std::byte* data, int64_t num_bytes, std::byte* to, bool streaming);
+  void update_and_copy(const std::byte* data, int64_t num_bytes, std::byte* to, bool streaming,
+                       const std::byte* next = nullptr);
 
   // Of all bytes so far; more may follow.
   Digest digest() const;
 
+  // As if there had been none.
+  void restart();
+
  private:
   static constexpr int64_t kStripe = 64, kBlock = 1024;
 
-  void update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to);
+  void update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to, const std::byte* next);
   template <typename AddBlocks>
   void add(const std::byte* data, int64_t num_bytes, const AddBlocks& add_blocks);
 

@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kLanes = KVPAGE_LANES, kVectors = 8 / kLanes;  // of a stripe
 constexpr int64_t kStripeBytes = 64, kStripesPerBlock = 16;
-constexpr int64_t kPrefetchBytes = 1536;  // measured: what the processor itself does not fetch in time
 
 typedef uint64_t Words __attribute__((vector_size(8 * KVPAGE_LANES)));
 
@@ -101,11 +100,12 @@ struct Sums {
 };
 
 template <bool kStreams>
-inline void add_all_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, std::byte* to) {
+inline void add_all_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
+                           std::byte* to) {
   Sums mine(sums);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    for (int64_t stripe = 0; stripe < kStripesPerBlock; ++stripe, data += kStripeBytes) {
-      __builtin_prefetch(data + kPrefetchBytes);
+    for (int64_t stripe = 0; stripe < kStripesPerBlock; ++stripe, data += kStripeBytes, ahead += kStripeBytes) {
+      __builtin_prefetch(ahead);
       mine.add_stripe<kStreams>(data, kXxh3Secret + 8 * stripe, to);
       if constexpr (kStreams) to += kStripeBytes;
     }
@@ -114,12 +114,13 @@ inline void add_all_blocks(uint64_t* sums, const std::byte* data, int64_t num_bl
   mine.save(sums);
 }
 
-void add_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks) {
-  add_all_blocks<false>(sums, data, num_blocks, nullptr);
+void add_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead) {
+  add_all_blocks<false>(sums, data, num_blocks, ahead, nullptr);
 }
 
-void add_and_stream_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, std::byte* to) {
-  add_all_blocks<true>(sums, data, num_blocks, to);
+void add_and_stream_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
+                           std::byte* to) {
+  add_all_blocks<true>(sums, data, num_blocks, ahead, to);
 }
 
 void add_stripes(uint64_t* sums, const std::byte* data, int64_t num_stripes, const std::byte* secret) {

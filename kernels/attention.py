@@ -44,6 +44,16 @@ def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEAR
 
 
 @triton.jit
+def positions_of_tile(position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS: tl.constexpr):
+    """Of the tile's first query, and of its last: none lies behind the sequence's last token."""
+    first = first_row + first_query
+    last = first_row + tl.minimum(first_query + TILE_TOKENS, num_queries) - 1
+    first = tl.load(position_ptr + first, mask=first < num_tokens, other=0)
+    last = tl.load(position_ptr + last, mask=last < num_tokens, other=0)
+    return tl.minimum(first, length - 1).to(tl.int32), tl.minimum(last, length - 1).to(tl.int32)
+
+
+@triton.jit
 def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
     """Scores in units of log 2. factor: of a score in these units; with a softcap, of 2 * score / softcap."""
     if SOFTCAP:
@@ -55,7 +65,7 @@ def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
 # What changes from call to call is not specialised on: it would compile anew in the middle of serving.
 @triton.jit(
     do_not_specialize=["num_tiles", "num_splits", "num_seqs", "num_tokens", "num_blocks", "capacity", "window"],
-    do_not_specialize_on_alignment=["sink_ptr", "seq_len_ptr", "query_len_ptr"],
+    do_not_specialize_on_alignment=["sink_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"],
 )
 def paged_attention_kernel(
     query_ptr,  # [num_tokens, num_kv_heads * GROUP, KEY_SIZE]
@@ -68,6 +78,7 @@ def paged_attention_kernel(
     table_ptr,  # int32 [num_seqs, capacity / BLOCK_SIZE]
     seq_len_ptr,  # [num_seqs]
     query_len_ptr,  # [num_seqs], or None for one each
+    position_ptr,  # int64 [num_tokens]: of each query in its sequence, ascending; or None for the last ones
     partial_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, VALUE_SIZE] or None for one split
     sum_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, 2]: maximum and sum
     error_ptr,  # int32 [1]
@@ -151,7 +162,15 @@ def paged_attention_kernel(
     token = first_row + query
     valid = (row < TILE_TOKENS * HEADS) & (head < GROUP) & (query < num_queries) & (token < num_tokens)
     head += kv_head * GROUP
+    first = length - num_queries + first_query  # of the tile's queries, and the last
+    last = first + tl.minimum(TILE_TOKENS, num_queries - first_query) - 1
     position = length - num_queries + query
+    if position_ptr is not None:
+        first, last = positions_of_tile(
+            position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS
+        )
+        position = tl.load(position_ptr + token, mask=valid, other=0)
+        position = tl.minimum(position, length - 1).to(tl.int32)
     query_row = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
     query_row = tl.multiple_of(query_row, QUERY_ALIGN)
     q = load_rows(query_ptr, query_row, valid, 0, 0, KEY_SIZE, KEY_TILE, KEY_SIZE).to(tl.float32)
@@ -181,8 +200,6 @@ def paged_attention_kernel(
     values = tl.zeros([TILE_ROWS, VALUE_TILE], tl.float32)
 
     # Tiles of keys: [begin, end) are this split's, of which every row sees all of [full_begin, full_end).
-    first = length - num_queries + first_query
-    last = first + tl.minimum(TILE_TOKENS, num_queries - first_query) - 1
     low = 0
     full_low = 0
     if WINDOW:

@@ -23,12 +23,13 @@ class Rows(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each. num_keys: of
-    all sequences, or a bound."""
+    """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each.
+    query_positions: int64 [num_tokens], None for each sequence's last. num_keys: of all sequences, or a bound."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
     query_lens: torch.Tensor | None
+    query_positions: torch.Tensor | None
     max_seq_len: int
     max_query_len: int
     num_keys: int
@@ -92,6 +93,7 @@ def paged_attention(
         sequences.block_tables,
         sequences.seq_lens,
         sequences.query_lens,
+        sequences.query_positions,
         partial,
         sums,
         device.error,

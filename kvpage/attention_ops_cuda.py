@@ -26,6 +26,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: Lengths,
     query_lens: Lengths | None,
+    query_positions: torch.Tensor | None,
     bounds: tuple[int | None, int | None],
     layout: CacheLayout,
     options: tuple[float, int | None, float | None, torch.Tensor | None],
@@ -41,7 +42,7 @@ def paged_attention(
     if len(query) == 0:
         return
     if not token_ops_cuda._has_triton():
-        _by_reference(query, cache, block_tables, seq_lens, query_lens, layout, options, out, scales)
+        _by_reference(query, cache, block_tables, seq_lens, query_lens, query_positions, layout, options, out, scales)
         return
     from kvpage.kernels import attention_launch as launch
 
@@ -51,13 +52,14 @@ def paged_attention(
     )
     with torch.cuda.device(cache.device):
         on_device = _on_device(counts, seq_lens, query_lens, cache.device)
+        positions = _positions_on_device(query_positions, cache.device)
         num_keys = sum(counts[0]) if counts[0] is not None else num_seqs * max_seq_len
         launch.paged_attention(
             query,
             out,
             key,
             value,
-            launch.Sequences(block_tables, *on_device, max_seq_len, max_query_len, num_keys),
+            launch.Sequences(block_tables, *on_device, positions, max_seq_len, max_query_len, num_keys),
             launch.Options(*options),
             launch.Device(token_ops_cuda._error_word(cache.device), *_facts(cache.device)),
         )
@@ -118,6 +120,14 @@ def _on_device(
     return seq_lens, query_lens
 
 
+def _positions_on_device(positions: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    if positions is None or positions.device == device:
+        return positions
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("query_positions must be on the device while a graph captures paged_attention")
+    return positions.pin_memory().to(device, non_blocking=True)
+
+
 @functools.cache
 def _facts(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, capability), the latter that of sm_80 where it is no CUDA device's."""
@@ -140,6 +150,7 @@ def _by_reference(
     block_tables: torch.Tensor,
     seq_lens: Lengths,
     query_lens: Lengths | None,
+    query_positions: torch.Tensor | None,
     layout: CacheLayout,
     options: tuple[float, int | None, float | None, torch.Tensor | None],
     out: torch.Tensor,
@@ -154,6 +165,18 @@ def _by_reference(
     scale, window, softcap, sinks = options
     out.copy_(
         reference.paged_attention(
-            query, cache, block_tables, lengths, layout, scale, queries, window, softcap, sinks, out.shape[2], scales
+            query,
+            cache,
+            block_tables,
+            lengths,
+            layout,
+            scale,
+            queries,
+            window,
+            softcap,
+            sinks,
+            out.shape[2],
+            scales,
+            query_positions,
         )
     )

@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from error
 
 from kvpage.histogram import HistogramStats
+from kvpage.serving.blend_link import BlendStats
 from kvpage.serving.engine import Engine
 from kvpage.serving.stats import EngineStats
 
@@ -41,6 +42,8 @@ class EngineCollector(Collector):
         yield from self._blocks(stats)
         yield from self._transfers(stats)
         yield from self._residency(stats)
+        if stats.blend is not None:
+            yield from self._blends(stats.blend)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         blocks, space = stats.blocks, stats.blocks.space
@@ -101,6 +104,17 @@ class EngineCollector(Collector):
         yield self._histogram("block_lifetime_seconds", "From a block's coming to its leaving, sampled.", lifetimes)
         idle_times = {tier: of.idle_time for tier, of in stats.residency.items()}
         yield self._histogram("block_idle_seconds", "From a block's last use to its leaving, sampled.", idle_times)
+
+    def _blends(self, stats: BlendStats) -> Iterator[Metric]:
+        yield self._counter("blends", "Prefills that reused segments.", {(): stats.num_blends})
+        kinds = {("reused",): stats.num_reused_tokens, ("recomputed",): stats.num_recomputed_tokens}
+        yield self._counter("blend_tokens", "Tokens that segments had, by what became of them.", kinds, "kind")
+        lookups = {("found",): stats.num_found_tokens, ("missing",): stats.num_lookup_tokens - stats.num_found_tokens}
+        yield self._counter("blend_lookup_tokens", "Tokens of segments that were looked up.", lookups, "outcome")
+        yield self._counter("blend_kept_segments", "Segments handed to be kept.", {(): stats.num_kept_segments})
+        yield self._counter("blend_kept_tokens", "Their tokens.", {(): stats.num_kept_tokens})
+        trouble = {("late",): stats.num_late, ("error",): stats.num_errors}
+        yield self._counter("blend_trouble", "Lookups not waited for, and exceptions of the source.", trouble, "kind")
 
     # --- families ---
 

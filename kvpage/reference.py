@@ -230,14 +230,22 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     value_size: int | None = None,
     scales: KVScales | None = None,
+    query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of each sequence's last query_lens[i] tokens to its seq_lens[i] tokens, all in fp32."""
+    """Softmax attention of query_lens[i] tokens of each sequence, its last ones or those at query_positions, to what
+    they see of its seq_lens[i] tokens, all in fp32.
+    """
     _, num_heads, key_size = query.shape
     group_size = num_heads // layout.num_kv_heads
     query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
     outputs = [query.new_empty(0, num_heads, value_size or layout.head_size)]
-    queries = query.float().split(query_lens.tolist())
-    for rows, table, length in zip(queries, block_tables, seq_lens.tolist(), strict=True):
+    counts = query_lens.tolist()
+    if query_positions is None:
+        ends = zip(seq_lens.tolist(), counts, strict=True)
+        last = [torch.arange(length - count, length) for length, count in ends]
+        query_positions = torch.cat([torch.empty(0, dtype=torch.int64), *last])
+    queries, places = query.float().split(counts), query_positions.to(query.device).split(counts)
+    for rows, positions, table, length in zip(queries, places, block_tables, seq_lens.tolist(), strict=True):
         key, value = gather_cache(
             cache, table[None], torch.tensor([length]), layout, scales=scales, dtype=torch.float32
         )
@@ -247,10 +255,10 @@ def paged_attention(
         scores = torch.einsum("qhd,khd->hqk", rows, key) * (key_size**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        positions = torch.arange(length - len(rows), length, device=query.device)[:, None]
-        seen = torch.arange(length, device=query.device) <= positions
+        keys = torch.arange(length, device=query.device)
+        seen = keys <= positions[:, None]
         if sliding_window is not None:
-            seen &= torch.arange(length, device=query.device) > positions - sliding_window
+            seen &= keys > positions[:, None] - sliding_window
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             sink = sinks.float()[:, None, None].expand(-1, len(rows), 1)

@@ -205,8 +205,8 @@ def paged_attention(
         CUDA device also int32 or int64 there, as query_lens, and then read when the kernel runs: see below.
     query_lens: [num_seqs], default 1 each. Query j of a sequence is its token seq_len - query_len + j, and sees the
         tokens up to that; with `sliding_window` only as many of them as that, its own included.
-    query_positions: int64 [num_tokens] on the CPU, and for a cache there only: of each query in its sequence, ascending
-        in each sequence; default the last ones. A query sees the keys up to its own.
+    query_positions: int64 [num_tokens], on the CPU or the cache's device: of each query in its sequence, ascending in
+        each sequence; default the last ones. A query sees the keys up to its own.
     scale: of the products, default key_size ** -0.5, finite. softcap: scores become softcap * tanh(score / softcap); a
         positive number that is normal in fp32.
     sinks: [num_heads], one more logit in each head's softmax, that adds nothing to the sum; not scaled, not capped.
@@ -227,7 +227,8 @@ def paged_attention(
     `check_device` reports them. Lengths on the device are not checked: a sequence longer than its table ends there and
     is reported as well, a query that no key is left for (as of a sequence of length 0) gives zeros, and rows of query
     beyond the sum of query_lens leave their rows of `out` as they are. Captured in a graph, which needs all lengths on
-    the device, a replay takes what the tensors hold then; no length may exceed its bound.
+    the device, a replay takes what the tensors hold then; no length may exceed its bound. Positions are not checked
+    either: one beyond its sequence counts as that of its last token.
     """
     check_cache(cache, layout)
     check_scales(scales, cache, layout)
@@ -249,17 +250,15 @@ def paged_attention(
         check_tensor("sinks", sinks, sinks.dtype, (query.shape[1],), cache.device)
         sinks = sinks.float().contiguous()
     if query_positions is not None:
-        check_tensor("query_positions", query_positions, torch.int64, (query.shape[0],), torch.device("cpu"))
-        query_positions = query_positions.contiguous()
+        query_positions = _checked_positions(query_positions, query.shape[0], cache.device)
     if cache.is_cuda:
-        if query_positions is not None:
-            raise ValueError("query_positions must be None for a cache on a CUDA device")
         attention_ops_cuda.paged_attention(
             query,
             cache,
             block_tables,
             seq_lens,
             query_lens,
+            query_positions,
             (max_query_len, max_seq_len),
             layout,
             (scale, sliding_window, softcap or None, sinks),
@@ -297,6 +296,13 @@ def paged_attention(
 
 
 _EVERY_KEY = 2**62
+
+
+def _checked_positions(positions: torch.Tensor, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Contiguous, on the CPU or on `device`; their values are checked where they are read on the CPU."""
+    is_host = isinstance(positions, torch.Tensor) and positions.device.type == "cpu"
+    check_tensor("query_positions", positions, torch.int64, (num_tokens,), torch.device("cpu") if is_host else device)
+    return positions.contiguous()
 
 
 def _address_and_stride(scale: torch.Tensor | None) -> tuple[int, int]:

@@ -61,8 +61,8 @@ class UserPins:
             self.remove(handle)
 
     def give_up(self, num_blocks: int) -> None:
-        """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can be
-        evicted; none where ending all of them would not do.
+        """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can go;
+        none where ending all of them would not do.
         """
         matches = [match for match, _ in self._pins.values()]
         if self._tree.num_pinned_only_by(matches) < num_blocks:

@@ -30,8 +30,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def case(dtype=BF16, size=128, group=4, queries=1, query=None, value=None, backend="flash", block=16, **options):
+def case(
+    dtype=BF16, size=128, group=4, queries=1, query=None, value=None, backend="flash", block=16, at=False, **options
+):
     return {
+        "has_positions": at,
         "layout": CacheLayout(block, 1 if backend == "mla" else 8, size, dtype, backend),
         "query_dtype": query or (BF16 if dtype in (E4M3, E5M2, INT8) else dtype),
         "group": group,
@@ -81,6 +84,8 @@ CASES = {
     "prefill 192 and 128": case(size=192, group=1, value=128, queries=512),
     "prefill 80": case(size=80, group=1, queries=512),
     "prefill 46": case(size=46, group=1, queries=512),
+    "rows at positions": case(queries=512, at=True, **ALL),
+    "rows at positions e4m3": case(E4M3, queries=512, at=True),
     "decode fp32": case(FP32),
     "prefill fp32": case(FP32, queries=512),
     "prefill fp32, 64": case(FP32, size=64, group=1, queries=512),
@@ -97,7 +102,7 @@ def specialised(signature, attributes, index, name, value):
     return {name: 1} if value == 1 else {}
 
 
-def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True):
+def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False):
     """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
     views = layout.views(torch.empty(layout.shape(2), dtype=layout.dtype, device="meta"))
     key, value = (None if view is None else Rows(view.rows, view.scales) for view in views)
@@ -122,6 +127,7 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
         "table_ptr": "*i32",
         "seq_len_ptr": "*i32",
         "query_len_ptr": None if queries == 1 else "*i32",
+        "position_ptr": "*i64" if has_positions else None,
         "partial_ptr": "*fp32" if split else None,
         "sum_ptr": "*fp32" if split else None,
         "error_ptr": "*i32",
@@ -149,7 +155,7 @@ def compile_kernel(kernel, arch, pointers, strides, constants, **launch):
             signature[name] = pointers[name] or "constexpr"
             if pointers[name] is None:
                 constants[name] = None
-            elif name not in ("sink_ptr", "seq_len_ptr", "query_len_ptr"):
+            elif name not in ("sink_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif name.endswith("_stride"):
             constants |= specialised(signature, attributes, i, name, strides[name.removesuffix("_stride")])

@@ -1,5 +1,5 @@
-"""Python's allocator fails once, at each of a call's allocations in turn: whoever has changed something still tells
-what, and whoever could not tell has changed nothing.
+"""Python's allocator fails once, at each of a call's allocations in turn: who has changed something still tells what,
+and who could not tell has changed nothing.
 
 Calls that return a Match are not tried: pybind11 writes to the object before it looks whether there is one.
 """

@@ -67,6 +67,7 @@ def attend(where, case, out=None, multiprocessors=4, capability=90, state=None):
         case["block_tables"],
         case["seq_lens"],
         case["query_lens"],
+        case.get("query_positions"),
         (case.get("max_query_len"), case.get("max_seq_len")),
         layout,
         options,
@@ -440,6 +441,61 @@ def test_no_queries_at_all(where, cpu_as_device):
         assert got.shape == (0, 6, 20)
 
 
+def at_positions(case, at):
+    """The case, one whose queries are all tokens of its sequences, for those at some positions alone."""
+    first = [0, *itertools.accumulate(case["seq_lens"].tolist())]
+    rows = [begin + position for begin, some in zip(first, at, strict=False) for position in some]
+    positions = torch.tensor([position for some in at for position in some])
+    some = {"query": case["query"][rows], "query_positions": positions}
+    return {**case, **some, "query_lens": torch.tensor([len(some) for some in at])}, rows
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("split", [(1, 90), (1000, 80)])
+@pytest.mark.parametrize("window", [None, 7, 64])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (E4M3, BF16), (INT8, BF16)])
+def test_queries_at_some_positions(where, cpu_as_device, split, window, dtypes):
+    seq_lens = [70, 1, 33, 2, 300]
+    at = [[0, 5, 6, 31, 32, 33, 69], [0], [], [0, 1], sorted(torch.randperm(300)[:100].tolist())]
+    whole = make_case(seq_lens, seq_lens, dtype=dtypes[0], query_dtype=dtypes[1], window=window, sinks=True)
+    case, rows = at_positions(whole, at)
+    got = check(where, case, multiprocessors=split[0], capability=split[1], state=cpu_as_device)
+    tolerance = {FP32: 2e-4, BF16: 1.6e-2}[got.dtype]
+    torch.testing.assert_close(got, expected(whole)[rows], rtol=tolerance, atol=tolerance)
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("window", [None, 7])
+def test_one_query_each_at_some_position(where, cpu_as_device, window):
+    whole = make_case([70, 1, 33], [70, 1, 33], window=window)
+    case, _ = at_positions(whole, [[31], [0], [32]])
+    check(where, {**case, "query_lens": None}, state=cpu_as_device)
+    check(where, {**case, "max_query_len": 1}, state=cpu_as_device)
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("queries", [None, [4]])
+def test_nothing_is_read_behind_the_last_position(where, cpu_as_device, queries):
+    """What lies there is NaN, in blocks that no table entry names."""
+    seen = make_case([33], [33], window=7)
+    at = [32] if queries is None else [20, 21, 30, 32]
+    case, _ = at_positions(seen, [at])
+    tables = torch.full((1, 12), HUGE, dtype=torch.int32)
+    tables[:, : seen["block_tables"].shape[1]] = seen["block_tables"]
+    got, reported = attend(where, {**case, "block_tables": tables, "seq_lens": torch.tensor([40])}, state=cpu_as_device)
+    assert not reported
+    torch.testing.assert_close(got, expected(case), rtol=2e-4, atol=2e-4)
+
+
+@ON_KERNELS
+def test_positions_behind_a_sequence_count_as_its_last(where, cpu_as_device):
+    case, _ = at_positions(make_case([40, 9], [40, 9]), [[3, 39], [8]])
+    beyond = {**case, "query_positions": torch.tensor([3, 2**40, 9])}
+    got, reported = attend(where, beyond, state=cpu_as_device)
+    assert not reported
+    torch.testing.assert_close(got, expected(case), rtol=2e-4, atol=2e-4)
+
+
 def bad_lengths():
     yield "seq_lens must be in .0, 44., got 45", {"seq_lens": [45, 9]}
     yield "seq_lens must be in .0, 44., got -1", {"seq_lens": [-1, 9]}
@@ -468,6 +524,7 @@ def test_bad_lengths_are_refused(match, change):
             case["block_tables"],
             case["seq_lens"],
             case["query_lens"],
+            None,
             (case.get("max_query_len"), case.get("max_seq_len")),
             case["layout"],
             (1.0, None, None, None),
@@ -488,6 +545,7 @@ def test_without_triton_the_reference_answers(monkeypatch):
         case["block_tables"],
         case["seq_lens"],
         case["query_lens"],
+        None,
         (None, None),
         case["layout"],
         (0.3, 7, None, case["sinks"]),
@@ -498,7 +556,9 @@ def test_without_triton_the_reference_answers(monkeypatch):
     case["block_tables"][0, 1] = HUGE
     with pytest.raises(ValueError, match="block_tables must name blocks"):
         attention_ops_cuda._by_reference(
-            *(case[name] for name in ("query", "clean", "block_tables", "seq_lens", "query_lens", "layout")),
+            *(case[name] for name in ("query", "clean", "block_tables", "seq_lens", "query_lens")),
+            None,
+            case["layout"],
             (0.3, 7, None, None),
             out,
             None,

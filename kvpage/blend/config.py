@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.boundaries import ContentBoundaries
-from kvpage.blend.selection import METRICS
+from kvpage.blend.selection import METRICS, Stage, check_filters
 from kvpage.blend.spans import Span, spans_by_separator
 from kvpage.sequence_args import as_integer, as_list
 from kvpage.tokens import as_tokens
@@ -24,7 +24,10 @@ class BlendConfig:
         token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding. A later one
         chooses better and costs more (`kvpage bench blend`); None for the one behind a tenth of the layers, and behind
         two at least.
-    metric: by what it chooses: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
+    filters: (layer, ratio) of layers before the check layer that let go of tokens already (gradual filtering): each
+        keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not computed behind
+        it. Layers rise, ratios fall. None for none, or, without a check layer, for those of `stages_of`.
+    metric: by what they choose: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
     max_bytes: of the segments' K and V that are kept in host memory.
@@ -34,6 +37,7 @@ class BlendConfig:
     ratio: float = 0.15
     check_layer: int | None = None
     metric: str = "v"
+    filters: Sequence[tuple[int, float]] | None = None
     separator: Sequence[int] = ()
     boundaries: ContentBoundaries | None = None
     max_bytes: int = 1 << 30
@@ -46,6 +50,10 @@ class BlendConfig:
             value = getattr(self, name)
             if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.filters is not None:
+            if self.check_layer is None:
+                raise ValueError("filters must be None without a check_layer")
+            object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer, 0))
         if not isinstance(self.deadline, numbers.Real) or not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
         if not isinstance(self.metric, str) or self.metric not in METRICS:
@@ -58,16 +66,17 @@ class BlendConfig:
         if self.separator and self.boundaries:
             raise ValueError("boundaries must be None with a separator")
 
-    def check_layer_of(self, num_layers: int) -> int:
-        """In a model of so many. ValueError for one that it has not."""
+    def stages_of(self, num_layers: int) -> tuple[Stage, ...]:
+        """Filters and check layer of a model of so many layers. ValueError for a check layer that it has not."""
         num_layers = as_integer("num_layers", num_layers)
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:
-            return min(max(2, -(-num_layers // 10)), num_layers - 1)
+            return (Stage(min(max(2, -(-num_layers // 10)), num_layers - 1), self.ratio),)
         if self.check_layer >= num_layers:
             raise ValueError(f"check_layer must be under {num_layers}, got {self.check_layer}")
-        return self.check_layer
+        filters = (Stage(layer, max(ratio, self.ratio)) for layer, ratio in self.filters or ())
+        return (*filters, Stage(self.check_layer, self.ratio))
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
         """The segments of a prompt whose request names none. ValueError without separator and boundaries."""

@@ -5,6 +5,8 @@
     later layers                  retrieved K and V, turned to their positions; the chosen rows' fresh ones in place of
                                   theirs
 
+With filters several layers choose: the first among all rows, each behind it among those that are left.
+
 It keeps nothing between two forward passes: what was chosen lives from one layer 0 to the next.
 """
 
@@ -16,7 +18,7 @@ from kvpage.blend.indices import as_mask, create_index
 from kvpage.blend.interfaces import BlendExecutor, BlendOutput
 from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
-from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+from kvpage.blend.selection import METRICS, Selection, check_filters, select_tokens, token_deviation
 from kvpage.sequence_args import as_integer, as_list
 from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_indices, as_ratio
 from kvpage.turn import Turn
@@ -28,6 +30,8 @@ Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 class CacheBlendImpl(BlendExecutor):
     """recompute_ratio: the share of valid rows that is computed again, 0 to 1; one for all requests, or one a request.
     check_layer: the layer that chooses, at least 1. metric: what it compares, "k", "v" or "kv".
+    filters: (layer, ratio) of layers before it that let go of rows already, down to that share of the valid ones, or to
+        the request's own where that is larger; layers rise, ratios fall.
 
     K is turned by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
     """
@@ -38,6 +42,7 @@ class CacheBlendImpl(BlendExecutor):
         check_layer: int = 1,
         metric: str = "v",
         rotary: RotaryTables | None = None,
+        filters: Sequence[tuple[int, float]] = (),
     ) -> None:
         if not isinstance(recompute_ratio, (int, float)):
             recompute_ratio = as_list("recompute_ratio", recompute_ratio)
@@ -51,8 +56,10 @@ class CacheBlendImpl(BlendExecutor):
         self.check_layer = check_layer
         self.metric = metric
         self.rotary = rotary
+        self.filters = check_filters(filters, check_layer, 1)
+        self._least_ratio = {**dict(self.filters), check_layer: 0.0}
         self.selection: Selection | None = None
-        """What the check layer of the running forward pass has chosen, with the deviation of every row."""
+        """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
         self._next_layer = 0
         self._last_turn: tuple[torch.Tensor, torch.Tensor, Turn] | None = None
         self._encode: Encoder | None = None
@@ -106,45 +113,61 @@ class CacheBlendImpl(BlendExecutor):
             raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
         if layer_id == 0:
             self.selection, self._next_layer, self._last_turn = None, 0, None
-        if layer_id < self.check_layer:
-            output = BlendOutput(fresh_q, fresh_k, fresh_v, positions, _all(num_fresh, positions), None)
-        elif layer_id == self.check_layer:
-            retrieved = retrieved_k, retrieved_v, valid, original_positions
-            output = self._choose(retrieved, (fresh_q, fresh_k, fresh_v), positions, query_start_loc, token_dim)
-        else:
-            retrieved = retrieved_k, retrieved_v, valid, original_positions
-            output = self._mix(retrieved, (fresh_q, fresh_k, fresh_v), positions, token_dim)
+        fresh, retrieved = (fresh_q, fresh_k, fresh_v), (retrieved_k, retrieved_v, valid, original_positions)
+        output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
+        if self.selection is not None:
+            output = self._mix(retrieved, fresh, positions, token_dim)
+        if layer_id in self._least_ratio:
+            output = self._choose(layer_id, retrieved, fresh, output, query_start_loc, token_dim)
         self._next_layer += 1
         return output
 
     def _choose(
         self,
+        layer_id: int,
         retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        positions: torch.Tensor,
+        output: BlendOutput,
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        k, v, valid, original = retrieved
-        fresh_q, fresh_k, fresh_v = fresh
+        """output: of the layer, with all rows that came in."""
+        valid = retrieved[2]
         bounds = as_bounds("query_start_loc", query_start_loc, len(valid))
-        ratios = self._ratios(len(bounds) - 1)
-        deviation = torch.zeros(len(valid), device=k.device)
+        ratios = [max(ratio, self._least_ratio[layer_id]) for ratio in self._ratios(len(bounds) - 1)]
+        before, positions = self.selection, output.positions
+        left = _all(len(valid), valid) if before is None else before.indices
+        if before is None:
+            self._positions = positions
+        deviation = torch.zeros(len(valid), device=valid.device)
+        deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim)
+        among = None if before is None else before.places >= 0
+        selection = select_tokens(deviation, valid, bounds, ratios, among)
+        local = selection.indices if before is None else before.places[selection.indices]
+        self.selection = selection
+        q = output.q[create_index(output.q.dim(), token_dim, local)]
+        starts = selection.query_start_loc.to(query_start_loc.dtype)
+        return BlendOutput(q, output.k, output.v, positions[local], local, starts)
+
+    def _deviation(
+        self,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        left: torch.Tensor,
+        positions: torch.Tensor,
+        token_dim: int,
+    ) -> torch.Tensor:
+        """Of the rows that are left, which the fresh ones are."""
+        k, v, valid, original = retrieved
+        if len(left) < len(valid):
+            k, v = (part.index_select(token_dim, left) for part in (k, v))
+            valid, original = valid[left], original.to(left.device)[left]
+        deviation = torch.zeros(len(left), device=valid.device)
         if "k" in self.metric:
-            deviation = token_deviation(fresh_k, self._turned(k, original, positions, token_dim), valid, token_dim)
+            deviation = token_deviation(fresh[1], self._turned(k, original, positions, token_dim), valid, token_dim)
         if "v" in self.metric:
-            deviation = deviation + token_deviation(fresh_v, v, valid, token_dim)
-        self.selection = select_tokens(deviation, valid, bounds, ratios)
-        self._positions = positions
-        chosen = self.selection.indices
-        return BlendOutput(
-            fresh_q[create_index(fresh_q.dim(), token_dim, chosen)],
-            fresh_k,
-            fresh_v,
-            positions[chosen],
-            chosen,
-            self.selection.query_start_loc.to(query_start_loc.dtype),
-        )
+            deviation = deviation + token_deviation(fresh[2], v, valid, token_dim)
+        return deviation
 
     def _mix(
         self,

@@ -18,7 +18,7 @@ class BlendOutput:
     """What a layer attends with, and what it goes on with.
 
     q: of the rows that are computed from here on. k, v: of all rows. positions: of q's rows.
-    local_indices: int64, which of the rows that came in go on, ascending; all of them before and after the check layer.
+    local_indices: int64, which of the rows that came in go on, ascending; all of them in layers that choose nothing.
     query_start_loc: where each request's rows of q begin, and the end; None where it has not changed.
     """
 
@@ -86,7 +86,7 @@ class BlendExecutor(ABC):
         """retrieved_k, retrieved_v, valid_mask, original_positions: as a BlendRetrieverResult has them.
 
         fresh_q, fresh_k, fresh_v: of the rows that are computed, their tokens in dimension `token_dim`; positions:
-            theirs. As many as retrieved ones up to the check layer, those that it chose after it.
+            theirs. As many as retrieved ones up to the first layer that chooses, behind it those chosen last.
         query_start_loc: of the retrieved rows.
 
         Nothing that is given is changed.

@@ -21,7 +21,7 @@ from kvpage.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendR
 from kvpage.blend.segment_store import NAMESPACE, Segment, SegmentStore
 from kvpage.sequence_args import as_integer, as_list, check_namespace
 from kvpage.store import KVStore, KVStoreMetadata
-from kvpage.tensor_args import as_bounds, as_device, as_indices
+from kvpage.tensor_args import as_bounds, as_device, as_numbers
 from kvpage.tokens import Tokens, as_tokens
 
 
@@ -148,7 +148,7 @@ class _SegmentRetriever(BlendRetriever):
     ) -> SegmentRetrieverTask:
         """cuts(tokens, begin): where the segments of the request that begins there end, relative to it."""
         is_tensor = isinstance(input_tokens, torch.Tensor)
-        tokens = as_tokens(as_indices("input_tokens", input_tokens).cpu() if is_tensor else input_tokens)
+        tokens = as_tokens(as_numbers("input_tokens", input_tokens).cpu() if is_tensor else input_tokens)
         bounds = as_bounds("query_start_loc", query_start_loc, len(tokens))
         tenants = [b""] * (len(bounds) - 1) if namespaces is None else as_list("namespaces", namespaces)
         if len(tenants) != len(bounds) - 1:

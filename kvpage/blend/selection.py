@@ -1,5 +1,7 @@
 """Which tokens of a blended prompt are computed again: those whose fresh K or V differ most from the retrieved ones.
 
+One layer chooses, or several one after the other, each among what the one before has left (gradual filtering).
+
 deviation  [ .0  .1  .9  NaN .2 | .3  .8  .1 ]      two requests; the fourth row is invalid
 always              4 (invalid), 5 and 8 (the last of each request)
 ratio 1/3     1 of 4 valid rows: 3                  1 of 3: 7
@@ -8,6 +10,7 @@ chosen        [  .   .   #   #   # |  .   #   # ]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +23,36 @@ from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_ratio
 METRICS = ("k", "v", "kv")
 
 
+class Stage(NamedTuple):
+    """A layer that chooses, and the share of the valid rows, 0 to 1, that goes on behind it."""
+
+    layer: int
+    ratio: float
+
+
+def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least: int) -> tuple[Stage, ...]:
+    """The same as Stages. ValueError unless their layers rise from `least` or more to under the check layer, and their
+    ratios fall, or stay."""
+    stages = tuple(Stage(*as_list("filters", each)) for each in as_list("filters", filters))
+    for layer, ratio in stages:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not least <= layer < check_layer:
+            raise ValueError(f"filters must be of layers from {least} to under {check_layer}, got {layer!r}")
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ValueError(f"filters must have ratios in [0, 1], got {ratio!r}")
+    for before, behind in zip(stages, stages[1:], strict=False):
+        if behind.layer <= before.layer or behind.ratio > before.ratio:
+            given = [tuple(stage) for stage in stages]
+            raise ValueError(f"filters must have rising layers and ratios that do not rise, got {given}")
+    return stages
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the check layer has chosen, for the layers behind it.
+    """What a layer has chosen, for the layers behind it.
 
     indices: int64, the chosen rows, ascending. query_start_loc: int64 [num_requests + 1], where each request's chosen
-        rows begin, and the end. deviation: fp32 [num_tokens], 0 in invalid rows. num_tokens: of all rows.
+        rows begin, and the end. deviation: fp32 [num_tokens], 0 in invalid rows and in those that were not left to
+        choose among. num_tokens: of all rows.
     """
 
     indices: torch.Tensor
@@ -62,36 +89,44 @@ def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.T
 
 
 def select_tokens(
-    deviation: torch.Tensor, valid: torch.Tensor, query_start_loc: Sequence[int], ratios: Sequence[float]
+    deviation: torch.Tensor,
+    valid: torch.Tensor,
+    query_start_loc: Sequence[int],
+    ratios: Sequence[float],
+    among: torch.Tensor | None = None,
 ) -> Selection:
     """Of each request: every invalid row, the last row, and the share `ratio` of the valid rows, those of the largest
     deviation (of equals the first). A ratio over 0 takes at least one, 1 takes all, 0 takes none.
 
-    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request. TypeError or
+    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request. among: bool
+    [num_tokens], the rows that are left: only these are taken, still by their share of all valid ones. TypeError or
     ValueError for anything else.
     """
     deviation, valid = as_floats("deviation", deviation, 1), as_mask(valid)
-    if len(valid) != len(deviation) or valid.device != deviation.device:
-        raise ValueError(
-            f"valid must be of {len(deviation)} tokens on {deviation.device}, got {len(valid)} on {valid.device}"
-        )
+    left = torch.ones_like(valid) if among is None else as_mask(among)
+    for name, mask in (("valid", valid), ("among", left)):
+        if mask.shape != deviation.shape or mask.device != deviation.device:
+            raise ValueError(
+                f"{name} must be of {len(deviation)} tokens on {deviation.device}, got {len(mask)} on {mask.device}"
+            )
     query_start_loc = as_bounds("query_start_loc", query_start_loc, len(deviation))
     ratios = [as_ratio("ratios", ratio) for ratio in as_list("ratios", ratios)]
     if len(ratios) != len(query_start_loc) - 1:
         raise ValueError(f"ratios must be one for each of {len(query_start_loc) - 1} requests, got {len(ratios)}")
-    chosen = ~valid
+    chosen = ~valid & left
     for begin, end, ratio in zip(query_start_loc[:-1], query_start_loc[1:], ratios, strict=True):
         if end > begin:
-            chosen[begin + _largest(deviation[begin:end], valid[begin:end], ratio)] = True
+            rows = slice(begin, end)
+            chosen[begin + _largest(deviation[rows], valid[rows], left[rows], ratio)] = True
             chosen[end - 1] = True
     before = torch.cat([torch.zeros(1, dtype=torch.int64, device=chosen.device), chosen.cumsum(0)])
     starts = before[torch.tensor(query_start_loc, device=chosen.device)]
     return Selection(chosen.nonzero().flatten(), starts, deviation)
 
 
-def _largest(deviation: torch.Tensor, valid: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Indices of the valid rows that differ most."""
-    num_valid = int(valid.sum())
-    count = min(num_valid, max(int(num_valid * ratio), 1)) if ratio > 0 else 0
-    ranked = deviation.masked_fill(~valid, -1.0).sort(descending=True, stable=True).indices
+def _largest(deviation: torch.Tensor, valid: torch.Tensor, left: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Indices of the valid rows that differ most, among those that are left."""
+    num_valid, num_left = int(valid.sum()), int((valid & left).sum())
+    count = min(num_left, max(int(num_valid * ratio), 1)) if ratio > 0 else 0
+    ranked = deviation.masked_fill(~(valid & left), -1.0).sort(descending=True, stable=True).indices
     return ranked[:count]

@@ -89,8 +89,6 @@ def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
 
 def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
     """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
-    if step.query_positions is not None and query.device.type != "cpu":
-        return False
     knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
     return ops.attends_in_place(query.device) and query.dtype in IN_PLACE_DTYPES and knows_cache
 
@@ -119,7 +117,7 @@ def _attend_in_place(
         scales=step.scales.get(layer),
         max_query_len=max(step.query_lens),
         max_seq_len=max(step.seq_lens),
-        query_positions=step.query_positions,
+        query_positions=step.device_query_positions,
     )
     return output.to(query.dtype)
 

@@ -37,8 +37,8 @@ class BlendStats:
     num_lookups, num_lookup_tokens, num_found_tokens: prompts whose segments were looked up, the segments' tokens, and
         those of the segments that there were. num_late: lookups that their requests did not wait for. num_errors:
         exceptions out of the source. num_blends, num_reused_tokens, num_recomputed_tokens: prefills that reused
-        segments, their tokens that kept the segment's K and V, and those that were computed again. num_kept_tokens: of
-        segments that were handed to the source.
+        segments, their tokens that kept the segment's K and V, and those that were computed again. num_kept_segments,
+        num_kept_tokens: segments that were handed to the source, and their tokens.
     """
 
     num_lookups: int = 0
@@ -49,6 +49,7 @@ class BlendStats:
     num_blends: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_kept_segments: int = 0
     num_kept_tokens: int = 0
 
 
@@ -124,6 +125,7 @@ class BlendLink:
             if span.end <= end:
                 tokens, segment = request.tokens[slice(*span)].copy(), self._segment(request, span)
                 self._keeps.append(self._thread.submit(self.source.keep, tokens, segment, request.namespace))
+                self.stats.num_kept_segments += 1
                 self.stats.num_kept_tokens += len(tokens)
         request.wanted_spans, request.reusable = [], []
 

@@ -7,7 +7,8 @@
 
 The check layer compares K or V of the reused tokens with what the segments say, and chooses. Behind it, a layer's
 blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over these; a chosen
-row attends to all keys up to its own position. Other sequences of the same pass are computed as ever.
+row attends to all keys up to its own position. With filters several layers choose, each among what is left. Other
+sequences of the same pass are computed as ever.
 
 An exception leaves K and V behind in blocks that nobody has committed.
 """
@@ -53,7 +54,8 @@ class BlendPass:
         pieces: Sequence[Piece],
     ) -> None:
         self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
-        self._check_layer = config.check_layer_of(len(layers))
+        self._stages = dict(config.stages_of(len(layers)))
+        self._chose_at = -1  # the layer that has chosen last
         self._step = step
         self._order = {layer: index for index, layer in enumerate(step.caches)}
         self._first_rows = np.cumsum([0, *step.query_lens])
@@ -68,7 +70,7 @@ class BlendPass:
         self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
-        self._narrowed: Step | None = None  # of the chosen rows
+        self._narrowed = step  # of the rows that are computed: in the end, of those that were chosen
 
     @property
     def num_rows(self) -> int:
@@ -76,17 +78,17 @@ class BlendPass:
 
     def hooks(self) -> AbstractContextManager[None]:
         """See StepBlend."""
-        return RowHooks(self._layers, self._check_layer, self.num_rows, lambda: self.selection.indices).on()
+        return RowHooks(self._layers, [*self._stages], self.num_rows, lambda: self.selection.indices).on()
 
     @property
     def selection(self) -> Selection:
-        """What the check layer has chosen, among all rows of the pass. RuntimeError before it has."""
+        """What was chosen last, among all rows of the pass. RuntimeError before a layer has."""
         if self._selection is None:
-            raise RuntimeError("selection is there once the check layer has been computed")
+            raise RuntimeError("selection is there once a check layer has been computed")
         return self._selection
 
     def counts(self) -> list[BlendCounts]:
-        """Of each piece, once the check layer has been computed."""
+        """Of each piece, once the last check layer has been computed."""
         is_reused = np.zeros(self.num_rows, dtype=bool)
         is_reused[self._rows.cpu().numpy()] = True
         is_chosen = np.zeros(self.num_rows, dtype=bool)
@@ -102,21 +104,20 @@ class BlendPass:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
     ) -> torch.Tensor:
-        """See StepBlend. RowsChosen out of the check layer's first call."""
-        index, step = self._order[layer], self._step
-        if index < self._check_layer:
-            write_rows(key, value, layer, step, step.slot_mapping)
-            return attend_rows(query, key, value, layer, step, options)
-        if self._narrowed is None:
-            write_rows(key, value, layer, step, step.slot_mapping)
-            self._selection = self._choose(index, key, value)
-            self._narrowed = step.of_rows(self._selection.indices)
-            self._open_slots = self._slots_not_chosen(self._selection)
-            raise RowsChosen
-        if index > self._check_layer:
+        """See StepBlend. RowsChosen out of a check layer's first call."""
+        index = self._order[layer]
+        if self._selection is not None and index > self._chose_at:
             self._fill(index, layer, key)
-        write_rows(key, value, layer, step, self._narrowed.slot_mapping)
+        write_rows(key, value, layer, self._step, self._narrowed.slot_mapping)
+        if index in self._stages and index > self._chose_at:
+            self._narrow(index, self._choose(index, key, value))
+            raise RowsChosen
         return attend_rows(query, key, value, layer, self._narrowed, options)
+
+    def _narrow(self, index: int, selection: Selection) -> None:
+        self._chose_at, self._selection = index, selection
+        self._narrowed = self._step.of_rows(selection.indices)
+        self._open_slots = self._slots_not_chosen(selection)
 
     def _fill(self, index: int, layer: int, like: torch.Tensor) -> None:
         """The segments' rows go into the blocks: in one pass over memory, where the cache keeps numbers as they are."""
@@ -165,14 +166,25 @@ class BlendPass:
         return slots[self._rows].split([one.num_tokens for one in self._reuses])
 
     def _choose(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Selection:
-        retrieved = dict(zip("kv", self._retrieved(index, key), strict=True))
-        fresh = {"k": key[self._rows], "v": value[self._rows]}
-        valid = torch.zeros(self.num_rows, dtype=torch.bool, device=key.device)
+        """By the fresh K and V of the rows that are computed so far."""
+        valid, left = (torch.zeros(self.num_rows, dtype=torch.bool, device=key.device) for _ in range(2))
         valid[self._rows] = True
-        everything = torch.ones_like(self._rows, dtype=torch.bool)
+        left[self._selection.indices if self._selection else slice(None)] = True
+        candidates = self._rows[left[self._rows]]
         deviation = torch.zeros(self.num_rows, device=key.device)
-        for part in self._config.metric:
-            size = fresh[part].shape[-1]
-            deviation[self._rows] += token_deviation(fresh[part], retrieved[part][..., :size], everything, 0)
-        ratios = [self._config.ratio] * len(self._pieces)
-        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios)
+        deviation[candidates] = self._deviation(index, key, value, candidates, left)
+        ratios = [self._stages[index]] * len(self._pieces)
+        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios, left)
+
+    def _deviation(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, candidates: torch.Tensor, left: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the candidates, reused rows that are left: from what their segments say. key, value: of all that are."""
+        places, is_left = left.cumsum(0)[candidates] - 1, left[self._rows]
+        everything = torch.ones_like(candidates, dtype=torch.bool)
+        deviation = torch.zeros(len(candidates), device=key.device)
+        for part, fresh, retrieved in zip("kv", (key, value), self._retrieved(index, key), strict=True):
+            if part in self._config.metric:
+                rows = retrieved[is_left, ..., : fresh.shape[-1]]
+                deviation += token_deviation(fresh[places], rows, everything, 0)
+        return deviation

@@ -51,7 +51,7 @@ class Blender:
         """
         check_rope(runner.model)
         probe = _Probe(runner, unquantized(cache_config, model_config), model_config)
-        config.check_layer_of(len(probe.layer_ids))
+        config.stages_of(len(probe.layer_ids))
         layers = decoder_layers(runner.model, probe.layer_ids)
         shift = min(MAX_SHIFT, max_model_len(runner.model) - NUM_PROBE_TOKENS)
         at_zero, expected = probe.compute(0)

@@ -5,7 +5,9 @@
     check layer     # # # # # # # #          begun with all of them, up to its attention, which chooses
                     . # . . # # . #          begun again with those that were chosen
     layers behind   . # . . # # . #
-    behind the last 0 # 0 0 # # 0 #          where they were, zeros between: only chosen rows have logits
+    a second one    . # . . # # . #          begun with those, and again with fewer
+                    . . . . # . . #
+    behind the last 0 0 0 0 # 0 0 #          where they were, zeros between: only chosen rows have logits
 
 What a layer is given besides the hidden states (position ids, cosines and sines, ...) comes from the model's forward
 with all rows at each layer, and is narrowed before each.
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 
 
 class RowsChosen(Exception):
-    """Raised out of the attention of the check layer when it has chosen: the layer is to begin again."""
+    """Raised out of the attention of a check layer when it has chosen: the layer is to begin again."""
 
 
 def decoder_layers(model: PreTrainedModel, layer_ids: Sequence[int]) -> list[nn.Module]:
@@ -42,19 +44,28 @@ def _has_attention(module: nn.Module, layer: int) -> bool:
 
 
 class RowHooks:
-    """For one forward pass of all `num_rows` rows. chosen: asked for once the check layer has raised RowsChosen."""
+    """For one forward pass of all `num_rows` rows. check_layers: those that choose, ascending.
+
+    chosen: what was chosen last, int64, ascending, once the first of them has raised RowsChosen; each time among what
+        was chosen before.
+    """
 
     def __init__(
-        self, layers: Sequence[nn.Module], check_layer: int, num_rows: int, chosen: Callable[[], torch.Tensor]
+        self,
+        layers: Sequence[nn.Module],
+        check_layers: Sequence[int],
+        num_rows: int,
+        chosen: Callable[[], torch.Tensor],
     ) -> None:
-        self._layers, self._check_layer, self._num_rows, self._chosen = layers, check_layer, num_rows, chosen
+        self._layers, self._check_layers, self._num_rows, self._chosen = layers, check_layers, num_rows, chosen
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Hooks on the model's layers inside, none outside."""
-        handles = [self._layers[self._check_layer].register_forward_pre_hook(self._begin_check, with_kwargs=True)]
-        for layer in self._layers[self._check_layer + 1 :]:
-            handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
+        handles = []
+        for index, layer in enumerate(self._layers[self._check_layers[0] :], self._check_layers[0]):
+            before = self._begin_check if index in self._check_layers else self._before
+            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(self._layers[-1].register_forward_hook(self._behind_last))
         try:
             yield
@@ -63,32 +74,39 @@ class RowHooks:
                 handle.remove()
 
     def _begin_check(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        rows = torch.arange(self._num_rows)
+        if module is not self._layers[self._check_layers[0]]:
+            rows = self._chosen().cpu()
+            args, kwargs = self._before(module, args, kwargs)
         try:
             module.forward(*args, **kwargs)
         except RowsChosen:
-            return self._before(module, args, kwargs)
+            left = torch.searchsorted(rows, self._chosen().cpu())
+            return _narrow(args, len(rows), left), _narrow(kwargs, len(rows), left)
         raise AssertionError("the check layer has chosen no rows")
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._narrow(args), self._narrow(kwargs)
+        rows = self._chosen()
+        return _narrow(args, self._num_rows, rows), _narrow(kwargs, self._num_rows, rows)
 
     def _behind_last(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self._widen(output[0]), *output[1:])
         return self._widen(output)
 
-    def _narrow(self, value: Any) -> Any:
-        """The chosen rows of every tensor that has all of them: [1, num_rows, ...], or [num_rows]."""
-        if isinstance(value, torch.Tensor):
-            if value.dim() >= 2 and value.shape[:2] == (1, self._num_rows):
-                return value.index_select(1, self._chosen().to(value.device))
-            return value[self._chosen().to(value.device)] if value.shape == (self._num_rows,) else value
-        if type(value) in (tuple, list):
-            return type(value)(self._narrow(part) for part in value)
-        if type(value) is dict:
-            return {name: self._narrow(part) for name, part in value.items()}
-        return value
-
     def _widen(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.new_zeros(1, self._num_rows, *hidden.shape[2:])
         return wide.index_copy_(1, self._chosen().to(hidden.device), hidden)
+
+
+def _narrow(value: Any, num_rows: int, rows: torch.Tensor) -> Any:
+    """`rows` of every tensor that has all of them: [1, num_rows, ...], or [num_rows]."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() >= 2 and value.shape[:2] == (1, num_rows):
+            return value.index_select(1, rows.to(value.device))
+        return value[rows.to(value.device)] if value.shape == (num_rows,) else value
+    if type(value) in (tuple, list):
+        return type(value)(_narrow(part, num_rows, rows) for part in value)
+    if type(value) is dict:
+        return {name: _narrow(part, num_rows, rows) for name, part in value.items()}
+    return value

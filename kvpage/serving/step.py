@@ -58,6 +58,7 @@ class Step:
         query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
     query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
+        device_query_positions: the same on the caches' device.
     blend: what is done with tokens that have K and V already; None where there are none.
     """
 
@@ -72,6 +73,7 @@ class Step:
     scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     query_positions: torch.Tensor | None = None
+    device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
 
     @classmethod
@@ -103,13 +105,14 @@ class Step:
         bounds = np.cumsum([0, *self.query_lens])
         counts = np.diff(np.searchsorted(at, bounds)).tolist()
         starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
-        positions = at + np.repeat(np.array(starts) - bounds[:-1], counts)
+        positions = torch.from_numpy(at + np.repeat(np.array(starts) - bounds[:-1], counts))
         return replace(
             self,
             slot_mapping=self.slot_mapping[rows],
             device_query_lens=_upload(torch.tensor(counts), rows.device),
             query_lens=counts,
-            query_positions=torch.from_numpy(positions),
+            query_positions=positions,
+            device_query_positions=_upload(positions, rows.device),
             blend=None,
         )
 

@@ -104,6 +104,7 @@ class StoreLink:
     """Loads and stores for one engine. All methods are for the engine's thread.
 
     move: carries out the manager's moves; called before blocks that were evicted for a load are written.
+    rule: whether loading is worth it; None for always.
     deadline: seconds that a request waits for the store. max_loads, max_saves: under way at once.
     save_generated: keep what was generated, too, once a request has finished.
     """
@@ -124,7 +125,8 @@ class StoreLink:
         self.store = store
         self.stats = StoreLinkStats()
         self.save_generated = save_generated
-        self._cache, self._manager, self._move, self._rule = cache, manager, move, rule
+        self.rule = rule
+        self._cache, self._manager, self._move = cache, manager, move
         self._deadline, self._max_loads, self._max_saves = deadline, max_loads, max_saves
         self._loads: dict[Request, _Load] = {}
         self._late: list[_Load] = []
@@ -265,7 +267,7 @@ class StoreLink:
         if num_missing < size:
             return False
         self.stats.num_found_tokens += num_missing
-        if self._rule and not self._rule.should_load(num_missing // size):
+        if self.rule and not self.rule.should_load(num_missing // size):
             self.stats.num_refused_tokens += num_missing
             return False
         try:
@@ -283,8 +285,8 @@ class StoreLink:
             seconds = time.perf_counter() - begin
             self.stats.load_seconds += seconds
             end = min(end, num_tokens)
-            if self._rule and end > start:
-                self._rule.saw_transfer((end - start) // size * self._rule.block_bytes, seconds)
+            if self.rule and end > start:
+                self.rule.saw_transfer((end - start) // size * self.rule.block_bytes, seconds)
             return end
 
         load.future = self._loaders.submit(load_blocks)

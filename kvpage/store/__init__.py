@@ -4,8 +4,10 @@ from kvpage.store.block_io import metadata_of
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import KVStoreMetadata
-from kvpage.store.kv_store import KVStore, KVStoreStats, Pin
+from kvpage.store.kv_store import KVStore
 from kvpage.store.layer_load import LayerLoad
+from kvpage.store.pin import Pin
+from kvpage.store.stats import KVStoreStats
 from kvpage.store.tier import Tier, TierError, TierStats
 from kvpage.store.tiers import Placed, register_tier
 

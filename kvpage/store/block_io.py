@@ -40,6 +40,7 @@ def metadata_of(
 
 
 RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
+MIN_RUN_BYTES = 4096  # of what is written from where it lies: shorter ones cost a system call more than a copy does
 MAX_PLANS = 64
 
 
@@ -95,6 +96,10 @@ class BlockChunks:
         self._plans = plans or ChunkPlans()
 
     @property
+    def num_layers(self) -> int:
+        return len(self.engine.gpu_cache)
+
+    @property
     def num_tokens(self) -> int:
         """That there is room for."""
         return len(self.ids) * self.engine.layout.block_size
@@ -113,10 +118,10 @@ class BlockChunks:
 
     def shape(self, num_tokens: int) -> Shape:
         """Of a chunk of so many tokens."""
-        layout, num_layers = self.engine.layout, len(self.engine.gpu_cache)
+        layout = self.engine.layout
         tokens_heads = (num_tokens, layout.num_kv_heads)
         rows, columns = tokens_heads if self.fmt == "vllm" else tokens_heads[::-1]
-        return num_layers, self._num_parts, rows, columns, self._row_size
+        return self.num_layers, self._num_parts, rows, columns, self._row_size
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """The tokens [begin, end) as a payload, of which [first, last) are taken back: all, unless told."""
@@ -171,6 +176,10 @@ class BlockChunk(ABC):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """As chunk_io.Source has it."""
 
+    def runs(self) -> _C.ByteRuns | None:
+        """As chunk_io.Source has it."""
+        return None
+
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         """As chunk_io.Sink has it."""
@@ -182,6 +191,12 @@ class HostBlockChunk(BlockChunk):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
         return self._plan.store(place, first, address_of(buffer), len(buffer))
+
+    def runs(self) -> _C.ByteRuns | None:
+        plan = self._plan
+        if plan.run_bytes < MIN_RUN_BYTES:
+            return None
+        return plan.runs(self._place(1, streaming=False), 0, self.stretch_bytes * self.shape[0])
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes

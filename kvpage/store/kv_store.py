@@ -8,12 +8,9 @@
 Every read gives nothing, or exactly what was stored under that key. A tier's trouble is a miss, never an exception.
 """
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,78 +18,33 @@ import torch
 
 from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import as_integer, check_flag, check_namespace
-from kvpage.store.block_io import BlockChunk, BlockChunks, ChunkPlans
-from kvpage.store.chunk_io import Codec, RecordKind, Source, read_head, read_record
+from kvpage.store.block_io import BlockChunks, ChunkPlans
+from kvpage.store.block_load import BlockLoad
+from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.keys import ChunkKeys, KVStoreMetadata
+from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_tensors import (
     KVTensors,
     TensorChunk,
     as_parts,
     as_tuple,
-    empty_chunks,
+    num_leading_false,
     owned,
     token_dim,
     tokens_of,
 )
-from kvpage.store.layer_load import LayerLoad, OpenChunk
-from kvpage.store.record import CorruptRecord, Shape, UnreadableRecord
-from kvpage.store.tier import Key, Reader, Tier, TierStats
+from kvpage.store.layer_load import LayerLoad
+from kvpage.store.pin import Pin
+from kvpage.store.record_kinds import RecordKinds
+from kvpage.store.stats import KVStoreStats
+from kvpage.store.tensor_load import TensorLoad
+from kvpage.store.tier import Tier
 from kvpage.store.tier_stack import TierStack, num_leading
 from kvpage.store.tiers import Placed, place_tiers
-from kvpage.tensors import check_plain
-from kvpage.tokens import Tokens, as_array, as_tokens
+from kvpage.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache_engine import CacheEngine
-
-COUNTERS = ("query_tokens", "hit_tokens", "stored_chunks", "corrupt_records", "tier_errors", "promoted_chunks")
-
-
-@dataclass(frozen=True, slots=True)
-class KVStoreStats:
-    """Counters since the store was made. Tokens that were asked for with `retrieve` or `load_blocks`, and found.
-
-    corrupt_records: that were dropped. tier_errors: calls of a tier that failed or ran out of time.
-    """
-
-    query_tokens: int
-    hit_tokens: int
-    stored_chunks: int
-    corrupt_records: int
-    tier_errors: int
-    promoted_chunks: int
-    tiers: tuple[TierStats | None, ...]
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
-
-
-class Pin:
-    """Chunks that stay while it is held. num_tokens: how many leading tokens these are."""
-
-    def __init__(self, num_tokens: int, readers: list[Reader]) -> None:
-        self.num_tokens = num_tokens
-        self._readers = readers
-
-    def release(self) -> None:
-        """Twice is fine."""
-        for reader in self._readers:
-            reader.close()
-        self._readers = []
-
-    def __enter__(self) -> "Pin":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-
-class ShapedSource(Source, Protocol):
-    """A chunk to be written. shape: of its payload."""
-
-    shape: Shape
 
 
 class KVStore:
@@ -106,10 +58,8 @@ class KVStore:
         self, config: KVStoreConfig, metadata: KVStoreMetadata, tiers: Sequence[Tier | Placed] | None = None
     ) -> None:
         self.config, self.metadata = config, metadata
-        self._codecs = _codecs(config.codec, metadata)
-        codec = next(iter(self._codecs.values()))
-        lossy = codec.name if codec and not codec.is_lossless else ""
-        self._keys = ChunkKeys(metadata, config.chunk_size, lossy)
+        self._kinds = RecordKinds(metadata, config.chunk_size, config.codec)
+        self._keys = self._kinds.keys
         placed = [_placed(one, config) for one in tiers] if tiers is not None else place_tiers(config)
         if not placed:
             raise ValueError("tiers must be at least one, got none")
@@ -141,7 +91,7 @@ class KVStore:
         array, fmt = self._checked(tokens, namespace), self.metadata.fmt
         check_flag("skip_existing", skip_existing)
         check_flag("blocking", blocking)
-        num_skipped = _num_leading_false("kv_tensors_mask", kv_tensors_mask, len(array))
+        num_skipped = num_leading_false("kv_tensors_mask", kv_tensors_mask, len(array))
         if num_skipped % self.config.chunk_size:
             raise ValueError(
                 f"kv_tensors_mask must be False for whole chunks of {self.config.chunk_size}, got {num_skipped} tokens"
@@ -177,9 +127,10 @@ class KVStore:
             [num_tokens] on the CPU, True for the tokens that kv holds.
         """
         array = self._checked(tokens, namespace)
-        num_skipped = _num_leading_false("mask", mask, len(array))
+        num_skipped = num_leading_false("mask", mask, len(array))
         ret_mask = torch.zeros(len(array), dtype=torch.bool)
-        chunks = self._fetch(array, num_skipped, namespace)
+        keys = self._keys.of(array, namespace)
+        chunks = TensorLoad(self._kinds, self.metadata, keys, len(array), num_skipped, namespace).run(self._tiers)
         self._tiers.count(query_tokens=len(array) - num_skipped)
         if chunks is None:
             return (), ret_mask
@@ -224,15 +175,10 @@ class KVStore:
 
         Blocks behind that may have been written, and mean nothing. Done on return, on a GPU, too.
         """
-        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
-
-        def read(index: int, reader: Reader, num_threads: int) -> None:
-            made, _ = chunk(index)
-            read_record(reader, self._kind(keys[index], made.shape, namespace), made, num_threads)
-
-        num_chunks = self._tiers.read(keys, read)
-        blocks.finish()
-        loaded = chunk(num_chunks - 1)[1] if num_chunks else start
+        load = self._load(tokens, engine, block_table, start, namespace)
+        num_chunks = self._tiers.read(load.keys, load.read)
+        load.finish()
+        loaded = load.end_of(num_chunks)
         self._tiers.count(hit_tokens=loaded - start)
         return loaded
 
@@ -247,37 +193,7 @@ class KVStore:
         """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
         blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
         """
-        blocks, keys, chunk = self._wanted(tokens, engine, block_table, start, namespace)
-        blocks.finish()  # what the blocks were before
-        opened: list[tuple[Placed, Key, OpenChunk]] = []
-        readers = self._tiers.open_leading(keys)
-        for index, (placed, reader) in enumerate(readers):
-            made, end = chunk(index)
-            kind = self._kind(keys[index], made.shape, namespace)
-            found = self._tiers.verified(placed, keys[index], functools.partial(OpenChunk, reader, kind, made, end))
-            reader.rest()
-            if found is None:
-                break
-            opened.append((placed, keys[index], found))
-        for _, reader in readers[len(opened) :]:
-            reader.close()
-
-        def take_one(layer: int, index: int) -> bool:
-            placed, key, one = opened[index]
-            is_right: bool = self._tiers.verified(placed, key, functools.partial(one.take, layer)) or False
-            blocks.finish()
-            return is_right
-
-        def take(layer: int, num_chunks: int) -> int:
-            return self._tiers.shared(functools.partial(take_one, layer), num_chunks)
-
-        return LayerLoad(
-            [one for _, _, one in opened],
-            start,
-            len(engine.gpu_cache),
-            take,
-            lambda count: self._tiers.count(hit_tokens=count),
-        )
+        return self._load(tokens, engine, block_table, start, namespace).by_layers(self._tiers)
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -290,14 +206,8 @@ class KVStore:
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
         """Keeps what `lookup` would find until the pin is released; in remote tiers by fetching it."""
         array = self._checked(tokens, namespace)
-        keys = self._keys.of(array, namespace)
-        readers = self._tiers.open(keys, self._tiers.locate(keys))
-        count = num_leading(reader is not None for reader in readers)
-        for reader in readers[count:]:
-            if reader:
-                reader.close()
-        kept = [reader for reader in readers[:count] if reader]
-        return Pin(min(count * self.config.chunk_size, len(array)), kept)
+        readers = [reader for _, reader in self._tiers.open_leading(self._keys.of(array, namespace))]
+        return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
 
     def unpin(self, pin: Pin) -> None:
         """Twice is fine."""
@@ -319,8 +229,7 @@ class KVStore:
 
     def stats(self) -> KVStoreStats:
         self._process.check()
-        counts = self._tiers.counts
-        return KVStoreStats(**{name: counts[name] for name in COUNTERS}, tiers=self._tiers.stats())
+        return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
 
     def close(self) -> None:
         """Flushes, and closes the tiers. Twice is fine; anything else afterwards raises ValueError. In a forked process
@@ -342,7 +251,7 @@ class KVStore:
         self,
         tokens: npt.NDArray[np.int32],
         num_skipped: int,
-        chunk: Callable[[int, int], "ShapedSource"],
+        chunk: Callable[[int, int], ShapedSource],
         skip_existing: bool,
         namespace: bytes,
     ) -> int:
@@ -353,73 +262,24 @@ class KVStore:
         def record(index: int) -> tuple[RecordKind, Source]:
             begin = num_skipped + index * size
             made = chunk(begin, min(begin + size, len(tokens)))
-            return self._kind(keys[index], made.shape, namespace), made
+            return self._kinds.of(keys[index], made.shape, namespace), made
 
         return self._tiers.put(keys, record, skip_existing)
 
-    def _wanted(
+    def _load(
         self,
         tokens: Tokens,
         engine: "CacheEngine",
         block_table: npt.ArrayLike | torch.Tensor,
         start: int,
         namespace: bytes,
-    ) -> tuple[BlockChunks, list[Key], Callable[[int], tuple[BlockChunk, int]]]:
-        """What a load is about: the blocks, the keys of its chunks, and for each of these the chunk and up to which
-        token it brings them.
-        """
-        array, size = self._checked(tokens, namespace), self.config.chunk_size
-        blocks, start = BlockChunks(engine, block_table, self.metadata, self._plans), as_integer("start", start)
-        end = min(len(array), blocks.num_tokens)
-        if not 0 <= start <= end:
-            raise ValueError(f"start must be in [0, {end}], got {start}")
-        blocks.check_writable(start, end)
-        first = start // size
-        keys = self._keys.of(array, namespace)[first : -(-end // size)]
-        self._tiers.count(query_tokens=end - start)
-
-        def chunk(index: int) -> tuple[BlockChunk, int]:
-            begin = (first + index) * size
-            last = min(begin + size, len(array))
-            return blocks.chunk(begin, last, max(begin, start), min(last, end)), max(min(last, end), start)
-
-        return blocks, keys, chunk
-
-    def _fetch(self, tokens: npt.NDArray[np.int32], num_skipped: int, namespace: bytes) -> torch.Tensor | None:
-        """K and V of the tokens from num_skipped on, as far as there are some: one tensor; None for nothing."""
-        size, fmt, dim = self.config.chunk_size, self.metadata.fmt, 2 + token_dim(self.metadata.fmt)
-        first = num_skipped // size
-        keys = self._keys.of(tokens, namespace)[first:]
-        shape = self._tiers.first(keys[0], lambda reader: self._shape(reader, namespace)) if keys else None
-        if shape is None:
-            return None
-        out = empty_chunks(shape, fmt, len(tokens) - num_skipped, self.metadata.kv_dtype)
-
-        def read(index: int, reader: Reader, num_threads: int) -> None:
-            begin = (first + index) * size
-            end = min(begin + size, len(tokens))
-            room = out.narrow(dim, max(begin, num_skipped) - num_skipped, end - max(begin, num_skipped))
-            chunk = TensorChunk([list(layer) for layer in room], fmt, end - begin)
-            read_record(reader, self._kind(keys[index], chunk.shape, namespace), chunk, num_threads)
-
-        num_chunks = self._tiers.read(keys, read)
-        num_found = min((first + num_chunks) * size, len(tokens)) - num_skipped
-        return out.narrow(dim, 0, num_found) if num_chunks and num_found > 0 else None
-
-    def _shape(self, reader: Reader, namespace: bytes) -> Shape:
-        """What a record says of its payload. CorruptRecord if that cannot be; UnreadableRecord."""
-        head, _ = read_head(reader, self._keys.meta(namespace))
-        if head.codec not in self._codecs:
-            raise UnreadableRecord(f"the codec must be one of {', '.join(self._codecs)}, got {head.codec}")
-        num_bytes = math.prod(head.shape) * self.metadata.kv_dtype.itemsize
-        is_raw = self._codecs[head.codec] is None
-        if num_bytes != head.raw_bytes or num_bytes == 0 or (is_raw and num_bytes != head.payload_bytes):
-            raise CorruptRecord(f"a payload of {head.payload_bytes} bytes cannot be of shape {head.shape}")
-        return head.shape
-
-    def _kind(self, key: Key, shape: Shape, namespace: bytes) -> RecordKind:
-        num_bytes = math.prod(shape) * self.metadata.kv_dtype.itemsize
-        return RecordKind(key, self._keys.meta(namespace), shape, num_bytes, self._codecs)
+    ) -> BlockLoad:
+        array, start = self._checked(tokens, namespace), as_integer("start", start)
+        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
+        keys = self._keys.of(array, namespace)
+        load = BlockLoad(blocks, self._kinds, keys, len(array), start, namespace)
+        self._tiers.count(query_tokens=load.end - start)
+        return load
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
         self._process.check()
@@ -437,39 +297,3 @@ def _done(result: int) -> "Future[int]":
     future: Future[int] = Future()
     future.set_result(result)
     return future
-
-
-def _codecs(name: str, metadata: KVStoreMetadata) -> dict[str, Codec | None]:
-    """By the name in records: what is written first, and what else can be read: all that gives back the same bytes."""
-    from kvpage.store.codec import LOSSLESS, get_codec
-
-    fmt: Literal["vllm", "huggingface"] = "vllm" if metadata.fmt == "vllm" else "huggingface"
-    raw = str(metadata.kv_dtype).removeprefix("torch.")
-    written = None if name == "raw" else get_codec(name, metadata.kv_dtype, fmt)
-    if written is not None and not written.is_lossless:
-        return {written.name: written}
-    codecs: dict[str, Codec | None] = {raw if written is None else written.name: written, raw: None}
-    for other in LOSSLESS:
-        try:
-            codec = get_codec(other, metadata.kv_dtype, fmt)
-        except (ImportError, ValueError):  # not for this dtype, or what it wrote elsewhere cannot be read here
-            continue
-        codecs.setdefault(codec.name, codec)
-    return codecs
-
-
-def _num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num_tokens: int) -> int:
-    """Of a mask that is False, then True to its end. ValueError for any other."""
-    if mask is None:
-        return 0
-    if isinstance(mask, torch.Tensor):
-        check_plain(name, mask)
-        mask = mask.cpu() if mask.is_cuda else mask
-    array = as_array(mask, name)
-    if array.shape != (num_tokens,) or array.dtype.kind not in "biu":
-        raise ValueError(f"{name} must be {num_tokens} bools, got {array.dtype} {list(array.shape)}")
-    flags = array.astype(bool)
-    count = num_tokens - int(flags.sum())
-    if not flags[count:].all():
-        raise ValueError(f"{name} must be False for leading tokens only")
-    return count

@@ -14,6 +14,7 @@ import torch
 from kvpage.store.record import Shape
 from kvpage.store.stretches import digests_of
 from kvpage.tensors import check_plain
+from kvpage.tokens import as_array
 
 KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
 Parts = list[list[torch.Tensor]]
@@ -88,6 +89,10 @@ class TensorChunk:
             digests.append(digests_of(data, self.stretch_bytes))
         return b"".join(digests)
 
+    def runs(self) -> None:
+        """As chunk_io.Source has it: not where they lie."""
+        return None
+
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         digests = []
         for layer, data in self._layers(begin, piece):
@@ -131,3 +136,20 @@ def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def as_tuple(chunks: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
     """For each layer (K, V): views."""
     return tuple(tuple(layer) for layer in chunks)
+
+
+def num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num_tokens: int) -> int:
+    """Of a mask that is False, then True to its end. ValueError for any other."""
+    if mask is None:
+        return 0
+    if isinstance(mask, torch.Tensor):
+        check_plain(name, mask)
+        mask = mask.cpu() if mask.is_cuda else mask
+    array = as_array(mask, name)
+    if array.shape != (num_tokens,) or array.dtype.kind not in "biu":
+        raise ValueError(f"{name} must be {num_tokens} bools, got {array.dtype} {list(array.shape)}")
+    flags = array.astype(bool)
+    count = num_tokens - int(flags.sum())
+    if not flags[count:].all():
+        raise ValueError(f"{name} must be False for leading tokens only")
+    return count

@@ -199,6 +199,38 @@ class Forward:
 
 @pytest.mark.parametrize("metric", ["k", "v", "kv"])
 @pytest.mark.parametrize("token_dim", [0, 1])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
+def test_filters_choose_among_what_is_left(ratio: float, token_dim: int, metric: str) -> None:
+    """A loop over requests and rows: each layer ranks the valid rows that the one before has left."""
+    forward = Forward(5, [11, 1, 20], token_dim=token_dim)
+    executor = CacheBlendImpl(ratio, 3, metric, ROTARY, [(1, 0.7), (2, 0.5)])
+    rows = list(range(forward.bounds[-1]))
+    forward.blend(executor, 0, torch.tensor(rows))
+    for layer, share in ((1, max(0.7, ratio)), (2, max(0.5, ratio)), (3, ratio)):
+        output = forward.blend(executor, layer, torch.tensor(rows))
+        k = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+        v, fresh = forward.retrieved[layer][1].clone(), forward.fresh[layer]
+        parts = [(name, new, old) for name, new, old in (("k", fresh[1], k), ("v", fresh[2], v)) if name in metric]
+        deviation = sum((new - old).square().mean(1) for _, new, old in parts)
+        chosen = []
+        for begin, end in zip(forward.bounds[:-1], forward.bounds[1:], strict=True):
+            valid = [row for row in range(begin, end) if forward.valid[row]]
+            ranked = sorted((row for row in valid if row in rows), key=lambda row: (-float(deviation[row]), row))
+            count = max(1, int(len(valid) * share)) if share else 0
+            always = {*range(begin, end)} - {*valid} | {end - 1}
+            chosen += sorted({*ranked[:count], *always})
+        assert output.local_indices.tolist() == [rows.index(row) for row in chosen]
+        assert executor.selection.indices.tolist() == chosen
+        assert torch.equal(output.q, forward.shaped(fresh[0][chosen]))
+        assert torch.equal(output.positions, forward.positions[chosen])
+        assert output.query_start_loc.tolist() == [sum(row < bound for row in chosen) for bound in forward.bounds]
+        k[rows], v[rows] = fresh[1][rows], fresh[2][rows]
+        assert torch.equal(output.k, forward.shaped(k)) and torch.equal(output.v, forward.shaped(v))
+        rows = chosen
+
+
+@pytest.mark.parametrize("metric", ["k", "v", "kv"])
+@pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("check_layer", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: int, dtype: torch.dtype) -> None:
@@ -323,6 +355,10 @@ def test_bad_arguments() -> None:
         ({"recompute_ratio": float("nan")}, r"recompute_ratio must be in \[0, 1\]"),
         ({"recompute_ratio": [0.5, 1.5]}, r"recompute_ratio must be in \[0, 1\]"),
         ({"recompute_ratio": 0.5, "check_layer": 0}, "check_layer must be an integer of at least 1"),
+        (
+            {"recompute_ratio": 0.5, "check_layer": 2, "filters": [(0, 0.5)]},
+            "filters must be of layers from 1 to under 2",
+        ),
         ({"recompute_ratio": 0.5, "metric": "q"}, "metric must be one of k, v, kv"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -58,7 +58,7 @@ class Model:
         shaken = shake(make_model(kind))
         self.asks = []
         for params in (GREEDY, DRAWN):
-            found, again = alone(self.model, prompts, params), alone(shaken, prompts, params)
+            found, again = alone(self.model, prompts, params), together(shaken, prompts, params)
             both = zip(prompts, found, again, strict=True)
             self.asks += [Ask(tokens, params, wanted) for tokens, wanted, other in both if wanted == other]
         assert len(self.asks) > len(prompts), "hardly any prompt is beyond doubt"
@@ -89,6 +89,12 @@ def alone(model: torch.nn.Module, prompts: list[list[int]], params: SamplingPara
             samples.append(engine.generate([prompt], one)[0].token_ids)
         outputs.append(samples)
     return outputs
+
+
+def together(model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+    """As `alone`, but for the order of sums."""
+    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=2048), enable_prefix_caching=False)
+    return [[sample.token_ids for sample in output.samples] for output in engine.generate(prompts, params)]
 
 
 class Server:

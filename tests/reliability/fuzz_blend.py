@@ -59,7 +59,8 @@ class BlendMathWorld:
         self.valid = torch.rand(self.count, generator=self.torch_rng) < 0.6
         self.old = torch.randint(0, 50, (self.count,), generator=self.torch_rng)
         self.new = torch.arange(self.count)
-        self.executor = CacheBlendImpl(0.5, 1, rng.choice(("k", "v", "kv")), ROTARY)
+        filters = rng.choice(((), ((1, 0.8),)))
+        self.executor = CacheBlendImpl(0.5, 2, rng.choice(("k", "v", "kv")), ROTARY, filters)
         self.layer = 0
 
     def __enter__(self) -> "BlendMathWorld":
@@ -117,6 +118,7 @@ class BlendMathWorld:
     def _select(self) -> Case:
         deviation = torch.rand(self.count, generator=self.torch_rng)
         args = {"deviation": deviation, "valid": self.valid, "query_start_loc": [0, self.count], "ratios": [0.5]}
+        args |= {"among": self.rng.choice((None, torch.ones(self.count, dtype=torch.bool)))}
 
         def judge(chosen: Any) -> None:
             assert int(chosen.query_start_loc[-1]) == len(chosen.indices)
@@ -159,14 +161,15 @@ class BlendMathWorld:
         return Case("ContentBoundaries.cuts", ContentBoundaries(2, 3, 8).cuts, {"tokens": tokens}, judge=judge)
 
     def _config(self) -> Case:
-        args: dict[str, Any] = {"ratio": 0.5, "check_layer": 1, "metric": "kv", "separator": (1, 2)}
+        args: dict[str, Any] = {"ratio": 0.5, "check_layer": 2, "metric": "kv", "separator": (1, 2)}
+        args |= {"filters": self.rng.choice((None, ((0, 0.9), (1, 0.7))))}
         return Case("BlendConfig", BlendConfig, args | {"boundaries": None, "max_bytes": 1000, "deadline": 0.5})
 
     def _spans(self) -> Case:
         tokens = np.array([self.rng.randrange(3) for _ in range(12)], np.int32)
         if self.rng.random() < 0.5:
             return Case("BlendConfig.spans", BlendConfig(separator=(1, 2)).spans, {"tokens": tokens})
-        return Case("BlendConfig.check_layer_of", BlendConfig(check_layer=1).check_layer_of, {"num_layers": 3})
+        return Case("BlendConfig.stages_of", BlendConfig(check_layer=1).stages_of, {"num_layers": 3})
 
     # --- segments ---
 
@@ -178,13 +181,14 @@ class BlendMathWorld:
 
     def _executor(self) -> Case:
         args = {"recompute_ratio": [0.5, 0.1], "check_layer": 2, "metric": "k", "rotary": ROTARY}
+        args |= {"filters": ((1, 0.7),)}
         return Case("CacheBlendImpl", CacheBlendImpl, args)
 
     def _blend(self) -> Case:
         """The layer that is next, or a new pass."""
         executor = self.executor
         layer = 0 if executor._next_layer > LAYERS or self.rng.random() < 0.2 else executor._next_layer
-        chosen = slice(None) if layer < 2 or executor.selection is None else executor.selection.indices
+        chosen = slice(None) if layer == 0 or executor.selection is None else executor.selection.indices
         args = {
             "layer_id": layer,
             "retrieved_k": self.k,

@@ -1,6 +1,7 @@
 """Blending in plain torch, as the definition has it: every row of every layer is computed, nothing is narrowed; behind
 the check layer the K and V of reused rows that were not chosen are overwritten by those of their segments, which were
-computed where they now stand, so that nothing has to be turned.
+computed where they now stand, so that nothing has to be turned. With filters several layers choose, each among what the
+one before has left.
 """
 
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Recorder:
     ratio: float = 0.0
     check_layer: int = 0
     metric: str = "v"
+    filters: tuple[tuple[int, float], ...] = ()
     k: list[torch.Tensor] = field(default_factory=list)
     v: list[torch.Tensor] = field(default_factory=list)
     chosen: set[int] | None = None
@@ -40,23 +42,28 @@ class Recorder:
         layer = module.layer_idx
         self.k.append(key[0])
         self.v.append(value[0])
-        if layer == self.check_layer and self.places:
-            self.chosen = self._choose(key[0], value[0], layer)
-        if layer > self.check_layer:
+        whole = key[0], value[0]
+        if layer == 0:
+            self.chosen = None
+        if self.chosen is not None:
             key, value = (
                 self._mixed(key, [one.k[layer] for one in self.places]),
                 self._mixed(value, [one.v[layer] for one in self.places]),
             )
+        ratios = {layer: max(ratio, self.ratio) for layer, ratio in self.filters} | {self.check_layer: self.ratio}
+        if layer in ratios and self.places:
+            self.chosen = self._choose(*whole, layer, ratios[layer])
         return _attention(query, key, value, scaling, sliding_window, softcap, s_aux), None
 
-    def _choose(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> set[int]:
+    def _choose(self, key: torch.Tensor, value: torch.Tensor, layer: int, ratio: float) -> set[int]:
         num_tokens, deviation = key.shape[1], {}
         for one in self.places:
             for offset, row in enumerate(range(one.rows.start, one.rows.stop)):
                 parts = {"k": (key[:, row], one.k[layer][:, offset]), "v": (value[:, row], one.v[layer][:, offset])}
                 deviation[row] = sum(float((a - b).square().mean()) for a, b in (parts[name] for name in self.metric))
-        count = max(1, int(len(deviation) * self.ratio)) if self.ratio else 0
-        best = sorted(deviation, key=lambda row: (-deviation[row], row))[:count]
+        count = max(1, int(len(deviation) * ratio)) if ratio else 0
+        left = [row for row in deviation if self.chosen is None or row in self.chosen]
+        best = sorted(left, key=lambda row: (-deviation[row], row))[:count]
         return {*best, *(set(range(num_tokens)) - set(deviation)), num_tokens - 1}
 
     def _mixed(self, fresh: torch.Tensor, retrieved: list[torch.Tensor]) -> torch.Tensor:

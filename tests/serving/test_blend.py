@@ -56,7 +56,7 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
-    names = ("check_layer", "metric", "separator", "boundaries", "max_bytes", "deadline")
+    names = ("check_layer", "metric", "filters", "separator", "boundaries", "max_bytes", "deadline")
     fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
@@ -149,6 +149,24 @@ def test_ratios_check_layers_and_metrics(ratio: float, check_layer: int, metric:
     assert output.num_recomputed_tokens == len(recorder.chosen) - len(LEAD) - len(QUESTION)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [0.2, 1.0])
+def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str) -> None:
+    model, filters = model_of(family), ((1, 0.5),)
+    engine = make_engine(family, ratio=ratio, check_layer=2, filters=filters)
+    engine.warm_segments(SEGMENTS)
+    parts = [SEGMENTS[index] for index in (2, 0, 3, 1, 0)]
+    recorder = Recorder(standalone(model, parts), ratio, 2, filters=filters)
+    output, logits = serve(engine, parts)
+    expected = blend_oracle.run(model, output.prompt_token_ids, 0, recorder)
+    assert error(logits, expected) <= FULL
+    assert output.num_recomputed_tokens == len(recorder.chosen) - len(LEAD) - len(QUESTION) == int(ratio * 36)
+    own = error(logits, own_logits(model, output.prompt_token_ids))
+    unfiltered = Recorder(standalone(model, parts), ratio, 2)
+    other = error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, unfiltered))
+    assert own <= FULL and other <= FULL if ratio == 1 else own > 10 * FULL and other > 10 * FULL
+
+
 def test_segments_kept_out_of_a_prompt_keep_what_they_saw_there() -> None:
     model, engine = model_of("llama"), make_engine(ratio=0)
     first, _ = serve(engine, SEGMENTS[:3])
@@ -185,7 +203,9 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 
 def first_logits(engine: Engine) -> torch.Tensor:
-    """The logits of one step."""
+    """The logits of one step, with the segments of all that waits at hand."""
+    engine._links.blend.ask(engine.scheduler.waiting)
+    engine._links.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
     assert len(seen) == 1
@@ -194,8 +214,9 @@ def first_logits(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_blended_and_ordinary_requests_in_one_step(ratio: float, family: str) -> None:
-    model, engine = model_of(family), make_engine(family, ratio=ratio)
+@pytest.mark.parametrize("stages", [{"check_layer": 1}, {"check_layer": 2, "filters": ((1, 0.6),)}])
+def test_blended_and_ordinary_requests_in_one_step(stages: dict[str, object], ratio: float, family: str) -> None:
+    model, engine = model_of(family), make_engine(family, ratio=ratio, **stages)
     engine.warm_segments(SEGMENTS)
     others = make_prompts([7, 3], seed=9)
     engine.add_request(others[0], SamplingParams(max_tokens=9))
@@ -209,13 +230,13 @@ def test_blended_and_ordinary_requests_in_one_step(ratio: float, family: str) ->
         engine.add_request(tokens, ONE, blend=True, segments=[len(lead), *map(len, parts)])
     logits = first_logits(engine)
     assert len(logits) == 5
-    decoding = others[0] + next(iter(engine._requests.values())).generated_token_ids[:1]
+    decoding = others[0] + next(iter(engine._loop.requests.values())).generated_token_ids[:1]
     assert error(logits[0], own_logits(model, decoding)) <= FULL
     assert error(logits[1], own_logits(model, others[1])) <= FULL
     for row, (parts, lead) in enumerate(zip(each, leads, strict=True)):
         starts = [len(lead) + sum(map(len, parts[:index])) for index in range(len(parts))]
         places = [blend_oracle.place(model, [], part, start) for part, start in zip(parts, starts, strict=True)]
-        recorder = Recorder(places, ratio, 1)
+        recorder = Recorder(places, ratio, **stages)
         expected = blend_oracle.run(model, prompt_of(parts, lead=lead), 0, recorder)
         assert error(logits[2 + row], expected) <= FULL
         if ratio == 1:
@@ -322,7 +343,7 @@ def test_what_was_blended_is_never_found() -> None:
     assert output.is_blended
     exact = engine.generate([prompt + output.token_ids], ONE)[0]
     assert exact.num_cached_tokens <= len(LEAD)
-    assert not engine._blend_link.source.find(np.array(unknown, np.int32))
+    assert not engine._links.blend.source.find(np.array(unknown, np.int32))
     assert exact.token_ids == make_engine().generate([prompt + output.token_ids], ONE)[0].token_ids
 
 
@@ -334,8 +355,8 @@ def test_what_comes_before_the_first_reused_token_is_exact_and_found() -> None:
     exact, logits = serve_plainly(engine, prompt_of(parts))
     assert exact.num_cached_tokens == (len(LEAD) + len(SEGMENTS[0])) // B * B
     assert error(logits, own_logits(model, prompt_of(parts))) <= FULL
-    assert engine._blend_link.source.find(np.array(SEGMENTS[0], np.int32))
-    assert not engine._blend_link.source.find(np.array(SEGMENTS[1], np.int32))
+    assert engine._links.blend.source.find(np.array(SEGMENTS[0], np.int32))
+    assert not engine._links.blend.source.find(np.array(SEGMENTS[1], np.int32))
 
 
 def serve_plainly(engine: Engine, tokens: list[int]) -> tuple[RequestOutput, torch.Tensor]:
@@ -399,7 +420,7 @@ def test_an_engine_that_was_closed_computes_in_full() -> None:
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[2]]
     one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
-    engine._blend_link.ask(engine.scheduler.waiting)
+    engine._links.blend.ask(engine.scheduler.waiting)
     engine.close()
     assert not drain(engine)[one].is_blended
     with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
@@ -457,7 +478,7 @@ def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     broken, _ = serve(engine, [SEGMENTS[2]], lead=[9])
     assert not broken.is_blended and engine.stats().blend.num_errors == 1
     source.raises = False
-    engine._blend_link.drain()
+    engine._links.blend.drain()
     assert serve(engine, [SEGMENTS[2]], lead=[10])[0].is_blended or engine.stats().blend.num_late == 2
     engine.close()
 

@@ -250,7 +250,7 @@ def test_a_stream_whose_request_is_aborted_raises() -> None:
     engine = make_engine()
     stream = engine.stream(PROMPTS[0], PARAMS)
     next(stream)
-    (request_id,) = engine._requests
+    (request_id,) = engine._loop.requests
     engine.abort(request_id)
     with pytest.raises(RuntimeError, match="was aborted"):
         next(stream)

@@ -115,7 +115,7 @@ def test_stats_tell_what_happened(expected) -> None:
     store = DictStore()
     engine = make_engine(store)
     engine.generate(PROMPTS, PARAMS)
-    engine._link.drain()
+    engine._links.store.drain()
     stats = engine.stats().store
     assert (stats.num_lookups, stats.num_found_tokens, stats.num_stores) == (3, 0, 3)  # one prompt has no whole block
     assert stats.num_stored_tokens == (5 + 3 + 1) * CHUNK
@@ -205,7 +205,7 @@ def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
     engine = make_engine(store, load_or_compute=False)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
-    engine._link.drain()
+    engine._links.store.drain()
     assert engine.stats().store.num_errors == 3
     engine.close()
     engine.manager.check()

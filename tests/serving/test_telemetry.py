@@ -14,6 +14,7 @@ from serving.models import make_model, make_prompts
 from test_import import HIDE
 
 from kvpage import CacheConfig
+from kvpage.blend import BlendConfig
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import ModelConfig
@@ -295,6 +296,34 @@ def test_metrics_of_an_engine_with_events_count_losses() -> None:
     engine.telemetry._stream.publisher.num_lost = 3
     assert samples(engine)["kvpage_lost_event_batches_total",] == 3
     engine.close()
+
+
+def test_metrics_of_blending_are_the_stats() -> None:
+    assert not any("blend" in key[0] for key in samples(make_engine()))
+    engine = make_engine(num_blocks=40, blend=BlendConfig(ratio=0.5, check_layer=1))
+    first, second = make_prompts([6, 9], seed=31)
+    engine.warm_segments([first, second])
+    parts = [[3, 7], second, [5, 5, 5], first]
+    tokens = [token for part in parts for token in part] + [1]
+    engine.add_request(tokens, PARAMS, blend=True, segments=[len(part) for part in parts])
+    while engine.has_unfinished:
+        engine.step()
+    expected = {
+        ("blends_total", ""): 1,
+        ("blend_tokens_total", "kind=reused"): 15 - 7,
+        ("blend_tokens_total", "kind=recomputed"): 7,
+        ("blend_lookup_tokens_total", "outcome=found"): 15,
+        ("blend_lookup_tokens_total", "outcome=missing"): 15 + 2 + 3,  # they were looked up to be kept, too
+        ("blend_kept_segments_total", ""): 3,  # and [3, 7], which nothing that was blended stands before
+        ("blend_kept_tokens_total", ""): 15 + 2,
+        ("blend_trouble_total", "kind=late"): 0,
+        ("blend_trouble_total", "kind=error"): 0,
+    }
+    found = samples(engine)
+    for (name, labels), value in expected.items():
+        assert found[(f"kvpage_{name}", *(tuple(pair.split("=")) for pair in labels.split()))] == value, (name, labels)
+    stats = engine.stats().blend
+    assert (stats.num_blends, stats.num_kept_segments, stats.num_kept_tokens) == (1, 3, 17)
 
 
 def test_the_global_registry_is_left_alone() -> None:

@@ -514,6 +514,6 @@ def test_a_codec_that_is_not_installed_is_a_miss_and_the_record_stays() -> None:
     kv = kv_of(tokens)
     make(tiers=[tier], codec="zstd").store(tokens, kv)
     without = make(tiers=[tier])
-    del without._codecs["float32:zstd"]  # as where the package is not there
+    del without._kinds._codecs["float32:zstd"]  # as where the package is not there
     assert without.retrieve(tokens)[0] == () and without.stats().corrupt_records == 0
     assert same(make(tiers=[tier], codec="zstd").retrieve(tokens)[0], kv)

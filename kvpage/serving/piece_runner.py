@@ -1,0 +1,71 @@
+"""PieceRunner: pieces of sequences through the model, over the blocks that the manager has given them.
+
+pieces ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage.block_manager import BlockManager
+from kvpage.cache_engine import CacheEngine
+from kvpage.serving.blend_pass import BlendCounts, BlendPass
+from kvpage.serving.blender import Blender
+from kvpage.serving.model_runner import ModelRunner, PackedTokens
+from kvpage.serving.step import Piece, Step
+from kvpage.serving.transfer_meter import TransferMeter
+
+
+class Computed(NamedTuple):
+    """logits: of the wanted tokens, [their number, vocab_size]. blended: of each piece; empty if none reuses any."""
+
+    logits: torch.Tensor
+    blended: list[BlendCounts]
+
+
+class PieceRunner:
+    """One model over one cache, whose blocks `manager` gives out.
+
+    blender: for pieces that reuse something; None while none may. num_passes, num_computed_tokens: so far.
+    """
+
+    def __init__(self, runner: ModelRunner, cache: CacheEngine, manager: BlockManager) -> None:
+        self.blender: Blender | None = None
+        self.meter = TransferMeter(cache)
+        self.num_passes = self.num_computed_tokens = 0
+        self._runner, self._cache, self._manager = runner, cache, manager
+
+    def run(self, pieces: Sequence[Piece]) -> Computed:
+        """One forward pass. Whatever the model raises comes through."""
+        self.move_blocks()
+        ids, token_ids, starts, ends, wanted, _ = (list(column) for column in zip(*pieces, strict=True))
+        first_rows = np.cumsum([0, *(len(tokens) for tokens in token_ids)])
+        rows = [first + index for first, indices in zip(first_rows, wanted, strict=False) for index in indices]
+        slots, tables = self._manager.slot_mappings(ids, starts, ends), self._manager.block_tables(ids)
+        step = Step.make(self._cache, slots, tables, starts, ends)
+        packed = PackedTokens(np.concatenate(token_ids), starts, ends, np.array(rows, np.int64))
+        blend = self._begin_blend(step, pieces)
+        logits = self._runner.forward(packed, step)
+        blended = blend.counts() if blend else []
+        self.num_passes += 1
+        self.num_computed_tokens += len(packed.token_ids) - sum(counts.num_reused for counts in blended)
+        return Computed(logits, blended)
+
+    def move_blocks(self) -> None:
+        """Does what the manager has gathered: copies, and swaps between the tiers."""
+        moves, rule = self._manager.take_moves(), self._manager.space.rule
+        begin = time.monotonic()
+        self.meter.move(moves)
+        if rule and self._cache.device.type == "cpu" and moves.num_blocks("swap_in"):
+            num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
+            rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)
+
+    def _begin_blend(self, step: Step, pieces: Sequence[Piece]) -> BlendPass | None:
+        if not any(piece.reuse for piece in pieces):
+            return None
+        assert self.blender is not None
+        step.blend = blend = self.blender.begin(step, pieces)
+        return blend
