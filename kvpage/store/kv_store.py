@@ -21,6 +21,7 @@ from kvpage.sequence_args import check_flag, check_namespace
 from kvpage.store.block_io import BlockChunks, ChunkPlans
 from kvpage.store.block_load import BlockLoad
 from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
+from kvpage.store.chunk_threads import num_leading
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_tensors import (
@@ -39,7 +40,7 @@ from kvpage.store.record_kinds import RecordKinds
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tensor_load import TensorLoad
 from kvpage.store.tier import Tier
-from kvpage.store.tier_stack import TierStack, num_leading
+from kvpage.store.tier_stack import TierStack
 from kvpage.store.tiers import Placed, place_tiers
 from kvpage.tokens import Tokens, as_tokens
 
