@@ -848,10 +848,12 @@ void bind_hashes(py::module_& m) {
   py::class_<Xxh3>(m, "_Xxh3", "The hash itself, with the kernel of an instruction set, for tests.")
       .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernel_of(name)); }))
       .def("update", [](Xxh3& hash, const std::string& data) {
-        hash.update(reinterpret_cast<const std::byte*>(data.data()), static_cast<int64_t>(data.size()));
+        const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
+        hash.update(bytes, static_cast<int64_t>(data.size()), bytes);
       })
       .def("update_and_copy", [](Xxh3& hash, int64_t data, int64_t num_bytes, int64_t to, bool streaming) {
-        hash.update_and_copy(pointer<const std::byte>(data), num_bytes, pointer<std::byte>(to), streaming);
+        const auto* bytes = pointer<const std::byte>(data);
+        hash.update_and_copy(bytes, num_bytes, pointer<std::byte>(to), streaming, bytes);
         if (streaming) end_streaming();
       })
       .def("digest", [](const Xxh3& hash) {
