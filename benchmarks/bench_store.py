@@ -4,7 +4,8 @@ Bounds, measured in the same run and in turn with what they bound, with as many 
 - memory tier: one torch copy_ of as many bytes;
 - disk tier, page cache warm: pwrite of as many distinct bytes (random, 32 MiB a chunk, so that they come out of memory
   and not out of the processor's cache) into a preallocated file in calls of 32 MiB, and preadv into as much room. The
-  tier gathers a chunk from blocks of 32 KiB, makes its digests, and writes a MiB at a time;
+  tier gathers a chunk from blocks of 32 KiB, makes its digests, and writes two MiB at a time. "gathered" is beside a
+  bound that gathers too: pwritev of the very blocks, from where they lie, a chunk a call, without digests;
 - redis, on this machine over loopback: redis-py's own SET and GET of values of 32 MiB, ready made; needs redis-server;
 - a lookup: hashlib's SHA-256 over as many int64 tokens.
 Records carry xxh3-128 digests, made and checked on the way. "layers" is load_layers, all layers awaited. A miss is
@@ -19,6 +20,7 @@ within 100 us of SHA-256, a miss under 1 ms.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -69,6 +71,13 @@ class Moves:
         ids = torch.randperm(engine.gpu_cache[0].shape[1], generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.source, self.target = ids.chunk(2)
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019, there is one, and it lives as long as the measurement
+    def views(self) -> list[list[memoryview]]:
+        """Where a chunk's blocks lie, in the order of its payload."""
+        layers = [cache.view(torch.uint8).flatten(2).numpy() for cache in self.engine.gpu_cache]
+        tables = self.source.reshape(-1, CHUNK_SIZE // BLOCK_SIZE).tolist()
+        return [[part[block].data for layer in layers for part in layer for block in table] for table in tables]
+
     def put(self) -> None:
         self.store.store_blocks(self.tokens, self.engine, self.source, skip_existing=False)
 
@@ -88,8 +97,14 @@ class Moves:
                 assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
 
 
-def measure(url: str, engine: CacheEngine, bounds: dict[str, Callable[[], object]], options) -> list[dict]:
-    """bounds: of store and of retrieve, by name."""
+def measure(
+    url: str,
+    engine: CacheEngine,
+    bounds: dict[str, Callable[[], object]],
+    options,
+    gathered: Callable[[Moves], object] | None = None,
+) -> list[dict]:
+    """bounds: of store and of retrieve, by name. gathered: another one of store, of the blocks that it stores."""
     config = KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads)
     with KVStore(config, metadata_of(engine, "bench")) as store:
         moves = Moves(store, engine, options.chunks)
@@ -97,13 +112,15 @@ def measure(url: str, engine: CacheEngine, bounds: dict[str, Callable[[], object
         moves.check()
         writes, reads = bounds.values()
         writes()
-        seconds = best([writes, moves.put, reads, moves.get, moves.get_layers], options.rounds)
+        extra = [functools.partial(gathered, moves)] if gathered else []
+        seconds = best([writes, moves.put, reads, moves.get, moves.get_layers, *extra], options.rounds)
     num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
     name = url.partition(":")[0]
     rows = [
         ("store", seconds[1], write_name, seconds[0]),
         ("retrieve", seconds[3], read_name, seconds[2]),
         ("layers", seconds[4], read_name, seconds[2]),
+        *[("gathered", seconds[1], "pwritev", seconds[5]) for _ in extra],
     ]
     return [
         {
@@ -138,8 +155,12 @@ def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
         def read() -> None:
             list(pool.map(lambda n: os.preadv(fd, [rooms[n]], n * CHUNK_BYTES), range(options.chunks)))
 
+        def gathered(moves: Moves) -> None:
+            views = moves.views()
+            list(pool.map(lambda n: os.pwritev(fd, views[n], n * CHUNK_BYTES), range(options.chunks)))
+
         url = f"disk://{folder}/tier?size={size}&segment={size}"
-        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options)
+        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options, gathered)
     os.close(fd)
     return rows
 
