@@ -138,8 +138,8 @@ class KVStore:
         num_found = chunks.shape[2 + token_dim(self.metadata.fmt)]
         ret_mask[num_skipped : num_skipped + num_found] = True
         self._tiers.count(hit_tokens=num_found)
-        chunks = chunks.to(device)
-        return (as_tuple(chunks) if return_tuple else chunks), ret_mask
+        kv = chunks.to(device)
+        return (as_tuple(kv) if return_tuple else kv), ret_mask
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
@@ -277,8 +277,7 @@ class KVStore:
     ) -> BlockLoad:
         array = self._checked(tokens, namespace)
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
-        keys = self._keys.of(array, namespace)
-        load = BlockLoad(blocks, self._kinds, keys, len(array), start, namespace)
+        load = BlockLoad(blocks, self._kinds, self._keys.of(array, namespace), len(array), start, namespace)
         self._tiers.count(query_tokens=load.end - start)
         return load
 
