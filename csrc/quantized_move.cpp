@@ -27,6 +27,18 @@ std::byte* scratch(int64_t bytes) {
   return buffer.data();
 }
 
+// How codes are read. `past_cache`: rows go past the processor's cache. `ahead`: so many bytes behind what is read lies
+// what is read next, which is asked for meanwhile; 0 asks for nothing. Blocks come in any order, so that the processor
+// cannot foresee it, as it does with rows that are read one after the other.
+struct Reading {
+  bool past_cache = false;
+  int64_t ahead = 0;
+
+  void ask(const std::byte* from, int64_t bytes) const {
+    if (ahead != 0) prefetch(from + ahead, bytes);
+  }
+};
+
 // Heads that lie side by side on both ends and share one scale are one head, many times as long.
 TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
   const bool shares_scale = is_fp8(move.codec) && num_scales(move, num_heads) == 1;
@@ -66,17 +78,18 @@ void encode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_
 }
 
 void decode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
-                   const std::byte* codes, int64_t stride, std::byte* rows, bool streaming) {
+                   const std::byte* codes, int64_t stride, std::byte* rows, const Reading& reading) {
   const RowCodec& codec = row_codec();
   const DecodeTable* table = move.decode_tables ? move.decode_tables + head * move.head_scale_stride : nullptr;
   for (int64_t token = 0; token < count; ++token, codes += stride, rows += move.rows.token_stride) {
+    reading.ask(codes, move.size);
     if (table) {
-      codec.decode_by_table(*table, codes, move.size, rows, streaming);
+      codec.decode_by_table(*table, codes, move.size, rows, reading.past_cache);
       continue;
     }
     const float scale = move.codec == Codec::kInt8 ? *move.cache.scale_at(block_id, offset + token, head)
                                                    : head_scale(move, head);
-    codec.decode(move.codec, move.row_type, codes, move.size, scale, rows, streaming);
+    codec.decode(move.codec, move.row_type, codes, move.size, scale, rows, reading.past_cache);
   }
 }
 
@@ -125,12 +138,12 @@ void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, i
 }
 
 void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                  std::byte* row, bool streaming) {
+                  std::byte* row, const Reading& reading) {
   const TokenMove merged = with_merged_heads(move, num_heads);
   const KVPart& cache = move.cache;
   for_each_head(cache.head_stride, cache.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
     decode_tokens(merged, head, block_id, offset + first, num, cache.at(block_id, offset + first, head),
-                  cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, streaming);
+                  cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, reading);
   });
 }
 
@@ -204,7 +217,10 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
 
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                     std::byte* row, int64_t next_block_id, bool streaming) {
-  if (is_one_run(move)) return read_one_run(move, num_heads, block_id, offset, count, row, streaming);
+  if (is_one_run(move)) {
+    const int64_t ahead = move.cache.at(next_block_id, 0, 0) - move.cache.at(block_id, offset, 0);
+    return read_one_run(move, num_heads, block_id, offset, count, row, {streaming, streaming ? ahead : 0});
+  }
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     for (int64_t head = 0; head < num_heads; ++head) {
       if (streaming) prefetch(move.cache.at(next_block_id, 0, head) + first * move.size, num * move.size);
@@ -212,7 +228,7 @@ void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, 
                      codes + head * move.size, code_stride(move, num_heads), {});
     }
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
-    read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, streaming);
+    read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, {streaming, 0});
   });
 }
 
