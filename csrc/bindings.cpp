@@ -126,6 +126,7 @@ const RowCodec& codec_of(const std::string& name) { return name.empty() ? row_co
 
 // Rows through the codec of an instruction set, for tests.
 void bind_codecs(py::module_& m) {
+  m.def("_codecs", &row_codec_names);
   m.def("_codec_row", [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size,
                          float scale, int64_t codes, bool streaming) {
     const auto kind = static_cast<Codec>(codec);
