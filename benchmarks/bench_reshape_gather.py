@@ -4,12 +4,13 @@ The bound is memory: a torch copy_ that reads and writes together as many bytes 
 same run, alternating with the operation. Beside it what torch offers: index_copy_ and index_select for each of K and V
 (and layer). Results are checked before anything is timed.
 
-On a CPU: calls by the clock, the least time of several. On a CUDA device (--device cuda): by events around ten calls
-that wait behind a delay until all are launched, so that it is the device that is measured; and as "call us" the host's
-time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device ("device" in format
-"vllm", "hf" in "huggingface"), and in pinned host memory (against one large copy_ over the bus). Scales are 1, or with
-"heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens. Where others keep a
-machine's processors busy, one thread (--threads 1) tells more than several.
+On a CPU: calls by the clock, the least time of several. With several threads each waits until those of OpenMP, idle
+after torch's copy, have ceased to spin: they would keep a processor from whatever comes next. On a CUDA device
+(--device cuda): by events around ten calls that wait behind a delay until all are launched, so that it is the device
+that is measured; and as "call us" the host's time until a call returns. Chunks are of all layers of a model (of eight
+on a CPU), on the device ("device" in format "vllm", "hf" in "huggingface"), and in pinned host memory (against one
+large copy_ over the bus). Scales are 1, or with "heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a
+GPU 0.85 from 8k tokens. Where others keep a machine busy, one thread (--threads 1) tells more than several.
 
     python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--threads N] [--plot PATH]
 """
@@ -31,6 +32,7 @@ BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CALLS, DELAY = 10, 4_000_000  # cycles of the device: some 2 ms, for the host to launch them all
+REST = 0.01  # seconds; OpenMP's idle threads spin for some milliseconds
 
 LLAMA = ("flash", 8, 128, 32)  # Llama 3 8B: 4 KiB a token and layer in bf16
 DEEPSEEK = ("mla", 1, 576, 61)  # DeepSeek V3: 1,152 bytes
@@ -89,6 +91,13 @@ def cases(device: str) -> list[Case]:
     ]
 
 
+def rest() -> None:
+    """Waits without sleep, from which a processor would awake slowly and with cold caches."""
+    end = time.perf_counter() + REST
+    while time.perf_counter() < end:
+        pass
+
+
 def seconds(call: Callable[[], object], device: str) -> float:
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,6 +108,8 @@ def seconds(call: Callable[[], object], device: str) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / CALLS
+    if torch.get_num_threads() > 1:
+        rest()
     before = time.perf_counter()
     call()
     return time.perf_counter() - before

@@ -1,23 +1,31 @@
-"""How near does a store come to copying, writing and reading as many bytes, from an engine's blocks and back?
+"""How near does a store come to copying, writing, reading and sending as many bytes, from an engine's blocks and back?
 
-Bounds, measured in the same run and in turn with what they bound, with as many threads: for the memory tier one torch
-copy_ of the chunks' bytes; for the disk tier, page cache warm, pwrite and preadv of as many bytes in calls of 32 MiB;
-for a lookup hashlib's SHA-256 over as many int64 tokens. Records carry xxh3-128 digests, made and checked on the way.
-"layers" is load_layers, all layers awaited. A miss is `lookup` and `load_blocks` of a prompt that no tier has. The
-shape is Llama-3-8B's: 32 layers, 8 heads, 128, bf16; a chunk of 256 tokens is 32 MiB. What comes back is compared bit
-by bit before anything is timed. The least time of several counts: others may use the machine.
+Bounds, measured in the same run and in turn with what they bound, with as many threads, each taking whole chunks:
+- memory tier: one torch copy_ of as many bytes;
+- disk tier, page cache warm: pwrite of as many distinct bytes (random, 32 MiB a chunk, so that they come out of memory
+  and not out of the processor's cache) into a preallocated file in calls of 32 MiB, and preadv into as much room. The
+  tier gathers a chunk from blocks of 32 KiB, makes its digests, and writes two MiB at a time. "gathered" is beside a
+  bound that gathers too: pwritev of the very blocks, from where they lie, a chunk a call, without digests;
+- redis, on this machine over loopback: redis-py's own SET and GET of values of 32 MiB, ready made; needs redis-server;
+- a lookup: hashlib's SHA-256 over as many int64 tokens.
+Records carry xxh3-128 digests, made and checked on the way. "layers" is load_layers, all layers awaited. A miss is
+`lookup` and `load_blocks` of a prompt that no tier has. The shape is Llama-3-8B's: 32 layers, 8 heads, 128, bf16; a
+chunk of 256 tokens is 32 MiB; blocks are taken at random. What comes back is compared bit by bit before anything is
+timed. The least time of several counts: others may use the machine.
 
-Targets: memory at least 0.85 of copy_, disk 0.8 of pwrite and preadv, a lookup of 16k tokens within 100 us of SHA-256,
-a miss under 1 ms.
+Targets: memory at least 0.85 of copy_, disk 0.8 of pwrite and preadv, redis 0.8 of redis-py, a lookup of 16k tokens
+within 100 us of SHA-256, a miss under 1 ms.
 
     python benchmarks/bench_store.py [--chunks N] [--threads N] [--rounds N] [--path DIR] [--plot PATH]
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +71,13 @@ class Moves:
         ids = torch.randperm(engine.gpu_cache[0].shape[1], generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.source, self.target = ids.chunk(2)
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019, there is one, and it lives as long as the measurement
+    def views(self) -> list[list[memoryview]]:
+        """Where a chunk's blocks lie, in the order of its payload."""
+        layers = [cache.view(torch.uint8).flatten(2).numpy() for cache in self.engine.gpu_cache]
+        tables = self.source.reshape(-1, CHUNK_SIZE // BLOCK_SIZE).tolist()
+        return [[part[block].data for layer in layers for part in layer for block in table] for table in tables]
+
     def put(self) -> None:
         self.store.store_blocks(self.tokens, self.engine, self.source, skip_existing=False)
 
@@ -82,21 +97,30 @@ class Moves:
                 assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
 
 
-def measure(url: str, engine: CacheEngine, bounds: dict[str, Callable[[], object]], options) -> list[dict]:
-    """bounds: of store and of retrieve, by name."""
+def measure(
+    url: str,
+    engine: CacheEngine,
+    bounds: dict[str, Callable[[], object]],
+    options,
+    gathered: Callable[[Moves], object] | None = None,
+) -> list[dict]:
+    """bounds: of store and of retrieve, by name. gathered: another one of store, of the blocks that it stores."""
     config = KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads)
     with KVStore(config, metadata_of(engine, "bench")) as store:
         moves = Moves(store, engine, options.chunks)
         moves.put()
         moves.check()
         writes, reads = bounds.values()
-        seconds = best([writes, moves.put, reads, moves.get, moves.get_layers], options.rounds)
+        writes()
+        extra = [functools.partial(gathered, moves)] if gathered else []
+        seconds = best([writes, moves.put, reads, moves.get, moves.get_layers, *extra], options.rounds)
     num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
     name = url.partition(":")[0]
     rows = [
         ("store", seconds[1], write_name, seconds[0]),
         ("retrieve", seconds[3], read_name, seconds[2]),
         ("layers", seconds[4], read_name, seconds[2]),
+        *[("gathered", seconds[1], "pwritev", seconds[5]) for _ in extra],
     ]
     return [
         {
@@ -131,10 +155,39 @@ def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
         def read() -> None:
             list(pool.map(lambda n: os.preadv(fd, [rooms[n]], n * CHUNK_BYTES), range(options.chunks)))
 
+        def gathered(moves: Moves) -> None:
+            views = moves.views()
+            list(pool.map(lambda n: os.pwritev(fd, views[n], n * CHUNK_BYTES), range(options.chunks)))
+
         url = f"disk://{folder}/tier?size={size}&segment={size}"
-        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options)
+        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options, gathered)
     os.close(fd)
     return rows
+
+
+def remote(engine: CacheEngine, options) -> list[dict]:
+    """Values that redis-py is given are as long as the payloads; it makes no digests of them."""
+    try:
+        import redis
+        from bench_store_redis import redis_server
+    except ImportError as error:
+        print(f"redis: skipped, {error}")
+        return []
+    if shutil.which("redis-server") is None:
+        print("redis: skipped, there is no redis-server")
+        return []
+    data = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8).tobytes()
+    values = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    with redis_server() as (_, port), ThreadPoolExecutor(options.threads) as pool:
+        peer = redis.Redis(port=port)
+
+        def write() -> None:
+            list(pool.map(lambda n: peer.set(f"peer:{n}", values[n]), range(len(values))))
+
+        def read() -> None:
+            assert all(pool.map(lambda n: len(peer.get(f"peer:{n}")) == CHUNK_BYTES, range(len(values))))
+
+        return measure(f"redis://127.0.0.1:{port}/0?deadline=60", engine, {"SET": write, "GET": read}, options)
 
 
 def lookups(options) -> list[dict]:
@@ -176,7 +229,7 @@ def plot(results: list[dict], path: Path) -> None:
     axes.barh([row["operation"] for row in rows], [row["of bound"] for row in rows])
     axes.axvline(0.85, color="gray", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set(xlabel="speed, in copy_, pwrite and preadv of as many bytes")
+    axes.set(xlabel="speed, in copy_, pwrite, preadv, SET and GET of as many bytes")
     figure.tight_layout()
     figure.savefig(path)
 
@@ -198,8 +251,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     engine, results = make_engine(options.chunks), []
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for rows in (memory(engine, options), disk(engine, Path(folder), options), lookups(options)):
-            for row in rows:
+        parts = (lambda: memory(engine, options), lambda: disk(engine, Path(folder), options))
+        for part in (*parts, lambda: remote(engine, options), lambda: lookups(options)):
+            for row in part():
                 results.append(row)
                 print(line(row), flush=True)
     if options.plot:

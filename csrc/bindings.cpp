@@ -18,7 +18,6 @@
 #include "blend_rows.h"
 #include "block_copier.h"
 #include "block_pool.h"
-#include "byte_runs.h"
 #include "check.h"
 #include "chunk_copy.h"
 #include "chunk_plan.h"
@@ -127,6 +126,7 @@ const RowCodec& codec_of(const std::string& name) { return name.empty() ? row_co
 
 // Rows through the codec of an instruction set, for tests.
 void bind_codecs(py::module_& m) {
+  m.def("_codecs", &row_codec_names);
   m.def("_codec_row", [](const std::string& name, bool encodes, int codec, int type, int64_t row, int64_t size,
                          float scale, int64_t codes, bool streaming) {
     const auto kind = static_cast<Codec>(codec);
@@ -844,34 +844,6 @@ py::bytes bytes_of(const Digest* digests, size_t count) {
 
 const Xxh3Kernel& xxh3_kernel_of(const std::string& name) { return name.empty() ? xxh3_kernel() : xxh3_kernel(name.c_str()); }
 
-// Read-only views of memory that the caller keeps alive.
-py::list views_of(const std::vector<ByteRun>& runs) {
-  py::list views;
-  for (const ByteRun& run : runs) views.append(py::memoryview::from_memory(run.data, run.num_bytes));
-  return views;
-}
-
-void bind_byte_runs(py::module_& m) {
-  py::class_<ByteRuns>(m, "ByteRuns", "See kvpage.store.stretches.")
-      .def(py::init([](const std::vector<std::pair<int64_t, int64_t>>& runs, int64_t stretch_bytes) {
-        std::vector<ByteRun> made;
-        for (const auto& [data, num_bytes] : runs) made.push_back({pointer<const std::byte>(data), num_bytes});
-        return ByteRuns(std::move(made), stretch_bytes);
-      }))
-      .def_property_readonly("num_bytes", &ByteRuns::num_bytes)
-      .def_property_readonly("position", &ByteRuns::position)
-      .def("peek", [](const ByteRuns& runs, int64_t num_bytes, int64_t max_runs) {
-        return views_of(runs.peek(num_bytes, max_runs));
-      })
-      .def("advance", &ByteRuns::advance, py::call_guard<py::gil_scoped_release>())
-      .def("copy", [](ByteRuns& runs, int64_t to, int64_t num_bytes) {
-        runs.copy(pointer<std::byte>(to), num_bytes);
-      }, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("digests", [](const ByteRuns& runs) {
-        return bytes_of(runs.digests().data(), runs.digests().size());
-      });
-}
-
 void bind_hashes(py::module_& m) {
   m.def(
       "xxh3_128_of_stretches",
@@ -910,7 +882,6 @@ void bind_hashes(py::module_& m) {
     check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
     return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
   };
-  bind_byte_runs(m);
   py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.block_io, which checks what needs a tensor.")
       .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
         return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
@@ -932,18 +903,16 @@ void bind_hashes(py::module_& m) {
                     digests.data());
         }
         return bytes_of(digests.data(), digests.size());
-      })
-      .def_property_readonly("run_bytes", &ChunkPlan::run_bytes)
-      .def("runs", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t num_bytes) {
-        return ByteRuns(plan.runs(place_of(place), first, num_bytes), plan.layer_bytes());
       });
   py::class_<Xxh3>(m, "_Xxh3", "The hash itself, with the kernel of an instruction set, for tests.")
       .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernel_of(name)); }))
       .def("update", [](Xxh3& hash, const std::string& data) {
-        hash.update(reinterpret_cast<const std::byte*>(data.data()), static_cast<int64_t>(data.size()));
+        const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
+        hash.update(bytes, static_cast<int64_t>(data.size()), bytes);
       })
       .def("update_and_copy", [](Xxh3& hash, int64_t data, int64_t num_bytes, int64_t to, bool streaming) {
-        hash.update_and_copy(pointer<const std::byte>(data), num_bytes, pointer<std::byte>(to), streaming);
+        const auto* bytes = pointer<const std::byte>(data);
+        hash.update_and_copy(bytes, num_bytes, pointer<std::byte>(to), streaming, bytes);
         if (streaming) end_streaming();
       })
       .def("digest", [](const Xxh3& hash) {

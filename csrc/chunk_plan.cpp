@@ -95,13 +95,10 @@ void ChunkPlan::for_each_layer(const ChunkPlace& place, int64_t first, int64_t n
   });
 }
 
-std::vector<ByteRun> ChunkPlan::runs(const ChunkPlace& place, int64_t first, int64_t num_bytes) const {
-  check(dense_, "a chunk's blocks must be dense to have runs");
-  check_chunk_blocks(place.block_ids, place.num_block_ids, shape_.num_blocks, shape_.block_size, place.start,
-                     shape_.num_tokens);
-  std::vector<ByteRun> runs;
-  const int64_t last = first + count_layers(first, num_bytes);
-  for (int64_t layer = first; layer < last; ++layer)
+// Of dense layers, in the payload's order.
+std::vector<ChunkPlan::Run> ChunkPlan::runs(const ChunkPlace& place, int64_t first, int64_t num_layers) const {
+  std::vector<Run> runs;
+  for (int64_t layer = first; layer < first + num_layers; ++layer)
     for (int64_t index = 0; index < num_parts_; ++index)
       for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
                      [&](int32_t block_id, int64_t offset, int64_t count, int64_t) {
@@ -110,9 +107,10 @@ std::vector<ByteRun> ChunkPlan::runs(const ChunkPlace& place, int64_t first, int
   return runs;
 }
 
+// While a run is copied, the beginning of the next is fetched, which no processor would guess.
 void ChunkPlan::copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers,
                           Digest* digests) const {
-  const std::vector<ByteRun> all = runs(place, first, num_layers * shape_.layer_bytes);
+  const std::vector<Run> all = runs(place, first, num_layers);
   const int64_t runs_per_layer = static_cast<int64_t>(all.size()) / num_layers;
   for_each_layer(place, first, num_layers, digests, [&](int64_t, int64_t i, Xxh3& hash) {
     std::byte* to = payload + i * shape_.layer_bytes;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "byte_runs.h"
 #include "token_move.h"
 #include "xxh3.h"
 
@@ -40,11 +39,6 @@ class ChunkPlan {
   // whole, before anything is written.
   void store(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_bytes, Digest* digests) const;
 
-  // Where the same bytes lie, if a block's tokens lie among each other as they do in the payload: a run of `run_bytes` for
-  // each block that is full. Else run_bytes is 0. Throws as store does, and InvalidArgument where there are none.
-  int64_t run_bytes() const { return dense_ ? shape_.block_size * token_bytes_ : 0; }
-  std::vector<ByteRun> runs(const ChunkPlace& place, int64_t first, int64_t num_bytes) const;
-
   // The way back, of the chunk's tokens [first_token, last_token) alone; the digests are of all. place.start: of the
   // chunk's first token, whether it is wanted or not; blocks have to be there for those that are. Whether the digests
   // are the right ones the caller finds out afterwards.
@@ -56,12 +50,17 @@ class ChunkPlan {
 
  private:
   struct Part;  // K or V of a layer
+  struct Run {  // tokens of a block
+    const std::byte* data;
+    int64_t num_bytes;
+  };
 
   int64_t count_layers(int64_t first, int64_t num_bytes) const;
   template <typename Body>
   void for_each_layer(const ChunkPlace& place, int64_t first, int64_t num_layers, Digest* digests, const Body& body) const;
   Part part(int64_t layer, int64_t index) const;
   bool is_dense(const TokenMove& move) const;
+  std::vector<Run> runs(const ChunkPlace& place, int64_t first, int64_t num_layers) const;
   void copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers, Digest* digests) const;
 
   std::vector<TokenMove> moves_;

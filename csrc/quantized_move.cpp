@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
+#include "host_copy.h"
 #include "kv_part.h"
 
 namespace kvpage {
 namespace {
 
+constexpr int64_t kLine = 64, kScaleBytes = sizeof(float);
 constexpr int64_t kCodesAtOnce = 64 << 10;  // bytes that a thread turns around in its second-level cache
+constexpr int64_t kRowsAhead = 4 << 10;  // bytes; nearer it comes too late, a block further no better
 constexpr int64_t kTabledElements = 16 << 10;  // of a scale: a few times what making its table costs
 
 float head_scale(const TokenMove& move, int64_t head) {
@@ -21,11 +25,25 @@ int64_t num_scales(const TokenMove& move, int64_t num_heads) {
 
 bool is_fp8(Codec codec) { return codec == Codec::kE4m3 || codec == Codec::kE5m2; }
 
+// Of this thread, until it asks again; begins with a line.
 std::byte* scratch(int64_t bytes) {
   thread_local std::vector<std::byte> buffer;
-  if (static_cast<int64_t>(buffer.size()) < bytes) buffer.resize(static_cast<size_t>(bytes));
-  return buffer.data();
+  if (static_cast<int64_t>(buffer.size()) < bytes + kLine) buffer.resize(static_cast<size_t>(bytes + kLine));
+  return buffer.data() + (-reinterpret_cast<intptr_t>(buffer.data()) & (kLine - 1));
 }
+
+// How rows and codes pass by. `past_cache`: what is written goes past the processor's cache. `ahead`: so many bytes
+// behind what is read lies what is read soon after, which is asked for meanwhile; 0 asks for nothing. Blocks come in
+// any order, which the processor cannot foresee. Rows that are read one after the other it foresees better by itself,
+// unless a block's codes are turned around in between.
+struct Flow {
+  bool past_cache = false;
+  int64_t ahead = 0;
+
+  void ask(const std::byte* from, int64_t bytes) const {
+    if (ahead != 0) prefetch(from + ahead, bytes);
+  }
+};
 
 // Heads that lie side by side on both ends and share one scale are one head, many times as long.
 TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
@@ -51,93 +69,124 @@ void for_each_head(int64_t head_stride, int64_t token_stride, int64_t num_heads,
 
 // One head of `count` tokens: rows to codes in rows of `stride` bytes.
 void encode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
-                   const std::byte* rows, std::byte* codes, int64_t stride, bool streaming) {
+                   const std::byte* rows, std::byte* codes, int64_t stride, const Flow& flow) {
   const RowCodec& codec = row_codec();
   const EncodeTable* table = move.encode_tables ? move.encode_tables + head * move.head_scale_stride : nullptr;
   for (int64_t token = 0; token < count; ++token, rows += move.rows.token_stride, codes += stride) {
+    flow.ask(rows, move.row_bytes());
     if (table) {
-      codec.encode_by_table(*table, rows, move.size, codes, streaming);
+      codec.encode_by_table(*table, rows, move.size, codes, flow.past_cache);
       continue;
     }
     const float scale = codec.encode(move.codec, move.row_type, rows, move.size, head_scale(move, head), codes,
-                                     streaming);
+                                     flow.past_cache);
     if (move.codec == Codec::kInt8) *move.cache.scale_at(block_id, offset + token, head) = scale;
   }
 }
 
 void decode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
-                   const std::byte* codes, int64_t stride, std::byte* rows, bool streaming) {
+                   const std::byte* codes, int64_t stride, std::byte* rows, const Flow& flow) {
   const RowCodec& codec = row_codec();
   const DecodeTable* table = move.decode_tables ? move.decode_tables + head * move.head_scale_stride : nullptr;
   for (int64_t token = 0; token < count; ++token, codes += stride, rows += move.rows.token_stride) {
+    flow.ask(codes, move.size);
     if (table) {
-      codec.decode_by_table(*table, codes, move.size, rows, streaming);
+      codec.decode_by_table(*table, codes, move.size, rows, flow.past_cache);
       continue;
     }
     const float scale = move.codec == Codec::kInt8 ? *move.cache.scale_at(block_id, offset + token, head)
                                                    : head_scale(move, head);
-    codec.decode(move.codec, move.row_type, codes, move.size, scale, rows, streaming);
+    codec.decode(move.codec, move.row_type, codes, move.size, scale, rows, flow.past_cache);
   }
 }
 
 // int8 of bf16: `num` heads of a token or tokens of a head at once.
 void encode_batch(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, const RowBatch& batch,
-                  int64_t scale_stride) {
+                  int64_t scale_stride, const Flow& flow) {
   constexpr int64_t kAtOnce = 64;
   float scales[kAtOnce];
   std::byte* place = reinterpret_cast<std::byte*>(move.cache.scale_at(block_id, offset, head));
   for (int64_t first = 0; first < batch.num_rows; first += kAtOnce) {
     const int64_t num = std::min(kAtOnce, batch.num_rows - first);
+    for (int64_t i = 0; i < num; ++i) flow.ask(batch.row(first + i), move.row_bytes());
     row_codec().encode_int8_bf16(batch.part(first, num), scales);
     for (int64_t i = 0; i < num; ++i) std::memcpy(place + (first + i) * scale_stride, &scales[i], sizeof(float));
   }
 }
 
 void write_int8_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                    const std::byte* row) {
+                    const std::byte* row, const Flow& flow) {
   const KVPart& cache = move.cache;
   if (move.rows.head_stride < move.rows.token_stride) {
     for (int64_t token = 0; token < count; ++token)
       encode_batch(move, 0, block_id, offset + token,
                    {row + token * move.rows.token_stride, move.rows.head_stride, cache.at(block_id, offset + token, 0),
                     cache.head_stride, num_heads, move.size},
-                   cache.scale_head_stride);
+                   cache.scale_head_stride, flow);
   } else {
     for (int64_t head = 0; head < num_heads; ++head)
       encode_batch(move, head, block_id, offset,
                    {row + head * move.rows.head_stride, move.rows.token_stride, cache.at(block_id, offset, head),
                     cache.token_stride, count, move.size},
-                   cache.scale_token_stride);
+                   cache.scale_token_stride, flow);
   }
 }
 
 void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                   const std::byte* row, bool streaming) {
+                   const std::byte* row, const Flow& flow) {
   if (move.codec == Codec::kInt8 && move.row_type == RowType::kBfloat16)
-    return write_int8_run(move, num_heads, block_id, offset, count, row);
+    return write_int8_run(move, num_heads, block_id, offset, count, row, flow);
   const TokenMove merged = with_merged_heads(move, num_heads);
   const RowView& rows = move.rows;
   for_each_head(rows.head_stride, rows.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
     encode_tokens(merged, head, block_id, offset + first, num,
                   row + head * rows.head_stride + first * rows.token_stride,
-                  move.cache.at(block_id, offset + first, head), move.cache.token_stride, streaming);
+                  move.cache.at(block_id, offset + first, head), move.cache.token_stride, flow);
   });
 }
 
 void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                  std::byte* row, bool streaming) {
+                  std::byte* row, const Flow& flow) {
   const TokenMove merged = with_merged_heads(move, num_heads);
   const KVPart& cache = move.cache;
   for_each_head(cache.head_stride, cache.token_stride, num_heads, count, [&](int64_t head, int64_t first, int64_t num) {
     decode_tokens(merged, head, block_id, offset + first, num, cache.at(block_id, offset + first, head),
-                  cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, streaming);
+                  cache.token_stride, row + head * move.rows.head_stride + first * move.rows.token_stride, flow);
   });
+}
+
+// --- int8 past the cache ---------------------------------------------------------------------------------------------
+//
+// A head's codes and the scale behind them are seldom whole lines, but those of all heads of a few tokens mostly are:
+// they are put together in the first-level cache, and go past it from there.
+//
+//   NHD   [ codes | scale ][ codes | scale ] ... of a token's heads, then of the next token's
+
+// Whether heads and tokens lie like that, nothing between them.
+bool is_dense_with_scales(const TokenMove& move, int64_t num_heads) {
+  const KVPart& cache = move.cache;
+  return move.codec == Codec::kInt8 && cache.head_stride == move.size + kScaleBytes &&
+         cache.token_stride == num_heads * cache.head_stride && cache.scales == cache.data + move.size &&
+         cache.scale_block_stride == cache.block_stride && cache.scale_token_stride == cache.token_stride &&
+         cache.scale_head_stride == cache.head_stride;
+}
+
+void write_dense_with_scales(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
+                             const std::byte* row) {
+  const int64_t token_bytes = move.cache.token_stride, whole_lines = kLine / std::gcd(token_bytes, kLine);
+  TokenMove staged = move;
+  staged.cache.data = scratch(whole_lines * token_bytes);
+  staged.cache.scales = staged.cache.data + move.size;
+  for (int64_t first = 0; first < count; first += whole_lines) {
+    const int64_t num = std::min(whole_lines, count - first);
+    write_one_run(staged, num_heads, 0, 0, num, row + first * move.rows.token_stride, {});
+    copy_bytes(move.cache.at(block_id, offset + first, 0), staged.cache.data, num * token_bytes, true);
+  }
 }
 
 // A token's codes of all heads lie dense; from one token to the next is a line more, for without it 16 tokens would
 // share few sets of the processor's cache.
 int64_t code_stride(const TokenMove& move, int64_t num_heads) {
-  constexpr int64_t kLine = 64;
   return (num_heads * move.size + kLine - 1) / kLine * kLine + kLine;
 }
 
@@ -192,10 +241,15 @@ std::vector<DecodeTable> decode_tables(const TokenMove& move, int64_t num_heads,
 
 void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                      const std::byte* row, bool streaming) {
-  if (is_one_run(move)) return write_one_run(move, num_heads, block_id, offset, count, row, streaming);
+  if (is_one_run(move)) {
+    if (streaming && is_dense_with_scales(move, num_heads))
+      return write_dense_with_scales(move, num_heads, block_id, offset, count, row);
+    return write_one_run(move, num_heads, block_id, offset, count, row, {streaming, 0});
+  }
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
-    write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, false);
+    write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride,
+                  {false, streaming ? kRowsAhead : 0});
     for (int64_t head = 0; head < num_heads; ++head)
       scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
                      codes + head * move.size, code_stride(move, num_heads), {streaming, nullptr});
@@ -204,7 +258,10 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
 
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                     std::byte* row, int64_t next_block_id, bool streaming) {
-  if (is_one_run(move)) return read_one_run(move, num_heads, block_id, offset, count, row, streaming);
+  if (is_one_run(move)) {
+    const int64_t ahead = move.cache.at(next_block_id, 0, 0) - move.cache.at(block_id, offset, 0);
+    return read_one_run(move, num_heads, block_id, offset, count, row, {streaming, streaming ? ahead : 0});
+  }
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     for (int64_t head = 0; head < num_heads; ++head) {
       if (streaming) prefetch(move.cache.at(next_block_id, 0, head) + first * move.size, num * move.size);
@@ -212,7 +269,7 @@ void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, 
                      codes + head * move.size, code_stride(move, num_heads), {});
     }
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
-    read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, streaming);
+    read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, {streaming, 0});
   });
 }
 

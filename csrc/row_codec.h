@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace kvpage {
 
@@ -56,10 +57,11 @@ struct RowCodec {
 // The best for this machine; or the one of that name, for tests (InvalidArgument if this machine lacks it).
 const RowCodec& row_codec();
 const RowCodec& row_codec(const char* name);
+std::vector<const char*> row_codec_names();  // of all that this machine has, the best first
 
 extern const RowCodec row_codec_base;
 #if defined(__x86_64__)
-extern const RowCodec row_codec_avx2, row_codec_avx512;
+extern const RowCodec row_codec_avx2, row_codec_avx512, row_codec_avx512bf16;
 #endif
 
 }  // namespace kvpage

@@ -90,7 +90,28 @@ void encode_int8_bf16(const RowBatch& batch, float* scales) {
     encode_int8_few(batch.part(i, std::min<int64_t>(kLanes, batch.num_rows - i)), scales + i);
 }
 
+#ifdef __AVX512BF16__
+// One instruction rounds all products of a register, and takes those below fp32's normal numbers for zero.
+constexpr float kLeastRounded = 0x1p-100f;
+
+inline void decode_int8_normal(const std::byte* codes, int64_t size, float scale, std::byte* row, bool streaming) {
+  const Vec factor = splat(scale);
+  const auto products = [&](__m128i bytes) {
+    const IntVec integers = bit_cast<IntVec>(_mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+    return bit_cast<__m512>(__builtin_convertvector(integers, Vec) * factor);
+  };
+  convert_row<Words, SignedWordBytes>(codes, size, row, streaming, [&](SignedWordBytes bytes) {
+    const __m256i all = bit_cast<__m256i>(bytes);
+    const __m512 low = products(_mm256_castsi256_si128(all)), high = products(_mm256_extracti128_si256(all, 1));
+    return bit_cast<Words>(_mm512_maskz_cvtne2ps_pbh(0xffffffff, high, low));
+  });
+}
+#endif
+
 void decode_int8_bf16(const std::byte* codes, int64_t size, float scale, std::byte* row, bool streaming) {
+#ifdef __AVX512BF16__
+  if (scale >= kLeastRounded) return decode_int8_normal(codes, size, scale, row, streaming);
+#endif
   const Vec factor = splat(scale);
   const auto rounded = [&](IntVec integers) {
     const WordVec bits = bit_cast<WordVec>(__builtin_convertvector(integers, Vec) * factor);

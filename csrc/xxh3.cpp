@@ -172,13 +172,9 @@ const Xxh3Kernel& xxh3_kernel(const char* name) {
   fail("kernel must be one that this machine has, got ", name);
 }
 
-Xxh3::Xxh3(const Xxh3Kernel& kernel) : kernel_(kernel) { restart(); }
-
-void Xxh3::restart() {
-  sums_ = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-  num_rest_ = 0;
-  num_bytes_ = 0;
-}
+Xxh3::Xxh3(const Xxh3Kernel& kernel)
+    : kernel_(kernel),
+      sums_{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1} {}
 
 // add_blocks(data, number, how far into the given bytes): of blocks that are whole and not the last.
 template <typename AddBlocks>
@@ -214,32 +210,19 @@ void Xxh3::update(const std::byte* data, int64_t num_bytes, const std::byte* nex
   });
 }
 
-void Xxh3::update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to, const std::byte* next) {
-  int64_t first = num_bytes, last = num_bytes;  // of the bytes that went with the blocks
-  add(data, num_bytes, [&](const std::byte* blocks, int64_t num_blocks, int64_t at) {
-    const bool is_aligned = reinterpret_cast<uintptr_t>(to + at) % kStripe == 0;
-    if (is_aligned) first = at, last = at + num_blocks * kBlock;
-    add_fetching(blocks, num_blocks, next, [&](const std::byte* some, int64_t count, const std::byte* ahead) {
-      if (is_aligned) {
-        kernel_.add_and_stream_blocks(sums_.data(), some, count, ahead, to + (some - data));
-      } else {
-        kernel_.add_blocks(sums_.data(), some, count, ahead);
-      }
-    });
-  });
-  copy_bytes(to, data, first, true);
-  copy_bytes(to + last, data + last, num_bytes - last, true);
-}
-
 void Xxh3::update_and_copy(const std::byte* data, int64_t num_bytes, std::byte* to, bool streaming,
                            const std::byte* next) {
-  if (streaming) return update_and_stream(data, num_bytes, to, next);
-  constexpr int64_t kInCache = 8192;  // of the first level
-  for (int64_t at = 0; at < num_bytes; at += kInCache) {
-    const int64_t count = std::min(kInCache, num_bytes - at);
-    update(data + at, count, at + count < num_bytes ? data + at + count : next);
-    std::memcpy(to + at, data + at, static_cast<size_t>(count));
-  }
+  int64_t first = num_bytes, last = num_bytes;  // of the bytes that go with the blocks
+  add(data, num_bytes, [&](const std::byte* blocks, int64_t num_blocks, int64_t at) {
+    first = at, last = at + num_blocks * kBlock;
+    const bool streams = streaming && reinterpret_cast<uintptr_t>(to + at) % kStripe == 0;
+    const auto add_and_copy = streams ? kernel_.add_and_stream_blocks : kernel_.add_and_copy_blocks;
+    add_fetching(blocks, num_blocks, next, [&](const std::byte* some, int64_t count, const std::byte* ahead) {
+      add_and_copy(sums_.data(), some, count, ahead, to + (some - data));
+    });
+  });
+  copy_bytes(to, data, first, streaming);
+  copy_bytes(to + last, data + last, num_bytes - last, streaming);
 }
 
 Digest Xxh3::digest() const {

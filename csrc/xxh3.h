@@ -22,7 +22,10 @@ struct Xxh3Kernel {
   const char* name;
   // Whole blocks, each with its scrambling.
   void (*add_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead);
-  // The same bytes copied to `to`, a multiple of 64, past the processor's cache; the caller fences.
+  // The same, and the bytes copied.
+  void (*add_and_copy_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
+                              std::byte* to);
+  // Past the processor's cache, to a multiple of 64; the caller fences.
   void (*add_and_stream_blocks)(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
                                 std::byte* to);
   // Stripes from the beginning of a block.
@@ -53,13 +56,9 @@ class Xxh3 {
   // Of all bytes so far; more may follow.
   Digest digest() const;
 
-  // As if there had been none.
-  void restart();
-
  private:
   static constexpr int64_t kStripe = 64, kBlock = 1024;
 
-  void update_and_stream(const std::byte* data, int64_t num_bytes, std::byte* to, const std::byte* next);
   template <typename AddBlocks>
   void add(const std::byte* data, int64_t num_bytes, const AddBlocks& add_blocks);
 

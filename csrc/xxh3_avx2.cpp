@@ -4,6 +4,6 @@
 #include "xxh3_impl.h"
 
 namespace kvpage {
-const Xxh3Kernel xxh3_avx2 = {"avx2", add_blocks, add_and_stream_blocks, add_stripes};
+const Xxh3Kernel xxh3_avx2 = {"avx2", add_blocks, add_and_copy_blocks, add_and_stream_blocks, add_stripes};
 }
 #endif

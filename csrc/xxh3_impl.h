@@ -70,6 +70,8 @@ inline void stream(std::byte* to, Words words) {
 #endif
 }
 
+enum class Copy { kNone, kCached, kStreamed };
+
 struct Sums {
   Words at[kVectors];
 
@@ -80,11 +82,12 @@ struct Sums {
     for (int i = 0; i < kVectors; ++i) store(to + i * kLanes, at[i]);
   }
 
-  template <bool kStreams>
+  template <Copy kCopy>
   void add_stripe(const std::byte* data, const std::byte* secret, std::byte* to) {
     for (int i = 0; i < kVectors; ++i) {
       const Words words = load(data + i * sizeof(Words)), keyed = words ^ load(secret + i * sizeof(Words));
-      if constexpr (kStreams) stream(to + i * sizeof(Words), words);
+      if constexpr (kCopy == Copy::kCached) store(to + i * sizeof(Words), words);
+      if constexpr (kCopy == Copy::kStreamed) stream(to + i * sizeof(Words), words);
       at[i] += swap_pairs(words) + multiply_low(keyed, keyed >> 32);
     }
   }
@@ -99,15 +102,15 @@ struct Sums {
   }
 };
 
-template <bool kStreams>
+template <Copy kCopy>
 inline void add_all_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
                            std::byte* to) {
   Sums mine(sums);
   for (int64_t block = 0; block < num_blocks; ++block) {
     for (int64_t stripe = 0; stripe < kStripesPerBlock; ++stripe, data += kStripeBytes, ahead += kStripeBytes) {
       __builtin_prefetch(ahead);
-      mine.add_stripe<kStreams>(data, kXxh3Secret + 8 * stripe, to);
-      if constexpr (kStreams) to += kStripeBytes;
+      mine.add_stripe<kCopy>(data, kXxh3Secret + 8 * stripe, to);
+      if constexpr (kCopy != Copy::kNone) to += kStripeBytes;
     }
     mine.scramble();
   }
@@ -115,18 +118,23 @@ inline void add_all_blocks(uint64_t* sums, const std::byte* data, int64_t num_bl
 }
 
 void add_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead) {
-  add_all_blocks<false>(sums, data, num_blocks, ahead, nullptr);
+  add_all_blocks<Copy::kNone>(sums, data, num_blocks, ahead, nullptr);
+}
+
+void add_and_copy_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
+                         std::byte* to) {
+  add_all_blocks<Copy::kCached>(sums, data, num_blocks, ahead, to);
 }
 
 void add_and_stream_blocks(uint64_t* sums, const std::byte* data, int64_t num_blocks, const std::byte* ahead,
                            std::byte* to) {
-  add_all_blocks<true>(sums, data, num_blocks, ahead, to);
+  add_all_blocks<Copy::kStreamed>(sums, data, num_blocks, ahead, to);
 }
 
 void add_stripes(uint64_t* sums, const std::byte* data, int64_t num_stripes, const std::byte* secret) {
   Sums mine(sums);
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe)
-    mine.add_stripe<false>(data + kStripeBytes * stripe, secret + 8 * stripe, nullptr);
+    mine.add_stripe<Copy::kNone>(data + kStripeBytes * stripe, secret + 8 * stripe, nullptr);
   mine.save(sums);
 }
 

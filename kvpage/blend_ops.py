@@ -12,8 +12,8 @@ import torch
 
 from kvpage import _C, blend_ops_cuda
 from kvpage.tensors import check_plain, check_writable, readable
-from kvpage.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor
-from kvpage.turn import Turn
+from kvpage.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor, integer
+from kvpage.turn import Turn, check_turn
 
 
 def mix_rows(
@@ -66,7 +66,7 @@ def mix_rows(
         (0, 0, 0) if turn is None else (turn.first, turn.num_pairs, int(turn.is_interleaved)),
         0 if turn is None else turn.cos.data_ptr(),
         0 if turn is None else turn.sin.data_ptr(),
-        num_threads or torch.get_num_threads(),
+        _threads(num_threads),
     )
 
 
@@ -97,9 +97,13 @@ def row_deviation(
             out.data_ptr(),
             ROW_TYPES[fresh.dtype],
             (num_rows, shape[0], shape[1]),
-            num_threads or torch.get_num_threads(),
+            _threads(num_threads),
         )
     return out
+
+
+def _threads(num_threads: int | None) -> int:
+    return torch.get_num_threads() if num_threads is None else integer("num_threads", num_threads)
 
 
 def _num_rows(name: str, rows: torch.Tensor, ids_name: str, ids: torch.Tensor | None) -> int:
@@ -137,6 +141,7 @@ def _check_fresh(
 
 
 def _check_turn(turn: Turn | None, num_rows: int, rows: torch.Tensor) -> None:
+    check_turn(turn)
     if turn is None:
         return
     if turn.num_rows != num_rows or turn.head_size != rows.shape[-1]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage import host_memory
 from kvpage.backends import AttentionBackend, get_backend, inverse, stride_order
 from kvpage.kv_scales import FP8_DTYPES
 from kvpage.kv_view import KVView
@@ -145,6 +146,8 @@ class CacheLayout:
         shape = self.shape(num_blocks)
 
         def zeros(size: list[int]) -> torch.Tensor:
+            if device.type == "cpu" and not pin_memory:
+                return host_memory.zeros(size, self.dtype)
             return torch.zeros(size, dtype=self.dtype, device=device, pin_memory=pin_memory)
 
         if self.layer_layout == "separate":

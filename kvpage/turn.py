@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage.sequence_args import as_integer, check_flag
+from kvpage.tensors import check_plain
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -25,12 +28,16 @@ class Turn:
 
     def __post_init__(self) -> None:
         for name, table in (("cos", self.cos), ("sin", self.sin)):
+            check_plain(name, table)
             if table.dtype != torch.float32 or table.dim() != 2 or not table.is_contiguous():
                 raise ValueError(
                     f"{name} must be contiguous fp32 [num_rows, num_pairs], got {table.dtype} {list(table.shape)}"
                 )
         if self.cos.shape != self.sin.shape or self.cos.device != self.sin.device:
             raise ValueError(f"cos and sin must be alike, got shapes {list(self.cos.shape)} and {list(self.sin.shape)}")
+        for name in ("head_size", "first"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name)))
+        check_flag("is_interleaved", self.is_interleaved)
         if self.num_pairs < 1 or self.first < 0 or self.first + 2 * self.num_pairs > self.head_size:
             raise ValueError(
                 f"pairs must lie within head_size={self.head_size}, got {self.num_pairs} from {self.first} on"
@@ -43,3 +50,9 @@ class Turn:
     @property
     def num_pairs(self) -> int:
         return self.cos.shape[1]
+
+
+def check_turn(turn: Turn | None) -> None:
+    """TypeError unless it is one, or None."""
+    if turn is not None and not isinstance(turn, Turn):
+        raise TypeError(f"turn must be a Turn or None, got {type(turn).__name__}")

@@ -64,16 +64,16 @@ def test_moves_that_are_worth_tables(row_dtype, backend, kv_layout, dtype, kind)
 
 
 @LAYOUTS
-@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
+@pytest.mark.parametrize("dtype, head_size", [(E4M3, 128), (INT8, 128), (INT8, 126)], ids=str)
 @pytest.mark.parametrize("row_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_large_move_is_many_small_ones(backend, kv_layout, dtype, row_dtype):
-    """32 MiB of K and V are written past the processor's cache; pieces of them are not."""
+def test_a_large_move_is_many_small_ones(backend, kv_layout, dtype, head_size, row_dtype):
+    """32 MiB of K and V are written past the processor's cache; pieces of them are not. Behind 126 codes is a gap."""
     torch.manual_seed(1)
-    num_tokens = 8200 * 2 // row_dtype.itemsize
+    num_tokens = 8400 * 2 // row_dtype.itemsize
     num_blocks = num_tokens // BLOCK + 9
-    layout = CacheLayout(BLOCK, 8, 128, dtype, backend, kv_layout)
+    layout = CacheLayout(BLOCK, 8, head_size, dtype, backend, kv_layout)
     scales, slots = scales_of(layout, "head"), slots_of(num_tokens, num_blocks)
-    key, value = (torch.randn(num_tokens, 8, 128).to(row_dtype) for _ in range(2))
+    key, value = (torch.randn(num_tokens, 8, head_size).to(row_dtype) for _ in range(2))
     cache, want = poisoned(layout, num_blocks), poisoned(layout, num_blocks)
     ops.reshape_and_cache(key, value, cache, slots, layout, scales=scales)
     for first in range(0, num_tokens, 1000):
@@ -82,7 +82,7 @@ def test_a_large_move_is_many_small_ones(backend, kv_layout, dtype, row_dtype):
     assert same_bytes(cache, want)
 
     tables = torch.randperm(num_blocks).to(torch.int32)[None]
-    padded = [torch.full((num_tokens + 1, 8, 128), 7.0, dtype=row_dtype) for _ in range(2)]
+    padded = [torch.full((num_tokens + 1, 8, head_size), 7.0, dtype=row_dtype) for _ in range(2)]
     ops.gather_cache(cache, tables, [num_tokens], layout, out=[rows[:-1] for rows in padded], scales=scales)
     for first in range(0, num_tokens, 1000):
         num = min(1000, num_tokens - first)

@@ -6,12 +6,12 @@ import torch
 from kvpage import _C, reference
 from kvpage.token_args import CODECS, ROW_TYPES
 
-KERNELS = pytest.mark.parametrize("name", _C.attention_kernels())  # the codecs have the same names
+KERNELS = pytest.mark.parametrize("name", _C._codecs())
 FP8 = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 ROWS = pytest.mark.parametrize("row_dtype", list(ROW_TYPES), ids=str)
 
 
-TABLES = pytest.mark.parametrize("name", [name for name in _C.attention_kernels() if name != "base"])
+TABLES = pytest.mark.parametrize("name", [name for name in _C._codecs() if name != "base"])
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streamed"])
 
 
@@ -199,6 +199,20 @@ def test_int8_rows_and_their_scales(name, row_dtype, size):
         assert torch.equal(codes, want[0, 0]) and scale == scales.item()
         back = reference.dequantize_int8(want, scales, row_dtype)[0, 0]
         assert torch.equal(decode(name, codes, row_dtype, scale), back)
+
+
+@KERNELS
+@ROWS
+@STREAMING
+def test_every_int8_is_read_as_the_reference_reads_it(name, row_dtype, streaming):
+    codes = torch.arange(-128, 128, dtype=torch.int32).to(torch.int8)
+    random = torch.randn(40, generator=torch.Generator().manual_seed(3)).exp()
+    odd = [0.0, 1.0, -0.37, 1e-44, 2.0**-140, 2.0**-126, 2.0**-120, 2.0**-100 * (1 - 2.0**-24), 2.0**-100, 2.7e36, 3e38]
+    for scale in torch.tensor([*odd, float("inf"), float("nan"), *random.tolist()]).tolist():
+        got = decode(name, codes, row_dtype, scale, streaming)
+        want = reference.dequantize_int8(codes[None, None], torch.tensor([[scale]]), row_dtype)[0, 0]
+        assert torch.equal(got.isnan(), want.isnan()), scale
+        assert torch.equal(got[~got.isnan()], want[~got.isnan()]), scale
 
 
 @KERNELS

@@ -13,8 +13,11 @@ import torch
 from kvpage import ops
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
-from kvpage.layout import CacheLayout
-from kvpage.turn import Turn
+from kvpage.layout import CacheLayout, check_layout
+from kvpage.sequence_args import as_list
+from kvpage.tensor_args import as_floats, as_indices
+from kvpage.token_args import check_cache
+from kvpage.turn import Turn, check_turn
 
 
 def load_turned(
@@ -34,8 +37,12 @@ def load_turned(
     ValueError or TypeError as of kvpage.ops.mix_rows and reshape_and_cache. What is wrong in any layer but with its
     scales is found before anything is written.
     """
+    check_layout(layout)
+    kv, caches = as_floats("kv", kv), as_list("caches", caches)
     if kv.dim() != 5 or len(kv) != len(caches):
         raise ValueError(f"kv must be [{len(caches)}, parts, num_tokens, heads, size], got shape {list(kv.shape)}")
+    for cache in caches:
+        check_cache(cache, layout)
     each = _turns(kv, turns)
     if len({layout.num_blocks(cache) for cache in caches}) > 1:
         raise ValueError(f"caches must be of as many blocks, got {[layout.num_blocks(cache) for cache in caches]}")
@@ -58,6 +65,7 @@ def _turns(kv: torch.Tensor, turns: Turn | Sequence[Turn | None] | None) -> list
     if len(each) != len(kv):
         raise ValueError(f"turns must be one for each of {len(kv)} layers, got {len(each)}")
     for turn in each:
+        check_turn(turn)
         if turn is not None and (turn.num_rows, turn.head_size) != (kv.shape[2], kv.shape[4]):
             raise ValueError(
                 f"turns must be of {kv.shape[2]} rows with heads of {kv.shape[4]}, "
@@ -87,6 +95,9 @@ def gather_turned(cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout,
 
     ValueError for a cache that quantises K or packs it, and as of kvpage.ops.mix_rows.
     """
+    check_layout(layout)
+    check_cache(cache, layout)
+    slots = as_indices("slots", slots)
     view = layout.views(cache)[0]
     if not _is_plain(view, layout.dtype) or layout.is_quantized:
         raise ValueError(f"K must lie in one run and its own dtype, got {layout.backend} of {layout.dtype}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.tokens import as_tokens
+
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -47,13 +49,15 @@ class ContentBoundaries:
     max_length: int = 1024
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("min_length", 2), ("max_length", 2 * self.min_length)):
+        for name, least in (("window", 1), ("min_length", 2), ("max_length", 0)):
             value = getattr(self, name)
+            least = least or 2 * self.min_length
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
     def cuts(self, tokens: npt.NDArray[np.int32]) -> list[int]:
-        """Ascending: where a segment ends, and the last one's end; none for no tokens."""
+        """Ascending: where a segment ends, and the last one's end; none for no tokens. ValueError as of as_tokens."""
+        tokens = as_tokens(tokens)
         if not len(tokens):
             return []
         hashes = _window_hashes(tokens, self.window)

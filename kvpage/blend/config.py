@@ -1,5 +1,6 @@
 """BlendConfig: how prompts are blended in the serving loop."""
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.boundaries import ContentBoundaries
-from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters
+from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters, check_seam
 from kvpage.blend.spans import Span, spans_by_separator
+from kvpage.sequence_args import as_integer, as_list
+from kvpage.tokens import as_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,12 @@ class BlendConfig:
         if self.filters and self.check_layer is None:
             raise ValueError(f"filters must be empty without a check_layer, got {self.filters!r}")
         object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer or 0, 0))
-        if isinstance(self.seam, bool) or not 0 <= self.seam < float("inf"):
-            raise ValueError(f"seam must be finite and not negative, got {self.seam!r}")
-        if not self.deadline >= 0:
+        object.__setattr__(self, "seam", check_seam(self.seam))
+        if not isinstance(self.deadline, numbers.Real) or not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
-        if self.metric not in METRICS:
+        if not isinstance(self.metric, str) or self.metric not in METRICS:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
-        object.__setattr__(self, "separator", tuple(self.separator))
+        object.__setattr__(self, "separator", tuple(as_list("separator", self.separator)))
         if not all(_is_int(token) for token in self.separator):
             raise ValueError(f"separator must be token ids, got {self.separator!r}")
         if self.boundaries is not None and not isinstance(self.boundaries, ContentBoundaries):
@@ -68,6 +70,9 @@ class BlendConfig:
 
     def stages_of(self, num_layers: int) -> tuple[Stage, ...]:
         """Filters and check layer of a model of so many layers. ValueError for a check layer that it has not."""
+        num_layers = as_integer("num_layers", num_layers)
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:
             return (Stage(min(1, num_layers - 1), self.ratio),)
         if self.check_layer >= num_layers:
@@ -77,6 +82,7 @@ class BlendConfig:
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
         """The segments of a prompt whose request names none. ValueError without separator and boundaries."""
+        tokens = as_tokens(tokens)
         if self.boundaries:
             ends = self.boundaries.cuts(tokens)[:-1]  # what is behind the last boundary goes on in other prompts
             return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -23,11 +23,14 @@ from kvpage.blend.selection import (
     SEAM,
     Selection,
     check_filters,
+    check_seam,
     offsets_behind_seams,
     seam_weights,
     select_tokens,
     token_deviation,
 )
+from kvpage.sequence_args import as_integer, as_list
+from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_indices, as_ratio
 from kvpage.turn import Turn
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -53,21 +56,20 @@ class CacheBlendImpl(BlendExecutor):
         filters: Sequence[tuple[int, float]] = (),
         seam: float = SEAM,
     ) -> None:
-        ratios = [recompute_ratio] if isinstance(recompute_ratio, (int, float)) else list(recompute_ratio)
-        if not all(0 <= ratio <= 1 for ratio in ratios):
-            raise ValueError(f"recompute_ratio must be in [0, 1], got {recompute_ratio}")
+        if not isinstance(recompute_ratio, (int, float)):
+            recompute_ratio = as_list("recompute_ratio", recompute_ratio)
+        for ratio in recompute_ratio if isinstance(recompute_ratio, list) else [recompute_ratio]:
+            as_ratio("recompute_ratio", ratio)
         if isinstance(check_layer, bool) or not isinstance(check_layer, int) or check_layer < 1:
             raise ValueError(f"check_layer must be an integer of at least 1, got {check_layer!r}")
-        if metric not in METRICS:
+        if not isinstance(metric, str) or metric not in METRICS:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
         self.recompute_ratio = recompute_ratio
         self.check_layer = check_layer
         self.metric = metric
         self.rotary = rotary
         self.filters = check_filters(filters, check_layer, 1)
-        if not 0 <= seam < float("inf"):
-            raise ValueError(f"seam must be finite and not negative, got {seam!r}")
-        self.seam = seam
+        self.seam = check_seam(seam)
         self._least_ratio = {**dict(self.filters), check_layer: 0.0}
         self.selection: Selection | None = None
         """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
@@ -99,21 +101,31 @@ class CacheBlendImpl(BlendExecutor):
         token_dim: int = 0,
     ) -> BlendOutput:
         """See BlendExecutor. ValueError for layers out of order, and for shapes that do not fit each other."""
-        if layer_id == 0:
-            self.selection, self._next_layer, self._last_turn = None, 0, None
-        if layer_id != self._next_layer:
+        layer_id = as_integer("layer_id", layer_id)
+        if layer_id not in (0, self._next_layer):
             raise ValueError(f"layer_id must be {self._next_layer}, or 0 for a new forward pass, got {layer_id}")
+        selection = self.selection if layer_id else None
+        retrieved_k = as_floats("retrieved_k", retrieved_k)
+        token_dim = as_dim("token_dim", token_dim, retrieved_k)
         num_tokens = retrieved_k.shape[token_dim]
+        retrieved_v = _of_rows("retrieved_v", retrieved_v, token_dim, num_tokens)
         valid = as_mask(valid_mask).to(retrieved_k.device)
+        original_positions = as_indices("original_positions", original_positions)
+        positions = as_indices("positions", positions)
+        query_start_loc = as_indices("query_start_loc", query_start_loc)
         if len(valid) != num_tokens or len(original_positions) != num_tokens:
             raise ValueError(
                 f"valid_mask and original_positions must be of {num_tokens} tokens, "
                 f"got {len(valid)} and {len(original_positions)}"
             )
-        num_fresh = num_tokens if self.selection is None else len(self.selection.indices)
-        _check_fresh(num_fresh, token_dim, q=fresh_q, k=fresh_k, v=fresh_v)
+        num_fresh = num_tokens if selection is None else len(selection.indices)
+        fresh_q = _of_rows("fresh_q", fresh_q, token_dim, num_fresh)
+        fresh_k = _of_rows("fresh_k", fresh_k, token_dim, num_fresh, retrieved_k)
+        fresh_v = _of_rows("fresh_v", fresh_v, token_dim, num_fresh, retrieved_v)
         if len(positions) != num_fresh:
             raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
+        if layer_id == 0:
+            self.selection, self._next_layer, self._last_turn = None, 0, None
         fresh, retrieved = (fresh_q, fresh_k, fresh_v), (retrieved_k, retrieved_v, valid, original_positions)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:
@@ -133,7 +145,8 @@ class CacheBlendImpl(BlendExecutor):
         token_dim: int,
     ) -> BlendOutput:
         """output: of the layer, with all rows that came in."""
-        bounds, valid = query_start_loc.tolist(), retrieved[2]
+        valid = retrieved[2]
+        bounds = as_bounds("query_start_loc", query_start_loc, len(valid))
         ratios = [max(ratio, self._least_ratio[layer_id]) for ratio in self._ratios(len(bounds) - 1)]
         before, positions = self.selection, output.positions
         left = _all(len(valid), valid) if before is None else before.indices
@@ -218,12 +231,17 @@ class CacheBlendImpl(BlendExecutor):
         return ratios
 
 
-def _check_fresh(num_rows: int, token_dim: int, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.shape[token_dim] != num_rows:
-            raise ValueError(
-                f"fresh_{name} must have {num_rows} rows in dimension {token_dim}, got shape {list(tensor.shape)}"
-            )
+def _of_rows(
+    name: str, tensor: torch.Tensor, token_dim: int, num_rows: int, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ValueError unless it has so many rows, of the form of those of `like`."""
+    tensor = as_floats(name, tensor)
+    shape = list(tensor.shape)
+    if token_dim >= len(shape) or shape[token_dim] != num_rows:
+        raise ValueError(f"{name} must have {num_rows} rows in dimension {token_dim}, got shape {shape}")
+    if like is not None and like.movedim(token_dim, 0).shape[1:] != tensor.movedim(token_dim, 0).shape[1:]:
+        raise ValueError(f"{name} must have rows as those of shape {list(like.shape)}, got shape {shape}")
+    return tensor
 
 
 def _kept(positions: torch.Tensor) -> torch.Tensor:

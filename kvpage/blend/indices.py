@@ -4,12 +4,20 @@ from typing import Any
 
 import torch
 
+from kvpage.sequence_args import as_integer
+from kvpage.tensor_args import as_indices, as_numbers
+
+MAX_DIMS = 64  # of a tensor, in torch
+
 
 def create_index(num_dims: int, dim: int, index: Any) -> tuple[Any, ...]:
     """What selects `index` in dimension `dim` of a tensor of `num_dims` dimensions, and all of the others.
 
     ValueError for a dimension that there is not.
     """
+    num_dims, dim = as_integer("num_dims", num_dims), as_integer("dim", dim)
+    if num_dims > MAX_DIMS:
+        raise ValueError(f"num_dims must be at most {MAX_DIMS}, got {num_dims}")
     if not -num_dims <= dim < num_dims:
         raise ValueError(f"dim must be in [{-num_dims}, {num_dims}), got {dim}")
     whole: list[Any] = [slice(None)] * num_dims
@@ -19,6 +27,9 @@ def create_index(num_dims: int, dim: int, index: Any) -> tuple[Any, ...]:
 
 def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
     """bool [size], True at the indices. ValueError for one that lies outside."""
+    indices, size = as_indices("indices", indices), as_integer("size", size)
+    if size < 0:
+        raise ValueError(f"size must not be negative, got {size}")
     if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < size):
         raise ValueError(f"indices must be in [0, {size}), got {int(indices.min())} to {int(indices.max())}")
     mask = torch.zeros(size, dtype=torch.bool, device=indices.device)
@@ -33,6 +44,7 @@ def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
 
 def as_mask(mask: torch.Tensor) -> torch.Tensor:
     """A mask of bools or integers as bools. ValueError unless it is one-dimensional and of these."""
+    mask = as_numbers("mask", mask)
     if mask.dim() != 1 or mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise ValueError(f"a mask must be [num_tokens] of bools or integers, got {mask.dtype} {list(mask.shape)}")
     return mask != 0

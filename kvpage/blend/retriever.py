@@ -19,8 +19,9 @@ import torch
 from kvpage.blend.boundaries import ContentBoundaries, cut_behind_separators, named_cuts
 from kvpage.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from kvpage.blend.segment_store import NAMESPACE, Segment, SegmentStore
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import as_integer, as_list, check_namespace
 from kvpage.store import KVStore, KVStoreMetadata
+from kvpage.tensor_args import as_bounds, as_device, as_numbers
 from kvpage.tokens import Tokens, as_tokens
 
 
@@ -69,7 +70,7 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         if len(shapes) > 1:
             raise ValueError(f"all segments must be of one shape, got {sorted(shapes)}")
         num_layers = next(iter(shapes))[0] if shapes else layer_id + 1
-        if not 0 <= layer_id < num_layers:
+        if not 0 <= as_integer("layer_id", layer_id) < num_layers:
             raise ValueError(f"layer_id must be in [0, {num_layers}), got {layer_id}")
         valid, positions = self._rows(found)
         k, v = (self._part(found, layer_id, part) for part in (0, 1)) if found else (None, None)
@@ -113,6 +114,11 @@ class _SegmentRetriever(BlendRetriever):
         device: torch.device | str,
         num_threads: int,
     ) -> None:
+        if not callable(getattr(cache_engine, "get", None)) and not isinstance(cache_engine, KVStore):
+            raise TypeError(f"cache_engine must find segments, got {type(cache_engine).__name__}")
+        if not isinstance(metadata, KVStoreMetadata):
+            raise TypeError(f"metadata must be a KVStoreMetadata, got {type(metadata).__name__}")
+        num_threads = as_integer("num_threads", num_threads)
         store = cache_engine.store if isinstance(cache_engine, SegmentStore) else cache_engine
         if isinstance(store, KVStore) and store.metadata != metadata:
             raise ValueError(f"metadata must be the store's, got {metadata}")
@@ -120,7 +126,7 @@ class _SegmentRetriever(BlendRetriever):
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self._source = _PlainStore(cache_engine) if isinstance(cache_engine, KVStore) else cache_engine
         self._token_dim = 0 if metadata.fmt == "vllm" else 1
-        self._device = device
+        self._device = as_device("device", device)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-blend")
 
     def close(self) -> None:
@@ -141,9 +147,10 @@ class _SegmentRetriever(BlendRetriever):
         cuts: Callable[[npt.NDArray[np.int32], int], list[int]],
     ) -> SegmentRetrieverTask:
         """cuts(tokens, begin): where the segments of the request that begins there end, relative to it."""
-        tokens = as_tokens(input_tokens.cpu() if isinstance(input_tokens, torch.Tensor) else input_tokens)
-        bounds = _bounds(query_start_loc, len(tokens))
-        tenants = [b""] * (len(bounds) - 1) if namespaces is None else list(namespaces)
+        is_tensor = isinstance(input_tokens, torch.Tensor)
+        tokens = as_tokens(as_numbers("input_tokens", input_tokens).cpu() if is_tensor else input_tokens)
+        bounds = as_bounds("query_start_loc", query_start_loc, len(tokens))
+        tenants = [b""] * (len(bounds) - 1) if namespaces is None else as_list("namespaces", namespaces)
         if len(tenants) != len(bounds) - 1:
             raise ValueError(f"namespaces must be one for each of {len(bounds) - 1} requests, got {len(tenants)}")
         for tenant in tenants:
@@ -225,19 +232,12 @@ class SegmentBlendRetriever(_SegmentRetriever):
         those of requests need not be named. None: contents decide. ValueError or TypeError for bad arguments."""
         if boundaries is None:
             return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: self._contents.cuts(part))
-        named = [int(boundary) for boundary in boundaries]
+        named = [as_integer("boundaries", boundary) for boundary in as_list("boundaries", boundaries)]
         if named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] <= len(input_tokens)):
             raise ValueError(f"boundaries must ascend in [0, {len(input_tokens)}], got {named}")
         return self._begin(
             input_tokens, query_start_loc, namespaces, lambda part, begin: named_cuts(named, begin, begin + len(part))
         )
-
-
-def _bounds(query_start_loc: torch.Tensor, num_tokens: int) -> list[int]:
-    bounds = [int(bound) for bound in query_start_loc.tolist()]
-    if not bounds or bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
-        raise ValueError(f"query_start_loc must ascend from 0 to {num_tokens}, got {bounds}")
-    return bounds
 
 
 def _pairs(cuts: list[int]) -> list[tuple[int, int]]:

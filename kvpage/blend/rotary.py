@@ -9,12 +9,16 @@ composed from the model's own tables, so that what these have been rounded to ca
 not, and its error grows with the distance. The arithmetic is in fp32, and always begins from the K that was computed.
 """
 
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvpage.blend.mixing import check_heads, mix
+from kvpage.sequence_args import as_integer, check_flag
+from kvpage.tensor_args import as_device, as_dim, as_floats, as_indices
 from kvpage.turn import Turn
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -38,20 +42,26 @@ class RotaryTables:
     offset: int = 0
 
     def __post_init__(self) -> None:
+        if not callable(self.cos_sin):
+            raise TypeError(f"cos_sin must be callable, got {type(self.cos_sin).__name__}")
+        for name in ("head_size", "rotary_size", "offset"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name)))
+        check_flag("is_interleaved", self.is_interleaved)
         if self.rotary_size < 2 or self.rotary_size % 2 or self.offset < 0:
             raise ValueError(f"rotary_size must be even and positive, got {self.rotary_size} at {self.offset}")
         if self.offset + self.rotary_size > self.head_size:
             raise ValueError(
                 f"rotary_size must fit into head_size={self.head_size}, got {self.rotary_size} at {self.offset}"
             )
-        if not self.scaling > 0:
-            raise ValueError(f"scaling must be positive, got {self.scaling}")
+        if not isinstance(self.scaling, numbers.Real) or not 0 < self.scaling < math.inf:
+            raise ValueError(f"scaling must be positive, got {self.scaling!r}")
 
     @classmethod
     def of_frequencies(
         cls, frequencies: torch.Tensor, head_size: int, scaling: float = 1.0, is_interleaved: bool = False
     ) -> "RotaryTables":
         """Of plain inverse frequencies, fp32 [rotary_size / 2]."""
+        frequencies = as_floats("frequencies", frequencies, 1)
 
         def cos_sin(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             angles = positions.to(frequencies.device, torch.float32)[:, None] * frequencies
@@ -61,6 +71,7 @@ class RotaryTables:
 
     def difference(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the turn from old to new positions: fp32 [n, rotary_size / 2]."""
+        old, new = as_indices("old", old), as_indices("new", new)
         cos_old, sin_old = self.cos_sin(old.long())
         cos_new, sin_new = self.cos_sin(new.long())
         square = self.scaling * self.scaling
@@ -70,6 +81,7 @@ class RotaryTables:
 
     def turning(self, old: torch.Tensor, new: torch.Tensor, device: torch.device | str = "cpu") -> Turn:
         """The turn from old to new positions, int64 [n] each: one for all layers of this kind, on `device`."""
+        old, new, device = as_indices("old", old), as_indices("new", new), as_device("device", device)
         if len(old) != len(new):
             raise ValueError(f"old and new must be of as many tokens, got {len(old)} and {len(new)}")
         cos, sin = (part.to(device, torch.float32).contiguous() for part in self.difference(old, new))
@@ -81,6 +93,8 @@ class RotaryTables:
         k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size], its tokens in dimension `token_dim`. old,
         new: int64 [num_tokens].
         """
+        k, old, new = as_floats("k", k), as_indices("old", old), as_indices("new", new)
+        token_dim = as_dim("token_dim", token_dim, k)
         check_heads(k, token_dim, self.head_size)
         if not len(old) == len(new) == k.shape[token_dim]:
             raise ValueError(f"old and new must be of {k.shape[token_dim]} tokens, got {len(old)} and {len(new)}")

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import check_flag, check_namespace
 from kvpage.store import KVStore
 from kvpage.store.codec import get_codec
 from kvpage.store.kv_tensors import KVTensors, Parts, as_parts, token_dim
-from kvpage.tokens import Tokens, as_tokens
+from kvpage.tensor_args import as_device, as_numbers
+from kvpage.tokens import Tokens, as_array, as_tokens
 
 NAMESPACE = b"blend"
 TAG_BYTES = 16  # position and token id, int64 each
@@ -55,6 +56,8 @@ class SegmentStore:
     """
 
     def __init__(self, store: KVStore) -> None:
+        if not isinstance(store, KVStore):
+            raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
         config, metadata = store.config, store.metadata
         if config.codec != "raw" and not get_codec(config.codec, metadata.kv_dtype).is_lossless:
             raise ValueError(f"store's codec must be lossless to keep positions, got {config.codec!r}")
@@ -79,6 +82,7 @@ class SegmentStore:
 
         ValueError or TypeError for what does not fit together, before anything is written.
         """
+        check_flag("is_standalone", is_standalone)
         array, place = as_tokens(tokens), segment_namespace(namespace, is_standalone)
         at = _as_positions(positions)
         if len(at) != len(array):
@@ -95,7 +99,7 @@ class SegmentStore:
 
         Runs end where chunks of the store do. Only tokens that equal those asked for count.
         """
-        array = as_tokens(tokens)
+        array, device = as_tokens(tokens), as_device("device", device)
         for is_standalone in self._by_preference(array, namespace):
             place = segment_namespace(namespace, is_standalone)
             kv, _ = self.store.retrieve(array, return_tuple=False, namespace=place)
@@ -145,7 +149,9 @@ def segment_namespace(namespace: bytes, is_standalone: bool) -> bytes:
 
 
 def _as_positions(positions: Sequence[int] | npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int64]:
-    array = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
+    array = as_array(
+        as_numbers("positions", positions).cpu() if isinstance(positions, torch.Tensor) else positions, "positions"
+    )
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"positions must be integers [num_tokens], got {array.dtype} {list(array.shape)}")
     if array.size and array.min() < 0:

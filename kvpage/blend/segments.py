@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
+from kvpage.tensor_args import as_indices, as_numbers
+from kvpage.tokens import as_tokens
+
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -33,6 +37,11 @@ class SegmentKV:
     is_standalone: bool
 
     def __post_init__(self) -> None:
+        k, v = as_numbers("k", self.k, 4), as_numbers("v", self.v, 4)
+        positions = as_indices("positions", self.positions)
+        check_flag("is_standalone", self.is_standalone)
+        for name, tensor in (("k", k), ("v", v), ("positions", positions)):
+            object.__setattr__(self, name, tensor)
         num_tokens = self.k.shape[1]
         if self.v.shape[:2] != self.k.shape[:2] or self.positions.shape != (num_tokens,):
             raise ValueError(
@@ -70,6 +79,14 @@ class Reuse(NamedTuple):
         return Reuse(self.segment, self.begin + num_cut, self.start + num_cut, self.num_tokens - num_cut)
 
 
+def check_segment(segment: SegmentKV, num_tokens: int) -> None:
+    """TypeError unless it is a SegmentKV, ValueError unless it is of so many tokens."""
+    if not isinstance(segment, SegmentKV):
+        raise TypeError(f"segment must be a SegmentKV, got {type(segment).__name__}")
+    if segment.num_tokens != num_tokens:
+        raise ValueError(f"segment must be of {num_tokens} tokens, got {segment.num_tokens}")
+
+
 class SegmentCache(Protocol):
     """Where segments come from and go to. Called in other threads; trouble of its own is a miss, never an error."""
 
@@ -88,6 +105,11 @@ class _Key(NamedTuple):
     tokens: bytes
 
 
+def _key(tokens: TokenIds, namespace: bytes) -> _Key:
+    check_namespace(namespace)
+    return _Key(namespace, as_tokens(tokens).tobytes())
+
+
 class MemorySegments:
     """Segments in host memory, the least recently found forgotten first. One at a time may call it.
 
@@ -95,6 +117,7 @@ class MemorySegments:
     """
 
     def __init__(self, max_bytes: int) -> None:
+        max_bytes = as_integer("max_bytes", max_bytes)
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be positive, got {max_bytes}")
         self.max_bytes = max_bytes
@@ -105,21 +128,23 @@ class MemorySegments:
         return len(self._segments)
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
-        key = _Key(namespace, tokens.tobytes())
+        key = _key(tokens, namespace)
         found = self._segments.get(key)
         if found:
             self._segments.move_to_end(key)
         return found
 
     def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
-        before = self._segments.get(_Key(namespace, tokens.tobytes()))
+        check_flag("is_standalone", is_standalone)
+        before = self._segments.get(_key(tokens, namespace))
         return before is None or (is_standalone and not before.is_standalone)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
         """See SegmentCache. What is larger than all of the room is not kept."""
+        key = _key(tokens, namespace)
+        check_segment(segment, len(key.tokens) // 4)
         if segment.num_bytes > self.max_bytes or not self.wants(tokens, segment.is_standalone, namespace):
             return
-        key = _Key(namespace, tokens.tobytes())
         before = self._segments.pop(key, None)
         self.num_bytes += segment.num_bytes - (before.num_bytes if before else 0)
         self._segments[key] = segment

@@ -8,6 +8,7 @@ ratio 1/3     1 of 4 valid rows: 3                  1 of 3: 7
 chosen        [  .   .   #   #   # |  .   #   # ]
 """
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,10 @@ from typing import NamedTuple
 import torch
 
 from kvpage import ops
+from kvpage.blend.indices import as_mask
 from kvpage.blend.mixing import as_rows
+from kvpage.sequence_args import as_list
+from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_ratio
 
 METRICS = ("k", "v", "kv")
 SEAM = 32.0
@@ -31,7 +35,7 @@ class Stage(NamedTuple):
 def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least: int) -> tuple[Stage, ...]:
     """The same as Stages. ValueError unless their layers rise from `least` or more to under the check layer, and their
     ratios fall, or stay."""
-    stages = tuple(Stage(layer, ratio) for layer, ratio in filters)
+    stages = tuple(Stage(*as_list("filters", each)) for each in as_list("filters", filters))
     for layer, ratio in stages:
         if isinstance(layer, bool) or not isinstance(layer, int) or not least <= layer < check_layer:
             raise ValueError(f"filters must be of layers from {least} to under {check_layer}, got {layer!r}")
@@ -72,12 +76,25 @@ class Selection:
 def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, token_dim: int) -> torch.Tensor:
     """The mean squared difference of each token, in fp32: [num_tokens]; 0 where `valid` is False, whatever is there.
 
-    fresh, retrieved: one shape. valid: bool [num_tokens].
+    fresh, retrieved: one shape. valid: bool [num_tokens]. TypeError or ValueError for anything else.
     """
+    fresh, retrieved = as_floats("fresh", fresh), as_floats("retrieved", retrieved)
+    token_dim = as_dim("token_dim", token_dim, retrieved)
+    if fresh.shape != retrieved.shape or retrieved.dim() < 2:
+        raise ValueError(
+            f"fresh and retrieved must be rows of one shape, got {list(fresh.shape)} and {list(retrieved.shape)}"
+        )
     if not retrieved.numel():
         return torch.zeros(retrieved.shape[token_dim], device=retrieved.device)
     fresh_rows = as_rows(fresh.to(retrieved.dtype), token_dim, None)
     return ops.row_deviation(fresh_rows, as_rows(retrieved, token_dim, None), valid)
+
+
+def check_seam(seam: float) -> float:
+    """The same. ValueError unless it is a number, finite and not negative."""
+    if isinstance(seam, bool) or not isinstance(seam, numbers.Real) or not 0 <= seam < float("inf"):
+        raise ValueError(f"seam must be finite and not negative, got {seam!r}")
+    return float(seam)
 
 
 def seam_weights(offsets: torch.Tensor, seam: float) -> torch.Tensor:
@@ -116,9 +133,20 @@ def select_tokens(
     deviation (of equals the first). A ratio over 0 takes at least one, 1 takes all, 0 takes none.
 
     deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request. among: bool
-    [num_tokens], the rows that are left: only these are taken, still by their share of all valid ones.
+    [num_tokens], the rows that are left: only these are taken, still by their share of all valid ones. TypeError or
+    ValueError for anything else.
     """
-    left = torch.ones_like(valid) if among is None else among
+    deviation, valid = as_floats("deviation", deviation, 1), as_mask(valid)
+    left = torch.ones_like(valid) if among is None else as_mask(among)
+    for name, mask in (("valid", valid), ("among", left)):
+        if mask.shape != deviation.shape or mask.device != deviation.device:
+            raise ValueError(
+                f"{name} must be of {len(deviation)} tokens on {deviation.device}, got {len(mask)} on {mask.device}"
+            )
+    query_start_loc = as_bounds("query_start_loc", query_start_loc, len(deviation))
+    ratios = [as_ratio("ratios", ratio) for ratio in as_list("ratios", ratios)]
+    if len(ratios) != len(query_start_loc) - 1:
+        raise ValueError(f"ratios must be one for each of {len(query_start_loc) - 1} requests, got {len(ratios)}")
     chosen = ~valid & left
     for begin, end, ratio in zip(query_start_loc[:-1], query_start_loc[1:], ratios, strict=True):
         if end > begin:

@@ -7,8 +7,10 @@ keep(...)    ─► SegmentStore.put, in the background
 import torch
 
 from kvpage.blend.segment_store import SegmentStore, segment_namespace
-from kvpage.blend.segments import SegmentKV, TokenIds
+from kvpage.blend.segments import SegmentKV, TokenIds, check_segment
+from kvpage.sequence_args import check_flag
 from kvpage.store import KVStore
+from kvpage.tokens import as_tokens
 
 
 class StoredSegments:
@@ -31,11 +33,14 @@ class StoredSegments:
 
     def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
         """See SegmentCache."""
+        check_flag("is_standalone", is_standalone)
         kinds = (True,) if is_standalone else (True, False)
-        return all(self._store.lookup(tokens, segment_namespace(namespace, kind)) < len(tokens) for kind in kinds)
+        array = as_tokens(tokens)
+        return all(self._store.lookup(array, segment_namespace(namespace, kind)) < len(array) for kind in kinds)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
         """See SegmentCache. Trouble of the store is one segment less."""
+        check_segment(segment, len(as_tokens(tokens)))
         rows = torch.stack([segment.k, segment.v], dim=1)
         kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows
         self._segments.put(tokens, kv, segment.positions, segment.is_standalone, namespace).result()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.errors import OutOfBlocks
+from kvpage.sequence_args import as_list
 from kvpage.serving.step import Piece
 from kvpage.tokens import Tokens, as_tokens
 
@@ -137,7 +138,11 @@ class Branches:
         return torch.cat(logits)
 
     def release(self, branches: Iterable[Branch]) -> None:
-        """Ends them. What they have cached can be found until it is evicted. KeyError for one that has ended."""
+        """Ends them. What they have cached can be found until it is evicted. KeyError for one that has ended,
+        ValueError for one that is named twice, and none ends then.
+        """
+        branches = as_list("branches", branches)
+        self._check(branches)
         for branch in branches:
             self._live.remove(branch)
             self._manager.release(branch)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from kvpage.serving.cached_rows import TokenRows
+from kvpage.tensor_args import as_numbers
+from kvpage.tokens import as_array
 
 # K and V of a token follow from these and from the tokens. Whatever else is a tensor (images, embeddings, token types)
 # decides over them too, and no token tells it.
@@ -64,7 +66,8 @@ def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: M
 
 def as_token_rows(input_ids: Any) -> TokenRows:
     """Token ids as int32 [num_rows, num_tokens], both at least 1. ValueError for anything else."""
-    array = input_ids.cpu().numpy() if isinstance(input_ids, torch.Tensor) else np.asarray(input_ids)
+    is_tensor = isinstance(input_ids, torch.Tensor)
+    array = as_array(as_numbers("input_ids", input_ids).detach().cpu() if is_tensor else input_ids, "input_ids")
     if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be integers [num_rows, num_tokens], got {array.dtype} {array.shape}")
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
@@ -80,7 +83,15 @@ def is_unmasked(attention_mask: Any, num_rows: int, num_tokens: int) -> list[boo
         return [True] * num_rows
     if not isinstance(attention_mask, torch.Tensor) or tuple(attention_mask.shape) != (num_rows, num_tokens):
         return [False] * num_rows
-    return attention_mask.bool().all(dim=1).tolist()
+    return as_numbers("attention_mask", attention_mask).bool().all(dim=1).tolist()
+
+
+def as_mask_tensor(attention_mask: Any) -> torch.Tensor:
+    """A mask of tensors or lists of numbers. ValueError or TypeError for anything else."""
+    try:
+        return as_numbers("attention_mask", torch.as_tensor(attention_mask))
+    except RuntimeError as error:  # torch's, of what it cannot read
+        raise ValueError(f"attention_mask must be numbers, got {type(attention_mask).__name__}") from error
 
 
 def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bool]:
@@ -88,6 +99,7 @@ def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bo
     num_rows, num_tokens = shape
     if positions is None:
         return [True] * num_rows
+    positions = as_numbers("position_ids", positions)
     if positions.dim() == 1:
         positions = positions.unsqueeze(0)
     if positions.dim() != 2 or positions.shape[0] not in (1, num_rows) or positions.shape[1] != num_tokens:

@@ -11,10 +11,11 @@ import torch
 from transformers import Cache
 
 from kvpage.errors import OutOfBlocks
-from kvpage.sequence_args import check_namespace
+from kvpage.sequence_args import as_integer, check_namespace
 from kvpage.serving.cached_rows import CachedRows, RowSlots, TokenRows
 from kvpage.serving.forward_hooks import ForwardHooks
-from kvpage.serving.forward_inputs import ForwardInputs, as_token_rows, is_unmasked
+from kvpage.serving.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
+from kvpage.tensor_args import as_indices, as_numbers
 
 if TYPE_CHECKING:
     from kvpage.serving.cache_pool import KVPageCachePool
@@ -67,7 +68,7 @@ class KVPageCache(Cache):
         super().__init__(layers=[])
         check_namespace(namespace)
         tokens = as_token_rows(input_ids)
-        mask = None if attention_mask is None else torch.as_tensor(attention_mask)
+        mask = None if attention_mask is None else as_mask_tensor(attention_mask)
         if mask is not None and tuple(mask.shape) != tokens.shape:
             raise ValueError(f"attention_mask must be of shape {tokens.shape}, got {tuple(mask.shape)}")
         pool.check_length(tokens.shape[1])
@@ -136,7 +137,7 @@ class KVPageCache(Cache):
 
         OutOfBlocks, and nothing is removed, where that needs a copy of a block that others may read and there is none.
         """
-        length = self._rows.length
+        length, num_tokens = self._rows.length, as_integer("num_tokens", num_tokens)
         if num_tokens > 0 or (num_tokens == 0 and _CROPS_TO_LENGTH):
             self._rows.crop(min(num_tokens, length))
         else:
@@ -144,15 +145,19 @@ class KVPageCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was. OutOfBlocks, with nothing changed, where copies need blocks."""
-        self._rows.select(beam_idx.tolist())
+        self._rows.select(as_indices("beam_idx", beam_idx).tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order. `indices` may be a mask."""
-        indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._rows.select(indices.tolist())
+        indices = as_numbers("indices", indices, 1)
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else as_indices("indices", indices)
+        self._rows.select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one copy after the other. OutOfBlocks, with nothing changed."""
+        repeats = as_integer("repeats", repeats)
+        if repeats > self._pool.manager.num_blocks:
+            raise ValueError(f"repeats must be at most as many as there are blocks, got {repeats}")
         self._rows.select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def reset(self) -> None:

@@ -40,7 +40,6 @@ def metadata_of(
 
 
 RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
-MIN_RUN_BYTES = 4096  # of what is written from where it lies: shorter ones cost a system call more than a copy does
 MAX_PLANS = 64
 
 
@@ -176,10 +175,6 @@ class BlockChunk(ABC):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """As chunk_io.Source has it."""
 
-    def runs(self) -> _C.ByteRuns | None:
-        """As chunk_io.Source has it."""
-        return None
-
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         """As chunk_io.Sink has it."""
@@ -191,12 +186,6 @@ class HostBlockChunk(BlockChunk):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
         return self._plan.store(place, first, address_of(buffer), len(buffer))
-
-    def runs(self) -> _C.ByteRuns | None:
-        plan = self._plan
-        if plan.run_bytes < MIN_RUN_BYTES:
-            return None
-        return plan.runs(self._place(1, streaming=False), 0, self.stretch_bytes * self.shape[0])
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes

@@ -68,7 +68,7 @@ class BlockLoad:
             return is_right
 
         def take(layer: int, num_chunks: int) -> int:
-            return tiers.shared(functools.partial(take_one, layer), num_chunks)
+            return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)
 
         chunks = [one for _, _, one in opened]
         return LayerLoad(chunks, self.start, self._blocks.num_layers, take, lambda n: tiers.count(hit_tokens=n))

@@ -1,7 +1,6 @@
 """Chunks to records and back: piece by piece, each copied and hashed at once, and stored while the CPU's cache has it.
 
 write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─► digests ] ... ─► digests, checksum
-        header ─► [ runs of the blocks themselves, hashed as the tier takes them ] ─► digests, checksum
 read    header, digests, checksum: is it what was asked for? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
 
 A piece is some of a payload's stretches. In memory it is the whole payload, which is copied once; otherwise it is what
@@ -11,7 +10,6 @@ a core can keep.
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from kvpage import _C
 from kvpage.store.record import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -23,7 +21,7 @@ from kvpage.store.record import (
     Shape,
     UnreadableRecord,
 )
-from kvpage.store.stretches import address_of, copy_and_digest, digest_of, digests_of
+from kvpage.store.stretches import copy_and_digest, digest_of, digests_of
 from kvpage.store.tier import Reader, Writer
 
 PIECE_BYTES = 1 << 20
@@ -38,11 +36,6 @@ class Source(Protocol):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """Writes the payload's stretches from the byte `begin` on into the buffer; their digests. streaming: past the
         CPU's cache, since nobody reads them soon.
-        """
-
-    def runs(self) -> _C.ByteRuns | None:
-        """All of the payload where it lies, to be hashed in its stretches; None if not in memory, or in pieces so small
-        that they are better filled into a buffer. Valid as long as the source.
         """
 
 
@@ -107,9 +100,6 @@ class Coded:
             for at in range(0, len(data), self.stretch_bytes)
         )
 
-    def runs(self) -> _C.ByteRuns | None:
-        return _C.ByteRuns([(address_of(self.payload), len(self.payload))], self.stretch_bytes)
-
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         digests = digests_of(piece, self.stretch_bytes, num_threads)
         self.payload[begin : begin + len(piece)] = piece
@@ -131,11 +121,7 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
     """Fills all of the writer's room. TierError comes through."""
     header, digests = head.pack(), []
     writer.piece(0, head.payload_begin)[:] = header
-    runs = chunk.runs() if writer.takes_runs else None
-    if runs is not None:
-        writer.write(runs)
-        digests.append(runs.digests)
-    for begin, end in pieces(head, writer.is_in_memory) if runs is None else ():
+    for begin, end in pieces(head, writer.is_in_memory):
         piece = writer.piece(head.payload_begin + begin, head.payload_begin + end)
         digests.append(chunk.fill(begin, piece, num_threads, writer.is_in_memory))
     table = b"".join(digests)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpage.store.disk_directory import MIN_SEGMENT_SLOTS, Directory
+from kvpage.store.disk_directory import MIN_SEGMENT_SLOTS, Directory, check_space
 from kvpage.store.disk_index import Index
 from kvpage.store.disk_io import STAGING_BYTES, Buffers, DiskReader, DiskWriter
 from kvpage.store.disk_room import DriveError, Room
@@ -158,7 +158,7 @@ class DiskTier(Tier):
                 directories = list(self._room.directories) if sync else []
                 for directory in directories:
                     directory.drive.enter()
-        self._sync(directories)
+        self._room.sync(directories)
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -230,7 +230,7 @@ class DiskTier(Tier):
             for directory in directories:
                 directory.open()
             self._index.find(self._room.entries)
-            _check_space(directories)
+            check_space(directories)
             self._room.settle()
         except BaseException:
             for directory in directories:
@@ -280,16 +280,6 @@ class DiskTier(Tier):
         with self._lock:
             self._index.drop(entry)
 
-    def _sync(self, directories: Sequence[Directory]) -> None:
-        """Of directories that were entered; leaves them."""
-        try:
-            for directory in directories:
-                self._room.on(directory.drive, directory.sync)
-        finally:
-            with self._lock:
-                for directory in directories:
-                    directory.drive.leave()
-
     def close_in_child(self) -> None:
         """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
         self._lock, self._changes = threading.Lock(), threading.Lock()
@@ -297,18 +287,6 @@ class DiskTier(Tier):
         self._is_closed = True
         for directory in self._room.directories:
             directory.close()
-
-
-def _check_space(directories: Sequence[Directory]) -> None:
-    lacking: dict[int, int] = {}  # by drive
-    for directory in directories:
-        status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev
-        lacking[device] = lacking.get(device, 0) + directory.num_lacking
-        if lacking[device] > status.f_bavail * status.f_frsize:
-            raise ValueError(
-                f"capacity must fit on the disk: {directory.path} has {status.f_bavail * status.f_frsize} bytes free, "
-                f"{lacking[device]} more are needed"
-            )
 
 
 # The process's own list of what to do after a fork never gets shorter: there is one entry for all tiers.

@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, open_file
@@ -183,3 +183,16 @@ def _lock(path: Path, make: bool) -> int:
             raise ValueError(f"{path} must be open once, another tier or process has it") from None
         raise
     return fd
+
+
+def check_space(directories: Sequence[Directory]) -> None:
+    """ValueError unless the disks have the space that the directories lack."""
+    lacking: dict[int, int] = {}  # by drive
+    for directory in directories:
+        status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev
+        lacking[device] = lacking.get(device, 0) + directory.num_lacking
+        if lacking[device] > status.f_bavail * status.f_frsize:
+            raise ValueError(
+                f"capacity must fit on the disk: {directory.path} has {status.f_bavail * status.f_frsize} bytes free, "
+                f"{lacking[device]} more are needed"
+            )

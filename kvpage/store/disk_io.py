@@ -1,7 +1,6 @@
 """Readers and writers of the disk tier, and the buffers between them and the disk.
 
     write   [ free header | piece 0 | piece 1 |.....]  ─►  whole slots to the disk, the rest to the front, and on
-            [ run | run | run | run | run | run | run]  ─►  whole slots to the disk from where they lie, then hashed
     commit  [ record header ]                              over the free one, after all else
     read    disk ─► [ piece ]
 
@@ -9,21 +8,16 @@ Buffers are small enough for a core to keep what is filled, hashed and written i
 are made. They begin at a page, and what is written begins and ends at a slot: no page is read only to be written.
 """
 
-import functools
 import mmap
 from collections.abc import Callable
 from typing import Protocol
 
-from kvpage import _C
 from kvpage.store.disk_segment import HEADER_BYTES, Run
 from kvpage.store.disk_space import Entry
-from kvpage.store.stretches import address_of
 from kvpage.store.tier import Reader, TierError, Writer
 
-RUNS_BYTES = 1 << 20  # of runs that are written, then hashed: in a cache still, and enough for a system call
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
 MAX_KEPT = 16
-NOWHERE = -1  # where pieces end after an error in the middle of runs: nothing fits there
 
 
 class Buffers:
@@ -112,8 +106,6 @@ class DiskWriter(Writer):
     owner's, which goes back to it.
     """
 
-    takes_runs = True
-
     def __init__(self, owner: Owner, entry: Entry, buffer: memoryview) -> None:
         self.entry = entry
         self.key, self.num_bytes = entry.key, entry.run.num_bytes
@@ -126,20 +118,11 @@ class DiskWriter(Writer):
         segment, run = entry.space.segment, entry.run
         self._buffer[:HEADER_BYTES] = segment.header(Run(run.slot, run.num_slots))
 
-    def write(self, runs: _C.ByteRuns) -> None:
-        """Begins and ends with what lies in a slot with other bytes, by way of the buffer."""
-        end = self._end + runs.num_bytes - runs.position
-        self._check_next(self._end, end)
-        self._end = NOWHERE
-        self._copy(runs, min(-self._filled % self._slot_bytes, runs.num_bytes - runs.position))
-        if self._filled % self._slot_bytes == 0:
-            self._write_out(self._filled)
-            self._write_slots(runs)
-            self._copy(runs, runs.num_bytes - runs.position)
-        self._end = end
-
     def piece(self, begin: int, end: int) -> memoryview:
-        self._check_next(begin, end)
+        if not self.is_open:
+            raise ValueError("a writer must not be closed, this one is")
+        if not self._end == begin <= end <= self.num_bytes:
+            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
         if self._filled + end - begin > len(self._buffer):
             self._write_out(self._filled // self._slot_bytes * self._slot_bytes)
             self._reserve(end - begin)
@@ -177,28 +160,6 @@ class DiskWriter(Writer):
     @property
     def _slot_bytes(self) -> int:
         return self.entry.space.segment.slot_bytes
-
-    def _check_next(self, begin: int, end: int) -> None:
-        if not self.is_open:
-            raise ValueError("a writer must not be closed, this one is")
-        if not self._end == begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
-
-    def _copy(self, runs: _C.ByteRuns, num_bytes: int) -> None:
-        self._reserve(num_bytes)
-        runs.copy(address_of(self._buffer[self._filled : self._filled + num_bytes]), num_bytes)
-        self._filled += num_bytes
-
-    def _write_slots(self, runs: _C.ByteRuns) -> None:
-        """All whole slots that the runs have."""
-        entry = self.entry
-        left = runs.num_bytes - runs.position
-        end = runs.position + left // self._slot_bytes * self._slot_bytes
-        while runs.position < end:
-            count = min(end - runs.position, RUNS_BYTES)
-            write = functools.partial(entry.space.segment.write_runs, entry.run, self._begin, runs, count)
-            self._owner.on_disk(entry, write)
-            self._begin += count
 
     def _write_out(self, num_bytes: int) -> None:
         """Whole slots; what is behind them moves to the front. After a TierError all is as it was."""

@@ -89,6 +89,16 @@ class Room:
             self._count_error(drive)
             raise DriveError(drive, error.strerror or str(error)) from error
 
+    def sync(self, directories: Sequence[Directory]) -> None:
+        """Of directories whose drives were entered; leaves them. DriveError."""
+        try:
+            for directory in directories:
+                self.on(directory.drive, directory.sync)
+        finally:
+            with self.lock:
+                for directory in directories:
+                    directory.drive.leave()
+
     # --- room ---
 
     def _in_free_room(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:

@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvpage import _C
 from kvpage.store.tier import Key
 
 SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
@@ -36,7 +35,6 @@ FREE, RECORD = 0, 1
 HEADER_BYTES = 128  # of a run: the record begins behind it
 MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # beyond them it is none of ours
 NO_KEY = bytes(32)
-MAX_RUNS = 1024  # of one call: IOV_MAX of Linux
 assert RUN.size <= HEADER_BYTES
 
 
@@ -164,15 +162,6 @@ class Segment:
     def write(self, run: Run, offset: int, data: memoryview) -> None:
         """At so many bytes from the run's beginning, its header included. OSError."""
         write_all(self._fd, data, run.slot * self.slot_bytes + offset)
-
-    def write_runs(self, run: Run, offset: int, runs: _C.ByteRuns, num_bytes: int) -> None:
-        """The runs' next bytes, each hashed after it was written. OSError: their position tells how far it came."""
-        end, at = runs.position + num_bytes, run.slot * self.slot_bytes + offset - runs.position
-        while runs.position < end:
-            count = os.pwritev(self._fd, runs.peek(end - runs.position, MAX_RUNS), at + runs.position)
-            if count == 0:
-                raise OSError(errno.EIO, "nothing was written")
-            runs.advance(count)
 
     def read(self, run: Run, offset: int, into: memoryview) -> None:
         """EndOfFile, and any other OSError."""

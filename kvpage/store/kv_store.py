@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 
 from kvpage.own_process import OwnProcess
-from kvpage.sequence_args import check_flag, check_namespace
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.store.block_io import BlockChunks, ChunkPlans
 from kvpage.store.block_load import BlockLoad
 from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
+from kvpage.store.chunk_threads import num_leading
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_tensors import (
@@ -39,7 +40,7 @@ from kvpage.store.record_kinds import RecordKinds
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tensor_load import TensorLoad
 from kvpage.store.tier import Tier
-from kvpage.store.tier_stack import TierStack, num_leading
+from kvpage.store.tier_stack import TierStack
 from kvpage.store.tiers import Placed, place_tiers
 from kvpage.tokens import Tokens, as_tokens
 
@@ -137,8 +138,8 @@ class KVStore:
         num_found = chunks.shape[2 + token_dim(self.metadata.fmt)]
         ret_mask[num_skipped : num_skipped + num_found] = True
         self._tiers.count(hit_tokens=num_found)
-        chunks = chunks.to(device)
-        return (as_tuple(chunks) if return_tuple else chunks), ret_mask
+        kv = chunks.to(device)
+        return (as_tuple(kv) if return_tuple else kv), ret_mask
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
@@ -274,10 +275,9 @@ class KVStore:
         start: int,
         namespace: bytes,
     ) -> BlockLoad:
-        array = self._checked(tokens, namespace)
+        array, start = self._checked(tokens, namespace), as_integer("start", start)
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
-        keys = self._keys.of(array, namespace)
-        load = BlockLoad(blocks, self._kinds, keys, len(array), start, namespace)
+        load = BlockLoad(blocks, self._kinds, self._keys.of(array, namespace), len(array), start, namespace)
         self._tiers.count(query_tokens=load.end - start)
         return load
 

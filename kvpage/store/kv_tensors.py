@@ -89,10 +89,6 @@ class TensorChunk:
             digests.append(digests_of(data, self.stretch_bytes))
         return b"".join(digests)
 
-    def runs(self) -> None:
-        """As chunk_io.Source has it: not where they lie."""
-        return None
-
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         digests = []
         for layer, data in self._layers(begin, piece):

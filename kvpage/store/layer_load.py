@@ -11,6 +11,7 @@ with more is the caller's to throw away, and only what `result` tells of may be 
 import threading
 from collections.abc import Callable, Sequence
 
+from kvpage.sequence_args import as_integer
 from kvpage.store.block_io import BlockChunk
 from kvpage.store.chunk_io import Codec, RecordKind, check_kind, check_raw, decode, read_head, read_piece
 from kvpage.store.record import CorruptRecord
@@ -78,7 +79,7 @@ class LayerLoad:
         """Up to which token the layer and all before it are in the blocks: num_tokens, or fewer after a corrupt record;
         `start` for none. TimeoutError after so many seconds; ValueError for a layer that is none.
         """
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= as_integer("layer", layer) < self.num_layers:
             raise ValueError(f"layer must be in [0, {self.num_layers}), got {layer}")
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._ends) > layer or self._is_over, timeout):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from kvpage.host_memory import zeros
 from kvpage.store.extents import Extents
 from kvpage.store.policy import make_policy
 from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
@@ -72,7 +73,10 @@ class MemoryTier(Tier):
         self._policy = make_policy(policy)
         self._extents = Extents(capacity // UNIT)
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._slab = torch.empty(capacity // UNIT * UNIT, dtype=torch.uint8, pin_memory=pin)
+        num_bytes = capacity // UNIT * UNIT
+        self._slab = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if pin else zeros((num_bytes,), torch.uint8)
+        )
         self._view: memoryview | None = self._slab.numpy().data
         self._entries: dict[Key, _Entry] = {}
         self._num_bytes = self._num_evicted = 0

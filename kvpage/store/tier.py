@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from kvpage import _C
-
 Key = bytes
 """32 bytes, a SHA-256."""
 
@@ -77,19 +75,12 @@ class Reader(ABC):
 class Writer(ABC):
     """Room for one record, found by nobody before Tier.commit; a context manager that gives uncommitted room back.
 
-    is_in_memory: pieces are where the record stays, so that small ones gain nothing. takes_runs: `write` can be called.
+    is_in_memory: pieces are where the record stays, so that small ones gain nothing.
     """
 
     key: Key
     num_bytes: int
     is_in_memory = False
-    takes_runs = False
-
-    def write(self, runs: _C.ByteRuns) -> None:
-        """Takes the next bytes, all that the runs have, from where they lie, and hashes them. They should not change
-        meanwhile: if they do, their digests are wrong. After a TierError the writer can only be closed.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes pieces alone")
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:

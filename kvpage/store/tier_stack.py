@@ -7,11 +7,12 @@ read    ─► the first tier that has it ─► verified ─► copied into the
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, write_record
+from kvpage.store.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
 from kvpage.store.tier import Key, Reader, TierError, TierStats
 from kvpage.store.tiers import Placed
@@ -37,10 +38,7 @@ class TierStack:
         self.tiers = list(tiers)
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-chunk")
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvpage-store")
-        self._pending: set[Future[int]] = set()
-        self._num_threads = num_threads
+        self.threads = ChunkThreads(num_threads)
         self._writing_back = threading.Lock()
         self._backs: set[_Back] = set()  # that are still wanted
 
@@ -54,14 +52,14 @@ class TierStack:
         there = [self.contains(one, keys) if skip_existing else [False] * len(keys) for one in self.tiers]
         lacking = [[one for one, has in zip(self.tiers, there, strict=True) if not has[i]] for i in range(len(keys))]
         wanted = [index for index in range(len(keys)) if lacking[index]]
-        num_threads = self._threads_each(len(wanted))
+        num_threads = self.threads.each(len(wanted))
         backs: list[_Back] = []
 
         def put_one(index: int) -> bool:
             return self._put_one(keys[index], lacking[index], lambda: record(index), num_threads, backs)
 
         try:
-            num_written = sum(self._map(put_one, wanted))
+            num_written = sum(self.threads.map(put_one, wanted))
         finally:
             if backs:
                 self.later(lambda: self._write_back(backs))
@@ -70,10 +68,7 @@ class TierStack:
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
         """In the background, one after the other."""
-        future = self._worker.submit(job)
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+        return self.threads.later(job)
 
     # --- reading ---
 
@@ -112,7 +107,7 @@ class TierStack:
         for begin in range(0, count, WINDOW):
             window = range(begin, min(begin + WINDOW, count))
             readers = self.open([keys[index] for index in window], [located[index] for index in window])
-            num_threads = self._threads_each(len(window))
+            num_threads = self.threads.each(len(window))
 
             def read_one(
                 index: int, begin: int = begin, readers: list[Reader | None] = readers, num_threads: int = num_threads
@@ -120,7 +115,7 @@ class TierStack:
                 reader, at = readers[index - begin], located[index] or 0
                 return self._read_one(keys[index], at, reader, lambda found: read(index, found, num_threads))
 
-            num_read = num_leading(self._map(read_one, window))
+            num_read = num_leading(self.threads.map(read_one, window))
             if num_read < len(window):
                 return begin + num_read
         return count
@@ -160,20 +155,6 @@ class TierStack:
         pairs = zip(located[:count], readers[:count], strict=True)
         return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
 
-    def shared(self, call: Callable[[int], bool], num_items: int) -> int:
-        """Calls for items in order by as many threads as there are, until one fails; how many leading ones did not."""
-        num_shares = min(self._num_threads, num_items)
-        bounds = [num_items * share // max(num_shares, 1) for share in range(num_shares + 1)]
-
-        def run(share: int) -> int:
-            return num_leading(map(call, range(bounds[share], bounds[share + 1])))
-
-        counts = self._map(run, range(num_shares))
-        for share, count in enumerate(counts):
-            if count < bounds[share + 1] - bounds[share]:
-                return bounds[share] + count
-        return num_items
-
     # --- all of them ---
 
     def remove(self, keys: Sequence[Key]) -> int:
@@ -190,15 +171,9 @@ class TierStack:
             self.ask(one, one.tier.clear)
 
     def flush(self, sync: bool) -> None:
-        self.drain()
+        self.threads.drain()
         for one in self.tiers:
             self.ask(one, one.tier.flush, sync)
-
-    def drain(self) -> None:
-        """Until nothing is written in the background."""
-        while pending := list(self._pending):
-            for future in pending:
-                future.exception()
 
     def stats(self) -> tuple[TierStats | None, ...]:
         """None for one that cannot tell."""
@@ -206,8 +181,7 @@ class TierStack:
 
     def close(self) -> None:
         self.flush(sync=False)
-        self._worker.shutdown()
-        self._pool.shutdown()
+        self.threads.close()
         for one in self.tiers:
             self.ask(one, one.tier.close)
 
@@ -229,18 +203,6 @@ class TierStack:
     def _open(self, one: Placed, keys: Sequence[Key]) -> list[Reader | None]:
         opened = self.ask(one, one.tier.open, keys, one.deadline) or []
         return opened if len(opened) == len(keys) else [None] * len(keys)
-
-    def _map(self, call: Callable[[int], T], items: Sequence[int]) -> list[T]:
-        """By the threads; one item alone needs none. An error comes through when all are done."""
-        if len(items) < 2:
-            return [call(item) for item in items]
-        futures = [self._pool.submit(call, item) for item in items]
-        wait(futures)
-        return [future.result() for future in futures]
-
-    def _threads_each(self, num_items: int) -> int:
-        """For each of so many records at once."""
-        return max(self._num_threads // max(num_items, 1), 1)
 
     def _put_one(
         self,
@@ -328,16 +290,6 @@ class TierStack:
         for one in self.tiers[:at]:
             if one.promotes and self._copy_to(one, key, reader):
                 self.count(promoted_chunks=1)
-
-
-def num_leading(flags: Iterable[object]) -> int:
-    """How many are true before the first that is not."""
-    count = 0
-    for flag in flags:
-        if not flag:
-            break
-        count += 1
-    return count
 
 
 def _true(_: None) -> bool:

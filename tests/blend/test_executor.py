@@ -457,3 +457,27 @@ def test_latents_are_blended_without_values() -> None:
     want[rows] = fresh[rows]
     torch.testing.assert_close(output.k, want, rtol=1e-5, atol=1e-5)
     assert output.v.shape == (6, 0) and 0 < len(rows) < 6
+
+
+def test_a_call_that_is_refused_does_not_end_the_pass() -> None:
+    k, positions, starts = torch.randn(3, 2, 8), torch.arange(3), torch.tensor([0, 3])
+    executor = CacheBlendImpl(0.5, rotary=RotaryTables.of_frequencies(torch.tensor([1.0, 0.5]), 8))
+    given = [k, k, torch.ones(3, dtype=torch.bool), positions, k, k, k, positions, starts]
+    for layer in range(2):
+        executor.blend(layer, *given)
+    selection = executor.selection
+    with pytest.raises(ValueError, match="fresh_q must have 3 rows"):
+        executor.blend(0, *given[:4], k[:2], *given[5:])
+    assert executor.selection is selection and selection is not None
+    rows = [each[selection.indices] for each in (k, k, k, positions)]
+    executor.blend(2, *given[:4], *rows, starts)
+
+
+def test_tensors_without_memory_or_numbers_are_refused() -> None:
+    gone = torch.ones(3, dtype=torch.bool)
+    gone.untyped_storage().resize_(0)
+    for wrong in (gone, torch.ones(3, dtype=torch.bool, device="meta")):
+        with pytest.raises(ValueError, match="mask must"):
+            mask_to_indices(wrong)
+    with pytest.raises(TypeError, match="mask must be a torch.Tensor, got list"):
+        mask_to_indices([True])

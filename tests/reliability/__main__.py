@@ -80,6 +80,8 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("reliability").setLevel(logging.INFO)
     logging.getLogger("kvpage").setLevel(logging.ERROR)  # tiers in trouble, as they are meant to be
     chosen = [b for b in all_batteries() if not options.only or any(text in b.name for text in options.only)]
     if not chosen:

@@ -6,6 +6,7 @@ run alone without any cache, the budgets are kept, and resident memory stays fla
 """
 
 import gc
+import logging
 import random
 import tempfile
 from contextlib import closing
@@ -30,6 +31,8 @@ GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 DRAWN = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=NUM_SAMPLES)
 NUM_AT_ONCE = 9  # requests; about 14 blocks each, those for several samples more
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 20
+log = logging.getLogger("reliability.end_to_end")
+TOLD_EACH = 100  # engines
 REQUESTS_EACH = 75  # of one engine; the next one finds what the disk and Redis hold
 
 
@@ -55,7 +58,7 @@ class Model:
         shaken = shake(make_model(kind))
         self.asks = []
         for params in (GREEDY, DRAWN):
-            found, again = alone(self.model, prompts, params), alone(shaken, prompts, params)
+            found, again = alone(self.model, prompts, params), together(shaken, prompts, params)
             both = zip(prompts, found, again, strict=True)
             self.asks += [Ask(tokens, params, wanted) for tokens, wanted, other in both if wanted == other]
         assert len(self.asks) > len(prompts), "hardly any prompt is beyond doubt"
@@ -86,6 +89,12 @@ def alone(model: torch.nn.Module, prompts: list[list[int]], params: SamplingPara
             samples.append(engine.generate([prompt], one)[0].token_ids)
         outputs.append(samples)
     return outputs
+
+
+def together(model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+    """As `alone`, but for the order of sums."""
+    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=2048), enable_prefix_caching=False)
+    return [[sample.token_ids for sample in output.samples] for output in engine.generate(prompts, params)]
 
 
 class Server:
@@ -196,6 +205,8 @@ def _run(seed: int, count: int, advance: Advance) -> Figures:
             figures["engines"] += 1
             gc.collect()
             resident.sample()
+            if figures["engines"] % TOLD_EACH == 0:
+                log.info("%s", figures | resident.figures())
         figures["events"] = chaos.num_events
     idle = [name for name in ("aborted", "events", "preemptions", "swaps", "store_hit_tokens") if not figures[name]]
     assert figures["requests"] < SHORT or not idle, f"seed {seed}: no {', '.join(idle)}, which says nothing"

@@ -81,12 +81,13 @@ class Chaos:
         self._rate = 0.0
 
     def _overwrite(self) -> None:
-        """Some bytes of a file, as a failing disk or somebody else does."""
+        """Some bytes of a file, as a failing disk or somebody else does. It does not get longer."""
         for file in list(self.path.glob("*.segment"))[:1]:
             with file.open("r+b") as opened:
                 for _ in range(self._rng.randint(1, 40)):
-                    opened.seek(self._rng.randrange(SEGMENT_BYTES))
-                    opened.write(self._rng.randbytes(self._rng.choice([1, 16])))
+                    place, data = self._rng.randrange(SEGMENT_BYTES), self._rng.randbytes(self._rng.choice([1, 16]))
+                    opened.seek(place)
+                    opened.write(data[: SEGMENT_BYTES - place])
 
     def _delete(self) -> None:
         if self._rng.random() < 0.2:

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "serving"))
 from models import CONFIGS  # noqa: E402
 
 from kvpage import CacheConfig, OutOfBlocks  # noqa: E402
+from kvpage.blend import BlendConfig  # noqa: E402
 from kvpage.serving import BeamSearchParams, Engine, SamplingParams  # noqa: E402
 
 
@@ -29,7 +30,8 @@ class ServingWorld:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.num_made, self.ids = rng, 0, []
-        self.engine = Engine.from_model(model(), CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64)
+        blend = BlendConfig(0.5, 1, separator=(3,), max_bytes=1 << 14)
+        self.engine = Engine.from_model(model(), CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64, blend=blend)
 
     def __enter__(self) -> "ServingWorld":
         return self
@@ -40,6 +42,7 @@ class ServingWorld:
                 self.engine.abort(request_id)
             self.check()
             assert self.engine.manager.num_free_blocks == 24
+        self.engine.close()
 
     def snapshot(self) -> object:
         manager, stats = self.engine.manager, self.engine.stats()
@@ -55,7 +58,7 @@ class ServingWorld:
         self.engine.manager.check()
 
     def case(self, rng: random.Random) -> Case:
-        names = "add add add add abort abort step check_tokens length generate stream beams"
+        names = "add add add add blend blend abort abort step check_tokens length generate stream beams warm"
         return getattr(self, f"_{rng.choice(names.split())}")()
 
     def _prompt(self) -> list[int]:
@@ -75,6 +78,20 @@ class ServingWorld:
         if len(self.engine._loop.requests) > 6:
             return self._step()
         return Case("engine.add_request", self.engine.add_request, args)
+
+    def _blend(self) -> Case:
+        """With segments by separator, by length, and none."""
+        case = self._add()
+        if case.name != "engine.add_request":
+            return case
+        prompt = self._prompt()
+        segments = self.rng.choice((None, [], [len(prompt)], [1] * (len(prompt) // 2)))
+        case.args |= {"tokens": prompt, "blend": self.rng.random() < 0.7, "segments": segments}
+        return case
+
+    def _warm(self) -> Case:
+        args = {"segments": [self._prompt() for _ in range(self.rng.randrange(3))], "namespace": b""}
+        return Case("engine.warm_segments", self.engine.warm_segments, args)
 
     def _abort(self) -> Case:
         request_id = self.rng.choice([*self.engine._loop.requests, "nobody"])
@@ -96,7 +113,7 @@ class ServingWorld:
         return Case("engine.generate", self.engine.generate, args)
 
     def _stream(self) -> Case:
-        args = {"tokens": self._prompt(), "params": self._params()}
+        args = {"tokens": self._prompt(), "params": self._params(), "blend": False, "segments": None}
         return Case("engine.stream", self.engine.stream, args, done=lambda stream: stream.close())
 
     def _beams(self) -> Case:

@@ -10,13 +10,16 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
+CALLS = ("store", "retrieve", "lookup", "pin", "remove", "flush")
+CALLS += ("store_blocks", "load_blocks", "load_layers", "layer")
 
 
 class StoreWorld:
     covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
+    covers += ("kvpage.store.LayerLoad",)
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.pins = rng, []
+        self.rng, self.pins, self.loads = rng, [], []
         model, cache = ModelConfig(SIZE, HEADS, ("full_attention",) * LAYERS, torch.float32), CacheConfig(CHUNK, 6, 0)
         self.engine = CacheEngine(cache, model)
         self.metadata = KVStoreMetadata("m", fmt=rng.choice(("vllm", "huggingface")), kv_dtype=torch.float32)
@@ -30,6 +33,8 @@ class StoreWorld:
     def __exit__(self, *error: object) -> None:
         for pin in self.pins:
             pin.release()
+        for load in self.loads:
+            load.close()
         self.store.close()
         self.block_store.close()
 
@@ -51,7 +56,7 @@ class StoreWorld:
         tokens = [rng.choice((1, 1, 2)) for _ in range(rng.randrange(1, 11))]
         return getattr(
             self,
-            f"_{rng.choice(['store', 'retrieve', 'lookup', 'pin', 'remove', 'flush', 'store_blocks', 'load_blocks'])}",
+            f"_{rng.choice(CALLS)}",
         )(tokens)
 
     def _store(self, tokens: list[int]) -> Case:
@@ -101,3 +106,24 @@ class StoreWorld:
     def _load_blocks(self, tokens: list[int]) -> Case:
         args = self._blocks(tokens) | {"start": 0, "namespace": b""}
         return Case("store.load_blocks", self.block_store.load_blocks, args)
+
+    def _load_layers(self, tokens: list[int]) -> Case:
+        args = self._blocks(tokens) | {"start": 0, "namespace": b""}
+        case = Case("store.load_layers", self.block_store.load_layers, args)
+
+        def done(load: Any) -> None:
+            assert load.result(60.0) <= len(tokens) or not isinstance(args["tokens"], list)
+            load.close()
+
+        case.done = done
+        return case
+
+    def _layer(self, tokens: list[int]) -> Case:
+        """What is asked of a load while it goes on, and after."""
+        self.block_store.store_blocks(**self._blocks(tokens))
+        load = self.block_store.load_layers(**self._blocks(tokens))
+        self.loads.append(load)
+        if len(self.loads) > 3:
+            self.loads.pop(0).close()
+        load.result()
+        return Case("load.wait", load.wait, {"layer": 0, "timeout": 60.0}, errors=(TimeoutError,))

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import fuzz_blend
 import fuzz_blocks
+import fuzz_branches
 import fuzz_configs
 import fuzz_manager
 import fuzz_ops
@@ -38,4 +40,9 @@ TARGETS = [
     Target("serving", fuzz_serving.ServingWorld, 0.1, 50),
     Target("store", fuzz_store.StoreWorld),
     Target("slots", fuzz_blocks.SlotWorld, 2, 100),
+    Target("blending", fuzz_blend.BlendMathWorld, 2),
+    Target("blended rows", fuzz_blend.BlendRowsWorld, 2),
+    Target("segments", fuzz_blend.SegmentWorld),
+    Target("branches", fuzz_branches.BranchWorld, 0.1, 50),
+    Target("caches of generate", fuzz_branches.CacheWorld, 0.1, 50),
 ]

@@ -196,3 +196,14 @@ def test_bad_calls_change_nothing() -> None:
     with pytest.raises(ValueError, match="max_model_len=256, got 257"):
         branches.compute([long])
     engine.manager.check()
+
+
+def test_releasing_one_twice_releases_none() -> None:
+    with Branches(make_engine()) as branches:
+        first, second = branches.start([1, 2]), branches.start([3])
+        with pytest.raises(ValueError, match="distinct"):
+            branches.release([second, first, second])
+        branches.release([first])
+        with pytest.raises(KeyError):
+            branches.release([second, first])
+        assert second in branches and len(branches) == 1

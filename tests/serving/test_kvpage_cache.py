@@ -828,3 +828,21 @@ def test_configurations_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="model must be in eval mode, LlamaForCausalLM is in training mode"):
         KVPageCachePool.from_model(make_model("llama").train(), CacheConfig(num_gpu_blocks=4))
     assert not has_hooks(model)
+
+
+def test_tensors_that_hold_no_numbers_are_refused() -> None:
+    pool, ids = make_pool("llama"), rows_of([1, 2, 3])
+    mask = torch.ones_like(ids)
+    mask.untyped_storage().resize_(0)
+    for wrong in (mask, torch.ones(1, 3, device="meta"), object()):
+        with pytest.raises((TypeError, ValueError)):
+            KVPageCache(pool, ids, wrong)
+    with KVPageCache(pool, ids) as cache:
+        for wrong in (1.5, [0], torch.tensor([0.0]), torch.tensor([0], device="meta")):
+            with pytest.raises((TypeError, ValueError)):
+                cache.reorder_cache(wrong)
+            with pytest.raises((TypeError, ValueError)):
+                cache.batch_select_indices(wrong)
+        with pytest.raises(ValueError, match="repeats must be at most"):
+            cache.batch_repeat_interleave(10**9)
+    check_drained(pool)
