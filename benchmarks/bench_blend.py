@@ -25,15 +25,16 @@ import torch
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
 
+AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
 SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 
-def quality(seeds: Sequence[int], num_documents: int, cache: Path) -> list[dict]:
-    """Of every method, over the documents of all seeds' models."""
+def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[dict]:
+    """Of every method, over the documents of all models."""
     found: dict[Method, list[Answers]] = {}
-    for seed in seeds:
-        config = blend_model.TrainingConfig(seed)
+    for config in configs:
+        seed = config.seed
         model, attention = blend_model.load_or_train(config, cache)
         batches = blend_quality.batches(
             model, attention, num_documents, config.num_tokens, SEGMENT_TOKENS["quality"], seed
@@ -42,7 +43,14 @@ def quality(seeds: Sequence[int], num_documents: int, cache: Path) -> list[dict]
         print(
             f"seed {seed}: {len(batches) * blend_quality.BATCH} documents, {refers:.1%} of their rows refer to others"
         )
-        for method in blend_quality.methods(config.num_layers):
+        agreement = blend_quality.engine_agreement(batches[0], SEGMENT_TOKENS["quality"], 0.2)
+        print(
+            f"seed {seed}: of {batches[0].answers.numel()} blended answers the engine gives {agreement.equal:.1%} as "
+            f"here, {agreement.right:.1%} right, {agreement.right_here:.1%} here",
+            flush=True,
+        )
+        assert agreement.equal > AGREEMENT, "the engine must answer as the blending that is measured here"
+        for method in dict.fromkeys(blend_quality.methods(config.num_layers)):
             found.setdefault(method, []).append(blend_quality.answers(batches, method))
     return [quality_row(method, each, found) for method, each in found.items()]
 
@@ -68,20 +76,20 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
         "lost": blend_quality.difference(full, right, drawn),
         "lost cross": blend_quality.difference(full, right, cross),
         "refers found": sum(one.share_found for one in each) / len(each),
-        "rows computed": sum(one.share_computed for one in each) / len(each),
+        "work": sum(one.share_computed for one in each) / len(each),
         "by seed": [blend_quality.estimate(one.right, one.cross).mean for one in each],
     }
 
 
 def print_quality(rows: Sequence[dict]) -> None:
     print(f"\n{'method':18} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
-    print(f"{'found':>6} {'rows':>6}")
+    print(f"{'found':>6} {'work':>6}")
     for row in rows:
         check, ratio = ("+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios"))
         cells = ["{:.3f} ({:.3f} - {:.3f})".format(*row[name]) for name in ("all", "cross")]
         lost = "{:+.3f} ({:+.3f} - {:+.3f})".format(*row["lost"])
         print(f"{row['method']:18} {check:>7} {ratio:>15} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
-        print(f"{row['refers found']:6.2f} {row['rows computed']:6.2f}")
+        print(f"{row['refers found']:6.2f} {row['work']:6.3f}")
 
 
 def speed(tokens: Sequence[int], ratios: Sequence[float], check_layer: int, rounds: int, device: str) -> list[dict]:
@@ -153,6 +161,8 @@ def plot(quality_rows: Sequence[dict], speed_rows: Sequence[dict], path: Path) -
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
+        else:
+            axes.set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -162,7 +172,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--part", default="all", choices=["all", "quality", "speed"])
     parser.add_argument("--full", action="store_true", help="three seeds, and longer prompts")
     parser.add_argument("--seeds", type=int, nargs="+", help="of the trainings")
-    parser.add_argument("--documents", type=int, default=160, help="of each seed")
+    parser.add_argument("--layers", type=int, default=6, help="of the small Llama")
+    parser.add_argument("--hidden", type=int, default=128, help="its hidden size")
+    parser.add_argument("--documents", type=int, default=80, help="of each seed")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the prompts that are timed")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3, 0.5, 1.0])
     parser.add_argument("--check-layer", type=int, default=1, help="of the prompts that are timed")
@@ -185,7 +197,8 @@ def main() -> None:
     tokens = chosen.tokens or ([2048, 4096, 8192] if chosen.full else [2048, 4096])
     quality_rows, speed_rows = [], []
     if chosen.part != "speed":
-        quality_rows = quality(seeds, chosen.documents, chosen.cache)
+        configs = [blend_model.TrainingConfig(seed, chosen.layers, chosen.hidden) for seed in seeds]
+        quality_rows = quality(configs, chosen.documents, chosen.cache)
         print_quality(quality_rows)
     if chosen.part != "quality":
         if chosen.device == "cpu":

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage.blend.selection import SEAM, seam_weights
+
+KV_SHARE = 0.2
+"""Of the weights of a layer of blend_model's Llama, those of K and V: 2 of 4 + 3 * 2 squares of the hidden size."""
+
 Rows = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer: [batch, heads, rows, size]."""
 
@@ -17,12 +22,14 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What a method sees. query: of all rows, those of the questions behind the documents' ones. fresh, retrieved: of
-    the documents' rows. number: of the layer."""
+    the documents' rows. number: of the layer. within: of each layer, how the rows of a segment attended to each other
+    when it was computed by itself, a mean over heads: [batch, segments, rows, rows]."""
 
     number: int
     query: torch.Tensor
     fresh: Rows
     retrieved: Rows
+    within: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,21 @@ def passed_on(layer: Layer, truth: Truth) -> torch.Tensor:
     return own / own.mean().clamp(min=1e-12) + passed / passed.mean().clamp(min=1e-12)
 
 
+def at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
+    """As kvpage.blend does it by default: V's difference, which counts for more near a segment's begin."""
+    return deviation(layer, truth, "v") * seam_weights(truth.offset, SEAM)
+
+
+def followed(layer: Layer, truth: Truth) -> torch.Tensor:
+    """Near a segment's begin more of V's difference, relative to its size, and what follows from it in the next three
+    layers: as much as the segment's rows attended to each other there. A cache would have to keep that."""
+    size = layer.retrieved[1].square().mean(dim=(1, 3)).clamp(min=1e-12)
+    change = (squares(layer, 1).mean(dim=1) / size).sqrt().unflatten(1, layer.within[0].shape[1:3])
+    for weights in layer.within[layer.number : layer.number + 3]:
+        change = change + (weights @ change[..., None])[..., 0]
+    return change.flatten(1) * (1 + 3 * torch.exp(-truth.offset / 8))
+
+
 def first_rows(layer: Layer, truth: Truth) -> torch.Tensor:
     return -truth.offset.float().expand(layer.query.shape[0], -1)
 
@@ -129,6 +151,8 @@ METHODS: dict[str, Score] = {
     "v largest head": largest_head,
     "v asked for": asked_for,
     "v passed on": passed_on,
+    "v at seams": at_seams,
+    "v followed": followed,
     "first rows": first_rows,
     "first 4 and v": first_rows_and_v,
     "random": random_rows,
@@ -152,20 +176,31 @@ class Blending:
     where each chooses among what the one before has left.
     """
 
-    def __init__(self, retrieved: Sequence[Rows], truth: Truth, score: Score, stages: Sequence[tuple[int, float]]):
-        self._retrieved, self._truth, self._score, self._stages = retrieved, truth, score, dict(stages)
+    def __init__(
+        self,
+        retrieved: Sequence[Rows],
+        within: Sequence[torch.Tensor],
+        truth: Truth,
+        score: Score,
+        stages: Sequence[tuple[int, float]],
+    ):
+        self._retrieved, self._within, self._truth = retrieved, within, truth
+        self._score, self._stages = score, dict(stages)
         self.chosen = torch.ones_like(truth.refers)
-        self.num_computed = 0
-        """Rows of documents, summed over layers."""
+        self.num_computed = 0.0
+        """Rows of documents, summed over layers; those that a layer lets go, whose K and V it has computed, in part."""
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
         old_key, old_value = self._retrieved[layer]
         num_rows, keep = old_key.shape[2], self.chosen[:, None, :, None]
-        self.num_computed += int(self.chosen.sum())
+        num_begun = int(self.chosen.sum())
         key, value = key.clone(), value.clone()
         key[:, :, :num_rows] = torch.where(keep, key[:, :, :num_rows], old_key)
         value[:, :, :num_rows] = torch.where(keep, value[:, :, :num_rows], old_value)
         if layer in self._stages:
-            seen = Layer(layer, query, (key[:, :, :num_rows], value[:, :, :num_rows]), self._retrieved[layer])
+            fresh = key[:, :, :num_rows], value[:, :, :num_rows]
+            seen = Layer(layer, query, fresh, self._retrieved[layer], self._within)
             self.chosen = largest(self._score(seen, self._truth), self._stages[layer], self.chosen)
+        num_chosen = int(self.chosen.sum())
+        self.num_computed += num_chosen + KV_SHARE * (num_begun - num_chosen)
         return key, value

@@ -1,17 +1,23 @@
 """Answers of the small Llama over blended documents, method by method, with intervals over documents."""
 
+import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from kvpage.benchmarks import blend_task as task
-from kvpage.benchmarks.blend_methods import METHODS, Blending, Rows, Truth
+from kvpage.benchmarks.blend_methods import KV_SHARE, METHODS, Blending, Rows, Truth
 from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
+from kvpage.benchmarks.blend_speed import first_token
 from transformers import LlamaForCausalLM
 
-from kvpage.blend import RotaryTables
+from kvpage import CacheConfig
+from kvpage.blend import BlendConfig, RotaryTables
+from kvpage.blend.selection import SEAM
+from kvpage.serving import Engine
 
-RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)
 BATCH = 20
 NUM_RESAMPLES = 1000
 
@@ -27,8 +33,8 @@ class Answers(NamedTuple):
     """Of each question: bool [num_documents, num_questions].
 
     agrees: it says what a full recompute says. drawn: it is about any fact. cross: about one whose name stands in an
-    earlier segment. share_found: of the rows that refer to one, those that were chosen. share_computed: of all rows of
-    all layers.
+    earlier segment. share_found: of the rows that refer to one, those that were chosen. share_computed: of the
+    documents' arithmetic with weights in all layers.
     """
 
     right: torch.Tensor
@@ -55,7 +61,8 @@ class Batch:
         self.num_tokens = documents.tokens.shape[1]
         self.cross = is_cross.gather(1, where)
         self.drawn = (torch.arange(2 * asked) < asked) & (self.answers != task.NOBODY)
-        self._ids, self._positions, self._mask = pack(documents.tokens, questions)
+        self.ids, self._positions, self._mask = pack(documents.tokens, questions)
+        self.within: list[torch.Tensor] = []
         self.retrieved = self._retrieve(documents.tokens, segment)
         fresh: list[Rows] = []
         self.full = self.run(lambda layer, q, k, v: (fresh.append((k, v)), (k, v))[1])
@@ -63,16 +70,27 @@ class Batch:
         refers = (documents.named_at >= 0) & (documents.named_at // segment < here // segment)
         self.truth = Truth(self._deviation(fresh), refers, here % segment)
 
+    def blending(self, method: Method) -> Blending:
+        return Blending(self.retrieved, self.within, self.truth, METHODS[method.name], method.stages)
+
+    def own_model(self) -> LlamaForCausalLM:
+        """A copy with an attention of transformers' own."""
+        model = LlamaForCausalLM(copy.deepcopy(self._model.config))
+        model.load_state_dict(self._model.state_dict())
+        model.set_attn_implementation("eager")
+        return model.eval()
+
     def run(self, swap) -> torch.Tensor:
         """The answers: [num_documents, num_questions]."""
         self._attention.mask, self._attention.swap = self._mask, swap
         with torch.inference_mode():
-            logits = self._model(input_ids=self._ids, position_ids=self._positions, use_cache=False).logits
+            logits = self._model(input_ids=self.ids, position_ids=self._positions, use_cache=False).logits
         self._attention.swap = None
         return logits[:, self.num_tokens + 1 :: 2].argmax(-1)
 
     def _retrieve(self, tokens: torch.Tensor, segment: int) -> list[Rows]:
-        """K and V of each segment computed by itself from position 0 on, K turned to where the segment stands."""
+        """K and V of each segment computed by itself from position 0 on, K turned to where the segment stands; and how
+        its rows attended to each other, in `within`."""
         count, num_tokens = tokens.shape
         old, new = torch.arange(num_tokens) % segment, torch.arange(num_tokens)
         config = self._model.config
@@ -83,6 +101,10 @@ class Batch:
         def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
             whole = [part.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3) for part in (key, value)]
             rows.append((rotary.turn(whole[0], old, new, token_dim=2), whole[1]))
+            scores = query @ key.transpose(2, 3) / key.shape[-1] ** 0.5
+            seen = torch.ones(segment, segment, dtype=torch.bool).tril()
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).mean(dim=1)
+            self.within.append(weights.unflatten(0, (count, -1)))
             return key, value
 
         self._attention.mask, self._attention.swap = None, keep
@@ -104,7 +126,7 @@ class Batch:
 def answers(batches: Sequence[Batch], method: Method) -> Answers:
     right, agrees, found, computed = [], [], [], []
     for batch in batches:
-        blending = Blending(batch.retrieved, batch.truth, METHODS[method.name], method.stages)
+        blending = batch.blending(method)
         said = batch.run(blending)
         right.append(said == batch.answers)
         agrees.append(said == batch.full)
@@ -141,27 +163,35 @@ def _bootstrap(hits: torch.Tensor, counts: torch.Tensor) -> Estimate:
     return Estimate(float(hits.sum() / counts.sum().clamp(min=1)), low, high)
 
 
-BLIND = ("first rows", "random", "oracle deviation", "oracle meaning")
-"""They look at nothing that the check layer computes."""
+BY_RATIO = ("v", "v at seams", "first rows", "random", "oracle deviation")
+BY_CHECK = ("v", "v at seams", "v passed on", "v followed")
 
 
 def methods(num_layers: int) -> Iterator[Method]:
-    """V by ratio at three check layers, all others at 15 %, those that are blind by ratio at the first, and V filtered
-    gradually."""
-    checks = range(1, min(4, num_layers - 1))
-    for check in checks:
-        for ratio in RATIOS:
-            yield Method("v", ((check, ratio),))
-        for name in METHODS:
-            if name != "v" and (check == 1 or name not in BLIND):
-                yield Method(name, ((check, 0.15),))
-    for name in BLIND:
-        for ratio in RATIOS[1:-1]:
-            if ratio != 0.15:
-                yield Method(name, ((1, ratio),))
-    for first in (0.3, 0.5):
-        yield Method("v", ((1, first), (2, 0.15)))
-        yield Method("v", ((1, first), (2, (first + 0.15) / 2), (3, 0.15)))
+    """At check layer 1 some by ratio, and all at 15 %; some at later check layers; and filtered gradually, each beside
+    the ratio that takes as much work at check layer 1."""
+    for name in METHODS:
+        for ratio in RATIOS if name in BY_RATIO else (0.15,):
+            yield Method(name, ((1, ratio),))
+    for check in range(2, min(4, num_layers - 1)):
+        for name in BY_CHECK:
+            yield Method(name, ((check, 0.15),))
+    for name in ("v", "v at seams"):
+        last = 2 * num_layers // 3
+        for first in (0.3, 0.5):
+            for stages in (((1, first), (2, 0.15)), ((1, first), (last, 0.15))):
+                yield Method(name, stages)
+                yield Method(name, ((1, equal_ratio(stages, num_layers)),))
+
+
+def equal_ratio(stages: Sequence[tuple[int, float]], num_layers: int) -> float:
+    """Of one check layer, for as much work as these stages take, of which the first is at that layer.
+
+    Work behind it: each stage's rows up to the next stage, and K and V of all that is let go, 1 - the last ratio.
+    """
+    ends = [*(layer for layer, _ in stages[1:]), num_layers]
+    rows = sum(ratio * (end - layer) for (layer, ratio), end in zip(stages, ends, strict=True))
+    return round((rows - KV_SHARE * stages[-1][1]) / (num_layers - stages[0][0] - KV_SHARE), 3)
 
 
 def batches(
@@ -173,3 +203,33 @@ def batches(
         documents = task.write_documents(BATCH, num_tokens, seed=2_000_000_000 + seed * 1000 + index)
         made.append(Batch(model, attention, documents, segment, 16))
     return made
+
+
+class Agreement(NamedTuple):
+    """Of answers through the engine with those of this file's blending: shares that are equal, and right in each."""
+
+    equal: float
+    right: float
+    right_here: float
+
+
+def engine_agreement(batch: Batch, segment: int, ratio: float, name: str = "v at seams") -> Agreement:
+    """By the engine's own choice of rows at check layer 1, which is the method `name`: that, or "v".
+
+    ratio: of the rows that the engine finds no prefix for: as many as of all rows here, where the first segment's do
+    not differ.
+    """
+    num_tokens, num_asked = batch.num_tokens, batch.answers.shape[1]
+    here = batch.run(batch.blending(Method(name, ((1, ratio * (1 - segment / num_tokens)),))))
+    cache = CacheConfig(block_size=math.gcd(segment, 8), num_gpu_blocks=4 * num_tokens)
+    blend = BlendConfig(ratio, check_layer=1, seam=0.0 if name == "v" else SEAM)
+    engine = Engine.from_model(batch.own_model(), cache, blend=blend)
+    lengths, said = [segment] * (num_tokens // segment), torch.empty_like(here)
+    for row, ids in enumerate(batch.ids.tolist()):
+        document, questions = ids[:num_tokens], ids[num_tokens:]
+        engine.warm_segments([document[at : at + segment] for at in range(0, num_tokens, segment)])
+        for index in range(num_asked):
+            prompt = document + questions[2 * index : 2 * index + 2]
+            said[row, index] = first_token(engine, prompt, lengths).token
+    shares = (here == said, said == batch.answers, here == batch.answers)
+    return Agreement(*(float(share.float().mean()) for share in shares))

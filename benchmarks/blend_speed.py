@@ -98,9 +98,9 @@ class Prompts:
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(1, self._vocab_size, (count,), generator=self._draw).tolist()
 
-    def next(self) -> tuple[list[int], list[int]]:
-        """A prompt whose first segment is the first one ever, and the lengths of its segments."""
-        order = [0, *(1 + torch.randperm(len(self.segments) - 1, generator=self._draw)).tolist()]
+    def next(self, num_segments: int | None = None) -> tuple[list[int], list[int]]:
+        """A prompt of all segments, or so many, of which the first is the first one ever, and their lengths."""
+        order = [0, *(1 + torch.randperm(len(self.segments) - 1, generator=self._draw)).tolist()][:num_segments]
         parts = [self.segments[index] for index in order]
         tokens = [token for part in parts for token in part]
         return tokens + self._tokens(QUESTION_TOKENS), [len(part) for part in parts]
@@ -163,7 +163,7 @@ def measure(
         engines["blend", ratio] = engine
     first: dict[tuple[str, float | None], list[First]] = {key: [] for key in engines}
     for turn in range(rounds + 1):
-        tokens, lengths = prompts.next()
+        tokens, lengths = prompts.next(None if turn else 2)  # the first round warms up
         # What earlier prompts began with, beyond the first segment, must not be found.
         alone = str(turn).encode()
         first_token(engines["prefix", None], prompts.segments[0], None, alone)
@@ -179,7 +179,6 @@ def measure(
     for (method, ratio), each in first.items():
         again = each[-1].num_recomputed
         flops = work(shape, method, len(tokens), segment, check_layer, again)
-        # The first round warms up.
         taken, cpu = min(one.seconds for one in each[1:]), min(one.cpu for one in each[1:])
         results.append(Ttft(method, len(tokens), ratio, taken, cpu, flops, again))
     return results

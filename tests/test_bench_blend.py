@@ -9,11 +9,8 @@ pytest.importorskip("rich")
 from kvpage.benchmarks import blend_methods, blend_model, blend_quality, blend_speed
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_quality import Method
-from transformers import LlamaForCausalLM
 
-from kvpage import CacheConfig
-from kvpage.blend import BlendConfig, select_tokens
-from kvpage.serving import Engine
+from kvpage.blend import select_tokens
 
 SEGMENT = 8
 CONFIG = blend_model.TrainingConfig(num_layers=3, hidden_size=32, num_heads=2, num_tokens=32)
@@ -64,7 +61,7 @@ def batch() -> blend_quality.Batch:
     model, attention = blend_model.build(CONFIG)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(40)  # answers depend on what is attended to
+            layer.self_attn.o_proj.weight.mul_(80)  # answers depend on what is attended to
     documents = task.write_documents(3, CONFIG.num_tokens, seed=3)
     return blend_quality.Batch(model.eval(), attention, documents, SEGMENT, 4)
 
@@ -98,16 +95,17 @@ def test_rows_are_those_that_the_library_chooses(ratio: float) -> None:
 
 
 def test_stages_choose_among_what_is_left(batch: blend_quality.Batch) -> None:
-    blending = blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((0, 0.5), (1, 0.25)))
+    blending = batch.blending(Method("v", ((0, 0.5), (1, 0.25))))
     seen = []
     batch.run(lambda *layer: (blending(*layer), seen.append(blending.chosen))[0])
     assert [int(chosen.sum()) for chosen in seen] == [3 * 16, 3 * 8, 3 * 8]
     assert not (seen[1] & ~seen[0]).any()
-    assert blending.num_computed == 3 * (32 + 16 + 8)
+    let_go = blend_methods.KV_SHARE * (16 + 8)  # K and V of what the first two layers let go
+    assert blending.num_computed == pytest.approx(3 * (16 + 8 + 8 + let_go))
 
 
 def test_rows_that_were_not_chosen_are_the_segments(batch: blend_quality.Batch) -> None:
-    blending = blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["random"], ((0, 0.25),))
+    blending = batch.blending(Method("random", ((0, 0.25),)))
     used = []
     batch.run(lambda *layer: (used.append(blending(*layer)), used[-1])[1])
     kept = ~blending.chosen
@@ -163,24 +161,40 @@ def test_a_trained_model_is_kept_and_found_again(tmp_path, monkeypatch) -> None:
         )
 
 
-def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch) -> None:
-    """6 rows are computed again: of 32, and of the 24 that the engine finds no prefix for."""
-    reference = batch.run(
-        blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.1875),))
-    )
-    model = LlamaForCausalLM(batch._model.config)
-    model.load_state_dict(batch._model.state_dict())
-    model.set_attn_implementation("eager")
-    engine = Engine.from_model(
-        model.eval(), CacheConfig(block_size=4, num_gpu_blocks=64), blend=BlendConfig(0.25, check_layer=1)
-    )
-    num_answers = batch.answers.shape[1]
-    for row, ids in enumerate(batch._ids.tolist()):
-        document, questions = ids[: CONFIG.num_tokens], ids[CONFIG.num_tokens :]
-        engine.warm_segments([document[at : at + SEGMENT] for at in range(0, CONFIG.num_tokens, SEGMENT)])
-        for index in range(num_answers):
-            prompt = document + questions[2 * index : 2 * index + 2]
-            found = blend_speed.first_token(engine, prompt, [SEGMENT] * (CONFIG.num_tokens // SEGMENT))
-            assert (found.token, found.num_recomputed) == (int(reference[row, index]), 6)
-    nothing = batch.run(blend_methods.Blending(batch.retrieved, batch.truth, blend_methods.METHODS["v"], ((1, 0.0),)))
-    assert not torch.equal(nothing, reference) and not torch.equal(batch.full, reference)
+@pytest.mark.parametrize("stages", [((1, 0.4), (2, 0.1)), ((1, 0.3), (3, 0.2), (5, 0.15))])
+def test_equal_ratios_take_equal_work(stages: tuple[tuple[int, float], ...]) -> None:
+    """Layer by layer, for 1000 rows of 6 layers."""
+
+    def work(stages: tuple[tuple[int, float], ...]) -> float:
+        total, rows, shares = 0.0, 1000.0, dict(stages)
+        for layer in range(6):
+            left = 1000 * shares[layer] if layer in shares else rows
+            total, rows = total + left + blend_methods.KV_SHARE * (rows - left), left
+        return total
+
+    ratio = blend_quality.equal_ratio(stages, 6)
+    assert stages[-1][1] < ratio < stages[0][1]
+    assert work(((1, ratio),)) == pytest.approx(work(stages), rel=1e-2)
+
+
+def test_following_finds_rows_that_attend_to_changed_ones() -> None:
+    """Of two segments of three rows, V of one's first row has changed, and its last row attended to that."""
+    fresh, old = (torch.ones(1, 2, 6, 4) for _ in range(2))
+    fresh[:, :, 3] = 3.0
+    within = torch.eye(3).repeat(1, 2, 1, 1)
+    within[0, 1, 2] = torch.tensor([1.0, 0.0, 0.0])
+    truth = blend_methods.Truth(torch.zeros(1, 6), torch.zeros(1, 6, dtype=torch.bool), torch.arange(6) % 3)
+    layer = blend_methods.Layer(0, torch.zeros(1, 2, 6, 4), (fresh, fresh), (old, old), [within] * 2)
+    score = blend_methods.followed(layer, truth)
+    assert (score > 0).tolist() == [[False, False, False, True, False, True]]
+    assert (blend_methods.at_seams(layer, truth) > 0).tolist() == [[False, False, False, True, False, False]]
+
+
+@pytest.mark.parametrize("name", ["v", "v at seams"])
+def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch, name: str) -> None:
+    """9 rows are computed again: of the 24 that the engine finds no prefix for, and of 32."""
+    found = blend_quality.engine_agreement(batch, SEGMENT, 0.375, name)
+    assert found.equal == 1 and found.right == found.right_here
+    blended = batch.run(batch.blending(Method(name, ((1, 0.28125),))))
+    nothing = batch.run(batch.blending(Method("v", ((1, 0.0),))))
+    assert not torch.equal(nothing, blended) and not torch.equal(batch.full, blended)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.boundaries import ContentBoundaries
-from kvpage.blend.selection import METRICS, Stage, check_filters
+from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters
 from kvpage.blend.spans import Span, spans_by_separator
 from kvpage.sequence_args import as_integer, as_list
 from kvpage.tokens import as_tokens
@@ -22,12 +22,13 @@ class BlendConfig:
         a full prefill gives.
     check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
         token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding. A later one
-        chooses better and costs more (`kvpage bench blend`); None for the one behind a tenth of the layers, and behind
-        two at least.
-    filters: (layer, ratio) of layers before the check layer that let go of tokens already (gradual filtering): each
-        keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not computed behind
-        it. Layers rise, ratios fall. None for none, or, without a check layer, for those of `stages_of`.
+        chooses better, but a larger ratio is the better use of the same work (`kvpage bench blend`); None for 1.
+    filters: (layer, ratio) of layers before a check layer that is named, which let go of tokens already (gradual
+        filtering): each keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not
+        computed behind it. Layers rise, ratios fall. It helped only where the check layer stood far behind.
     metric: by what they choose: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
+    seam: how much more that counts near a segment's begin, where what stood before it is not what stands there now: at
+        the n-th token the root of it counts 1 + seam / n. 0 for all alike.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
     max_bytes: of the segments' K and V that are kept in host memory.
@@ -37,7 +38,8 @@ class BlendConfig:
     ratio: float = 0.15
     check_layer: int | None = None
     metric: str = "v"
-    filters: Sequence[tuple[int, float]] | None = None
+    filters: Sequence[tuple[int, float]] = ()
+    seam: float = SEAM
     separator: Sequence[int] = ()
     boundaries: ContentBoundaries | None = None
     max_bytes: int = 1 << 30
@@ -50,10 +52,11 @@ class BlendConfig:
             value = getattr(self, name)
             if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.filters is not None:
-            if self.check_layer is None:
-                raise ValueError("filters must be None without a check_layer")
-            object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer, 0))
+        if self.filters and self.check_layer is None:
+            raise ValueError(f"filters must be empty without a check_layer, got {self.filters!r}")
+        object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer or 0, 0))
+        if isinstance(self.seam, bool) or not isinstance(self.seam, numbers.Real) or not 0 <= self.seam < float("inf"):
+            raise ValueError(f"seam must be finite and not negative, got {self.seam!r}")
         if not isinstance(self.deadline, numbers.Real) or not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")
         if not isinstance(self.metric, str) or self.metric not in METRICS:
@@ -72,10 +75,10 @@ class BlendConfig:
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:
-            return (Stage(min(max(2, -(-num_layers // 10)), num_layers - 1), self.ratio),)
+            return (Stage(min(1, num_layers - 1), self.ratio),)
         if self.check_layer >= num_layers:
             raise ValueError(f"check_layer must be under {num_layers}, got {self.check_layer}")
-        filters = (Stage(layer, max(ratio, self.ratio)) for layer, ratio in self.filters or ())
+        filters = (Stage(layer, max(ratio, self.ratio)) for layer, ratio in self.filters)
         return (*filters, Stage(self.check_layer, self.ratio))
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:

@@ -18,7 +18,16 @@ from kvpage.blend.indices import as_mask, create_index
 from kvpage.blend.interfaces import BlendExecutor, BlendOutput
 from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
-from kvpage.blend.selection import METRICS, Selection, check_filters, select_tokens, token_deviation
+from kvpage.blend.selection import (
+    METRICS,
+    SEAM,
+    Selection,
+    check_filters,
+    offsets_behind_seams,
+    seam_weights,
+    select_tokens,
+    token_deviation,
+)
 from kvpage.sequence_args import as_integer, as_list
 from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_indices, as_ratio
 from kvpage.turn import Turn
@@ -32,6 +41,7 @@ class CacheBlendImpl(BlendExecutor):
     check_layer: the layer that chooses, at least 1. metric: what it compares, "k", "v" or "kv".
     filters: (layer, ratio) of layers before it that let go of rows already, down to that share of the valid ones, or to
         the request's own where that is larger; layers rise, ratios fall.
+    seam: how much more rows count near the begin of a segment, see seam_weights; 0 for all alike.
 
     K is turned by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
     """
@@ -43,6 +53,7 @@ class CacheBlendImpl(BlendExecutor):
         metric: str = "v",
         rotary: RotaryTables | None = None,
         filters: Sequence[tuple[int, float]] = (),
+        seam: float = SEAM,
     ) -> None:
         if not isinstance(recompute_ratio, (int, float)):
             recompute_ratio = as_list("recompute_ratio", recompute_ratio)
@@ -57,6 +68,9 @@ class CacheBlendImpl(BlendExecutor):
         self.metric = metric
         self.rotary = rotary
         self.filters = check_filters(filters, check_layer, 1)
+        if not 0 <= seam < float("inf"):
+            raise ValueError(f"seam must be finite and not negative, got {seam!r}")
+        self.seam = seam
         self._least_ratio = {**dict(self.filters), check_layer: 0.0}
         self.selection: Selection | None = None
         """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
@@ -139,8 +153,10 @@ class CacheBlendImpl(BlendExecutor):
         left = _all(len(valid), valid) if before is None else before.indices
         if before is None:
             self._positions = positions
+            offsets = offsets_behind_seams(valid, retrieved[3].to(valid.device), positions, query_start_loc)
+            self._weights = seam_weights(offsets, self.seam)
         deviation = torch.zeros(len(valid), device=valid.device)
-        deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim)
+        deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim) * self._weights[left]
         among = None if before is None else before.places >= 0
         selection = select_tokens(deviation, valid, bounds, ratios, among)
         local = selection.indices if before is None else before.places[selection.indices]

@@ -21,6 +21,7 @@ from kvpage.sequence_args import as_list
 from kvpage.tensor_args import as_bounds, as_dim, as_floats, as_ratio
 
 METRICS = ("k", "v", "kv")
+SEAM = 32.0
 
 
 class Stage(NamedTuple):
@@ -86,6 +87,31 @@ def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.T
         return torch.zeros(retrieved.shape[token_dim], device=retrieved.device)
     fresh_rows = as_rows(fresh.to(retrieved.dtype), token_dim, None)
     return ops.row_deviation(fresh_rows, as_rows(retrieved, token_dim, None), valid)
+
+
+def seam_weights(offsets: torch.Tensor, seam: float) -> torch.Tensor:
+    """What the mean squared difference of a row counts: fp32, (1 + seam / (1 + offset))^2.
+
+    offsets: of rows behind the seam where a segment begins and the context is another one than it was computed in. What
+    a row lacks there, deeper layers miss more than the check layer sees, the sooner it comes: what text refers to is
+    seldom far.
+    """
+    return (1.0 + seam / (1.0 + offsets.float())).square()
+
+
+def offsets_behind_seams(
+    valid: torch.Tensor, original: torch.Tensor, positions: torch.Tensor, query_start_loc: torch.Tensor
+) -> torch.Tensor:
+    """int64 [num_tokens]: how many rows before each have stood before it already, one after the other.
+
+    valid, original, positions: of each row, [num_tokens] on one device. query_start_loc: [num_requests + 1].
+    """
+    here, shift = torch.arange(len(valid), device=valid.device), positions - original
+    goes_on = torch.zeros_like(valid)
+    goes_on[1:] = valid[1:] & valid[:-1] & (shift[1:] == shift[:-1])
+    starts = query_start_loc.to(valid.device)[:-1]
+    goes_on[starts[starts < len(valid)]] = False
+    return here - here.masked_fill(goes_on, 0).cummax(0).values
 
 
 def select_tokens(

@@ -25,7 +25,7 @@ from kvpage.blend.config import BlendConfig
 from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segments import Reuse
-from kvpage.blend.selection import Selection, select_tokens, token_deviation
+from kvpage.blend.selection import Selection, seam_weights, select_tokens, token_deviation
 from kvpage.serving.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.dense_attention import AttentionOptions
 from kvpage.serving.row_hooks import RowHooks, RowsChosen
@@ -67,6 +67,8 @@ class BlendPass:
         ]
         device = step.slot_mapping.device
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
+        self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
         self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
@@ -187,4 +189,4 @@ class BlendPass:
             if part in self._config.metric:
                 rows = retrieved[is_left, ..., : fresh.shape[-1]]
                 deviation += token_deviation(fresh[places], rows, everything, 0)
-        return deviation
+        return deviation * self._weights[is_left]

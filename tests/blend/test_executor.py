@@ -14,6 +14,7 @@ from kvpage.blend import (
     select_tokens,
     token_deviation,
 )
+from kvpage.blend.selection import offsets_behind_seams
 
 HEADS, SIZE = 2, 8
 HIDDEN = HEADS * SIZE
@@ -197,13 +198,54 @@ class Forward:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_offsets_are_those_of_a_loop(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 2, 7, 30]) for _ in range(rng.randint(1, 4))] + [0] * (seed % 2)
+    bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    valid = [rng.random() < 0.9 for _ in range(bounds[-1])]
+    positions = list(range(5, 5 + bounds[-1]))
+    original, at = [], 0
+    for _ in positions:
+        at = rng.randrange(50) if rng.random() < 0.2 else at + 1
+        original.append(at)
+    expected = []
+    for row, position in enumerate(positions):
+        goes_on = row not in bounds and valid[row] and valid[row - 1] and original[row] == original[row - 1] + 1
+        expected.append(expected[-1] + 1 if goes_on else 0)
+        assert position == row + 5
+    tensors = torch.tensor(valid, dtype=torch.bool), torch.tensor(original).long(), torch.tensor(positions).long()
+    assert offsets_behind_seams(*tensors, torch.tensor(bounds)).tolist() == expected
+
+
+def test_rows_behind_a_seam_count_for_more() -> None:
+    """Two segments of five tokens; V of all rows is off by the same, or in the last row of each by twice that."""
+    fresh = torch.zeros(11, HIDDEN)
+    old = torch.ones(11, HIDDEN)
+    old[[4, 9]] = 2.0
+    valid = torch.arange(11) < 10
+    original, positions = torch.tensor([*range(5), *range(20, 25), 0]), torch.arange(11)
+    found = {}
+    for seam in (0.0, 1.0, 4.0):
+        executor = CacheBlendImpl(0.2, 1, "v", ROTARY, seam=seam)
+        for layer in range(2):
+            output = executor.blend(
+                layer, fresh, old, valid, original, fresh, fresh, fresh, positions, torch.tensor([0, 11])
+            )
+        found[seam] = output.local_indices.tolist()
+        offsets = torch.tensor([*range(5), *range(5), 0])
+        weights = (1 + seam / (1 + offsets)) ** 2 * valid
+        torch.testing.assert_close(executor.selection.deviation, old[:, 0] ** 2 * weights)
+    assert found == {0.0: [4, 9, 10], 1.0: [4, 9, 10], 4.0: [0, 5, 10]}
+
+
 @pytest.mark.parametrize("metric", ["k", "v", "kv"])
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
 def test_filters_choose_among_what_is_left(ratio: float, token_dim: int, metric: str) -> None:
     """A loop over requests and rows: each layer ranks the valid rows that the one before has left."""
     forward = Forward(5, [11, 1, 20], token_dim=token_dim)
-    executor = CacheBlendImpl(ratio, 3, metric, ROTARY, [(1, 0.7), (2, 0.5)])
+    executor = CacheBlendImpl(ratio, 3, metric, ROTARY, [(1, 0.7), (2, 0.5)], seam=0.0)
     rows = list(range(forward.bounds[-1]))
     forward.blend(executor, 0, torch.tensor(rows))
     for layer, share in ((1, max(0.7, ratio)), (2, max(0.5, ratio)), (3, ratio)):
@@ -235,7 +277,7 @@ def test_filters_choose_among_what_is_left(ratio: float, token_dim: int, metric:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: int, dtype: torch.dtype) -> None:
     forward = Forward(3, [11, 1, 20], dtype, token_dim)
-    executor = CacheBlendImpl(0.25, check_layer, metric, ROTARY)
+    executor = CacheBlendImpl(0.25, check_layer, metric, ROTARY, seam=0.0)
     count, rows = forward.bounds[-1], torch.arange(forward.bounds[-1])
     before = [part.clone() for layer in forward.retrieved for part in layer]
     for layer in range(check_layer):
@@ -359,6 +401,7 @@ def test_bad_arguments() -> None:
             {"recompute_ratio": 0.5, "check_layer": 2, "filters": [(0, 0.5)]},
             "filters must be of layers from 1 to under 2",
         ),
+        ({"recompute_ratio": 0.5, "seam": -1.0}, "seam must be finite and not negative, got -1.0"),
         ({"recompute_ratio": 0.5, "metric": "q"}, "metric must be one of k, v, kv"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -11,14 +11,20 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 
+from kvpage.blend.selection import SEAM
+
 
 @dataclass
 class Place:
-    """A segment reused at `start` of a prompt. k, v: per layer [kv heads, num_tokens, size], at those positions."""
+    """A segment reused at `start` of a prompt, from its token `begin` on.
+
+    k, v: per layer [kv heads, num_tokens, size], at those positions.
+    """
 
     start: int
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+    begin: int = 0
 
     @property
     def rows(self) -> slice:
@@ -34,6 +40,7 @@ class Recorder:
     check_layer: int = 0
     metric: str = "v"
     filters: tuple[tuple[int, float], ...] = ()
+    seam: float = SEAM
     k: list[torch.Tensor] = field(default_factory=list)
     v: list[torch.Tensor] = field(default_factory=list)
     chosen: set[int] | None = None
@@ -60,7 +67,8 @@ class Recorder:
         for one in self.places:
             for offset, row in enumerate(range(one.rows.start, one.rows.stop)):
                 parts = {"k": (key[:, row], one.k[layer][:, offset]), "v": (value[:, row], one.v[layer][:, offset])}
-                deviation[row] = sum(float((a - b).square().mean()) for a, b in (parts[name] for name in self.metric))
+                found = sum(float((a - b).square().mean()) for a, b in (parts[name] for name in self.metric))
+                deviation[row] = found * (1 + self.seam / (1 + one.begin + offset)) ** 2
         count = max(1, int(len(deviation) * ratio)) if ratio else 0
         left = [row for row in deviation if self.chosen is None or row in self.chosen]
         best = sorted(left, key=lambda row: (-deviation[row], row))[:count]

@@ -56,7 +56,7 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
-    names = ("check_layer", "metric", "filters", "separator", "boundaries", "max_bytes", "deadline")
+    names = ("check_layer", "metric", "filters", "seam", "separator", "boundaries", "max_bytes", "deadline")
     fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
@@ -152,7 +152,8 @@ def test_ratios_check_layers_and_metrics(ratio: float, check_layer: int, metric:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ratio", [0.2, 1.0])
 def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str) -> None:
-    model, filters = model_of(family), ((1, 0.5),)
+    # Rows out of a window's reach differ by rounding alone, and are not ranked.
+    model, filters = model_of(family), ((1, 0.35),)
     engine = make_engine(family, ratio=ratio, check_layer=2, filters=filters)
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[index] for index in (2, 0, 3, 1, 0)]
@@ -165,6 +166,19 @@ def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str
     unfiltered = Recorder(standalone(model, parts), ratio, 2)
     other = error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, unfiltered))
     assert own <= FULL and other <= FULL if ratio == 1 else own > 10 * FULL and other > 10 * FULL
+
+
+@pytest.mark.parametrize("seam", [0.0, 1.0, 1e4])
+def test_rows_behind_a_seam_count_for_more(seam: float) -> None:
+    model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
+    engine = make_engine(ratio=0.3, seam=seam)
+    engine.warm_segments(SEGMENTS)
+    recorder = Recorder(standalone(model, parts), 0.3, 1, seam=seam)
+    output, logits = serve(engine, parts)
+    assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
+    reused = set(range(len(LEAD), len(LEAD) + 22))
+    first = {len(LEAD) + offset for offset in (0, 1, 2, 9, 10, 11)}
+    assert (recorder.chosen & reused == first) == (seam == 1e4)
 
 
 def test_segments_kept_out_of_a_prompt_keep_what_they_saw_there() -> None:
@@ -214,7 +228,7 @@ def first_logits(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-@pytest.mark.parametrize("stages", [{"check_layer": 1}, {"check_layer": 2, "filters": ((1, 0.6),)}])
+@pytest.mark.parametrize("stages", [{"check_layer": 1}, {"check_layer": 2, "filters": ((1, 0.4),)}])
 def test_blended_and_ordinary_requests_in_one_step(stages: dict[str, object], ratio: float, family: str) -> None:
     model, engine = model_of(family), make_engine(family, ratio=ratio, **stages)
     engine.warm_segments(SEGMENTS)
@@ -264,7 +278,7 @@ def cut(places: list[Place], start: int) -> list[Place]:
     for one in places:
         at = max(start - one.start, 0)
         if at < one.k[0].shape[1]:
-            kept.append(Place(one.start + at, [k[:, at:] for k in one.k], [v[:, at:] for v in one.v]))
+            kept.append(Place(one.start + at, [k[:, at:] for k in one.k], [v[:, at:] for v in one.v], at))
     return kept
 
 
