@@ -152,7 +152,8 @@ def test_ratios_check_layers_and_metrics(ratio: float, check_layer: int, metric:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ratio", [0.2, 1.0])
 def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str) -> None:
-    model, filters = model_of(family), ((1, 0.35),)  # rows beyond a window differ by rounding, and are not ranked
+    # Rows out of a window's reach differ by rounding alone, and are not ranked.
+    model, filters = model_of(family), ((1, 0.35),)
     engine = make_engine(family, ratio=ratio, check_layer=2, filters=filters)
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[index] for index in (2, 0, 3, 1, 0)]
