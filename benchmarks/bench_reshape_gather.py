@@ -265,11 +265,11 @@ def measure_chunks(
         yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
-def every_result(device: str, tokens: Sequence[int], rounds: int) -> Iterator[dict]:
+def every_result(device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int) -> Iterator[dict]:
     for case in cases(device):
         for num_tokens in tokens:
             yield from measure(case, num_tokens, device, rounds)
-        for num_tokens in CHUNK_TOKENS if case.layout.dtype != torch.int8 and not case.head_scales else ():
+        for num_tokens in chunk_tokens if case.layout.dtype != torch.int8 and not case.head_scales else ():
             for on_host in (False, True) if device == "cuda" else (False,):
                 yield from measure_chunks(case, num_tokens, device, on_host, rounds)
             if case.layout.backend != "mla":
@@ -305,6 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=CHUNK_TOKENS)
     parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plot", type=Path)
@@ -319,7 +320,7 @@ def main() -> None:
     print(f"{'of index':>9} {'call us':>8}")
     results = []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
-    for result in every_result(options.device, tokens, options.rounds):
+    for result in every_result(options.device, tokens, options.chunk_tokens, options.rounds):
         results.append(result)
         print(table_line(result), flush=True)
     if options.plot:
