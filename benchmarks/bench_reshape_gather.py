@@ -12,7 +12,8 @@ on a CPU), on the device ("device" in format "vllm", "hf" in "huggingface"), and
 large copy_ over the bus). Scales are 1, or with "heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a
 GPU 0.85 from 8k tokens. Where others keep a machine busy, one thread (--threads 1) tells more than several.
 
-    python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--threads N] [--plot PATH]
+    python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--chunk-tokens N ...]
+        [--threads N] [--plot PATH]
 """
 
 import argparse
