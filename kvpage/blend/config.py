@@ -52,9 +52,10 @@ class BlendConfig:
             value = getattr(self, name)
             if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.filters and self.check_layer is None:
+        filters = as_list("filters", self.filters)
+        if filters and self.check_layer is None:
             raise ValueError(f"filters must be empty without a check_layer, got {self.filters!r}")
-        object.__setattr__(self, "filters", check_filters(self.filters, self.check_layer or 0, 0))
+        object.__setattr__(self, "filters", check_filters(filters, self.check_layer or 0, 0))
         object.__setattr__(self, "seam", check_seam(self.seam))
         if not isinstance(self.deadline, numbers.Real) or not self.deadline >= 0:
             raise ValueError(f"deadline must not be negative, got {self.deadline!r}")

@@ -147,6 +147,7 @@ def check(found: SegmentKV | None, expected: SegmentKV, num_tokens: int) -> None
         ({"max_bytes": 0}, "max_bytes must be an integer of at least 1, got 0"),
         ({"metric": "q"}, "metric must be one of k, v, kv, got 'q'"),
         ({"filters": [(1, 0.5)]}, "filters must be empty without a check_layer, got"),
+        ({"filters": torch.ones(2, 2)}, "filters must be empty without a check_layer, got"),
         ({"check_layer": 2, "filters": [(2, 0.5)]}, "filters must be of layers from 0 to under 2, got 2"),
         ({"check_layer": 2, "filters": [(-1, 0.5)]}, "filters must be of layers from 0 to under 2, got -1"),
         ({"check_layer": 2, "filters": [(True, 0.5)]}, "filters must be of layers .* got True"),

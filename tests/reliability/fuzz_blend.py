@@ -162,7 +162,7 @@ class BlendMathWorld:
 
     def _config(self) -> Case:
         args: dict[str, Any] = {"ratio": 0.5, "check_layer": 2, "metric": "kv", "separator": (1, 2)}
-        args |= {"filters": self.rng.choice((None, ((0, 0.9), (1, 0.7))))}
+        args |= {"filters": self.rng.choice(((), ((0, 0.9), (1, 0.7)))), "seam": self.rng.choice((0, 1.5, 32.0))}
         return Case("BlendConfig", BlendConfig, args | {"boundaries": None, "max_bytes": 1000, "deadline": 0.5})
 
     def _spans(self) -> Case:
