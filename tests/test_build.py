@@ -113,7 +113,7 @@ def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
     with tarfile.open(archive) as sdist:
         sdist.extractall(tmp_path)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    for pattern in ("CMakeLists.txt", "setup.py", "csrc/*", "kernels/*.py", "kvpage/**/*.py*", "tests/*.py"):
+    for pattern in ("CMakeLists.txt", "setup.py", "csrc/**/*.*", "kernels/*.py", "kvpage/**/*.py*", "tests/*.py"):
         present = {path.relative_to(tree) for path in tree.glob(pattern)}
         assert present and present <= {path.relative_to(unpacked) for path in unpacked.glob(pattern)}
     done = configure(unpacked, tmp_path / "build", environment(), "-DKVPAGE_CUDA=OFF")

@@ -270,10 +270,10 @@ def test_links_out_of_the_directory_are_refused(tmp_path, name, is_there):
 def test_hash_tables_over_what_others_choose_are_seeded():
     """Tables of tokens have a secret seed; the others have keys that callers do not choose."""
     chosen_by_us = {"int32_t", "int64_t", "const TreeNode*", "const SlotNode*"}
-    for path in sorted([*CSRC.glob("*.h"), *CSRC.glob("*.cpp")]):
+    for path in sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")]):
         for key_type, rest in re.findall(r"unordered_(?:map|set)<([^,>]+)([^;]*)", path.read_text()):
             assert key_type in chosen_by_us or "ChildHash" in rest, f"{path.name}: {key_type}"
-    seeds = [path.name for path in CSRC.glob("*.cpp") if "std::random_device" in path.read_text()]
+    seeds = [path.name for path in CSRC.rglob("*.cpp") if "std::random_device" in path.read_text()]
     assert {"prefix_tree.cpp", "slot_tree.cpp"} <= set(seeds)
 
 

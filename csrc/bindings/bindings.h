@@ -1,0 +1,23 @@
+// The extension's parts, each of which adds its noun to the module. Nothing outside of this folder knows Python.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace kvpage {
+
+namespace py = pybind11;
+
+void bind_codecs(py::module_& m);
+void bind_transpose(py::module_& m);
+void bind_token_ops(py::module_& m);
+void bind_blending(py::module_& m);
+void bind_block_copies(py::module_& m);
+void bind_hashes(py::module_& m);
+void bind_pool(py::module_& m);
+void bind_match(py::module_& m);
+void bind_tree(py::module_& m);
+void bind_slots(py::module_& m);
+
+}  // namespace kvpage

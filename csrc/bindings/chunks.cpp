@@ -1,0 +1,98 @@
+// Chunks and their hashes.
+#include "bindings.h"
+
+#include "addresses.h"
+#include "chunk_plan.h"
+#include "host_copy.h"
+#include "xxh3.h"
+
+namespace kvpage {
+
+namespace {
+
+py::bytes bytes_of(const Digest* digests, size_t count) {
+  return {reinterpret_cast<const char*>(digests), count * sizeof(Digest)};
+}
+
+const Xxh3Kernel& xxh3_kernel_of(const std::string& name) { return name.empty() ? xxh3_kernel() : xxh3_kernel(name.c_str()); }
+
+}  // namespace
+
+void bind_hashes(py::module_& m) {
+  m.def(
+      "xxh3_128_of_stretches",
+      [](int64_t data, int64_t num_bytes, int64_t stretch_bytes, int max_threads) {
+        check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
+        check(stretch_bytes > 0, "stretch_bytes must be positive, got ", stretch_bytes);
+        std::vector<Digest> digests(static_cast<size_t>(num_bytes / stretch_bytes + (num_bytes % stretch_bytes != 0)));
+        {
+          py::gil_scoped_release release;
+          hash_stretches(pointer<const std::byte>(data), num_bytes, stretch_bytes, max_threads, digests.data());
+        }
+        return bytes_of(digests.data(), digests.size());
+      },
+      "See kvpage.store.stretches.");
+  m.def(
+      "copy_and_xxh3_128",
+      [](int64_t data, int64_t to, int64_t num_bytes, bool streaming) {
+        Digest digest;
+        {
+          py::gil_scoped_release release;
+          Xxh3 hash;
+          hash.update_and_copy(pointer<const std::byte>(data), num_bytes, pointer<std::byte>(to), streaming);
+          if (streaming) end_streaming();
+          digest = hash.digest();
+        }
+        return bytes_of(&digest, 1);
+      },
+      "See kvpage.store.stretches.");
+  // (address and number of block ids, start, max_threads, streaming)
+  using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
+  const auto place_of = [](const Place& place) {
+    const auto& [block_ids, num_block_ids, start, max_threads, streaming] = place;
+    return ChunkPlace{pointer<const int32_t>(block_ids), num_block_ids, start, max_threads, streaming};
+  };
+  const auto digests_of = [](const ChunkPlan& plan, int64_t num_bytes) {
+    check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
+    return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
+  };
+  py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.block_io, which checks what needs a tensor.")
+      .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
+        return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
+      }))
+      .def("store", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes) {
+        std::vector<Digest> digests = digests_of(plan, num_bytes);
+        {
+          py::gil_scoped_release release;
+          plan.store(place_of(place), first, pointer<std::byte>(payload), num_bytes, digests.data());
+        }
+        return bytes_of(digests.data(), digests.size());
+      })
+      .def("load", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes,
+                       int64_t first_token, int64_t last_token) {
+        std::vector<Digest> digests = digests_of(plan, num_bytes);
+        {
+          py::gil_scoped_release release;
+          plan.load(place_of(place), first, pointer<const std::byte>(payload), num_bytes, first_token, last_token,
+                    digests.data());
+        }
+        return bytes_of(digests.data(), digests.size());
+      });
+  py::class_<Xxh3>(m, "_Xxh3", "The hash itself, with the kernel of an instruction set, for tests.")
+      .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernel_of(name)); }))
+      .def("update", [](Xxh3& hash, const std::string& data) {
+        const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
+        hash.update(bytes, static_cast<int64_t>(data.size()), bytes);
+      })
+      .def("update_and_copy", [](Xxh3& hash, int64_t data, int64_t num_bytes, int64_t to, bool streaming) {
+        const auto* bytes = pointer<const std::byte>(data);
+        hash.update_and_copy(bytes, num_bytes, pointer<std::byte>(to), streaming, bytes);
+        if (streaming) end_streaming();
+      })
+      .def("digest", [](const Xxh3& hash) {
+        const Digest digest = hash.digest();
+        return bytes_of(&digest, 1);
+      });
+}
+
+}  // namespace kvpage

@@ -1,0 +1,101 @@
+// Arrays of integers, and when the GIL is given up.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "bindings.h"
+#include "check.h"
+#include "token_view.h"
+
+namespace kvpage {
+
+// A caller's integers: an int32 or int64 array or buffer is read in place, anything else is converted.
+class Integers {
+ public:
+  Integers(const py::object& source, const char* name) : name_(name), array_(as_array(source, name)) {
+    check(array_.ndim() == 1, name, " must be one-dimensional, got ", array_.ndim(), " dimensions");
+    if (array_.size() == 0) return;
+    const py::dtype type = array_.dtype();
+    const bool is_readable =
+        type.kind() == 'i' && type.byteorder() == '=' && (type.itemsize() == 4 || type.itemsize() == 8);
+    if (!is_readable) fail(name, " must be int32 or int64, got ", py::str(type).cast<std::string>());
+    check(array_.size() == 1 || array_.strides(0) == type.itemsize(), name, " must be contiguous");
+    check(array_.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_, name, " must be aligned");
+    is_wide_ = type.itemsize() == 8;
+  }
+
+  TokenView tokens() const {
+    if (is_wide_) return {static_cast<const int64_t*>(array_.data()), array_.size()};
+    return {static_cast<const int32_t*>(array_.data()), array_.size()};
+  }
+
+  // As int32: in place, or narrowed into memory of this object.
+  std::span<const int32_t> ids() {
+    const auto size = static_cast<size_t>(array_.size());
+    if (!is_wide_) return {static_cast<const int32_t*>(array_.data()), size};
+    const auto* wide = static_cast<const int64_t*>(array_.data());
+    narrowed_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      check(wide[i] == static_cast<int32_t>(wide[i]), name_, " must fit into 32 bits, got ", wide[i]);
+      narrowed_.push_back(static_cast<int32_t>(wide[i]));
+    }
+    return narrowed_;
+  }
+
+  // For calls that give up the GIL: another thread may write to the caller's array meanwhile.
+  std::span<const int32_t> copied_ids() {
+    const auto read = ids();
+    if (read.data() != narrowed_.data()) narrowed_.assign(read.begin(), read.end());
+    return narrowed_;
+  }
+
+ private:
+  static py::array as_array(const py::object& source, const char* name) {
+    if (py::isinstance<py::array>(source)) return py::reinterpret_borrow<py::array>(source);
+    if (PyList_CheckExact(source.ptr())) {
+      if (auto array = from_list(source.ptr(), name)) return *array;
+    }
+    // A torch CPU tensor gives its memory by numpy() in a third of the time that numpy takes to ask for it.
+    const bool is_tensor = !PyObject_CheckBuffer(source.ptr()) && py::hasattr(source, "numpy");
+    try {
+      return py::module_::import("numpy").attr("asarray")(is_tensor ? source.attr("numpy")() : source);
+    } catch (py::error_already_set& error) {
+      // Of torch's many reasons: a tensor on a device, with a gradient, negated, nested, ...
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      fail(name, " must be readable as an array: ", error.what());
+    }
+  }
+
+  // None if something else than plain ints is among them.
+  static std::optional<py::array> from_list(PyObject* list, const char* name) {
+    py::array_t<int64_t> array(PyList_GET_SIZE(list));
+    int64_t* values = array.mutable_data();
+    for (py::ssize_t i = 0; i < array.size(); ++i) {
+      PyObject* item = PyList_GET_ITEM(list, i);
+      if (!PyLong_Check(item)) return std::nullopt;
+      int overflow = 0;
+      values[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
+      if (overflow != 0) fail(name, " must fit into 32 bits, got ", py::str(item).cast<std::string>());
+    }
+    return array;
+  }
+
+  const char* name_;
+  py::array array_;
+  bool is_wide_ = false;
+  std::vector<int32_t> narrowed_;
+};
+
+// Calls that may take long give the GIL up; a short one is over sooner than that.
+template <typename Call>
+auto maybe_without_gil(int64_t num_items, Call call) {
+  constexpr int64_t kShort = 4096;
+  if (num_items < kShort) return call();
+  py::gil_scoped_release released;
+  return call();
+}
+
+}  // namespace kvpage

@@ -1,0 +1,74 @@
+// kvpage._C: its errors, its classes as Python sees them, and what each file of this folder adds.
+#include "bindings.h"
+
+#include "check.h"
+
+using namespace kvpage;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = KVPAGE_VERSION;
+#ifdef __clang__
+  info["compiler"] = __VERSION__;
+#else
+  info["compiler"] = "GCC " __VERSION__;
+#endif
+#ifdef KVPAGE_HAS_CUDA
+  info["cuda"] = KVPAGE_CUDA_VERSION;
+  info["cuda_archs"] = KVPAGE_CUDA_ARCHS;
+#else
+  info["cuda"] = py::none();
+  info["cuda_archs"] = py::none();
+#endif
+  return info;
+}
+
+// InvalidArgument becomes ValueError by pybind11 itself; OutOfBlocks carries its two numbers over.
+void register_errors(py::module_& m) {
+  m.attr("OutOfBlocks") = py::module_::import("kvpage.errors").attr("OutOfBlocks");
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const OutOfBlocks& e) {
+      py::object type = py::module_::import("kvpage.errors").attr("OutOfBlocks");
+      PyErr_SetObject(type.ptr(), type(e.needed, e.free).ptr());
+    }
+  });
+}
+
+PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) { return py::detail::make_new_instance(type); }
+
+// Every object of our classes has a C++ object behind it; pybind11 hands raw memory to the methods of one that has not.
+// Python refuses `base.__new__(cls)`, of any base, for a class with a tp_new of its own: only calling the class makes
+// objects, by its constructor. No subclass can override that, nor can an object be given another class.
+void seal_classes(const py::module_& m) {
+  for (const auto& entry : m.attr("__dict__").cast<py::dict>()) {
+    auto* type = reinterpret_cast<PyTypeObject*>(entry.second.ptr());
+    if (!PyType_Check(entry.second.ptr()) || !py::detail::get_type_info(type)) continue;
+    type->tp_new = &new_instance;
+    type->tp_flags &= ~Py_TPFLAGS_BASETYPE;
+    type->tp_flags |= Py_TPFLAGS_IMMUTABLETYPE;
+    PyType_Modified(type);
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The native core of kvpage: addresses, sizes and stream handles in; no torch.";
+  register_errors(m);
+  m.def("build_info", &build_info, "What this extension was built with.");
+  bind_token_ops(m);
+  bind_codecs(m);
+  bind_transpose(m);
+  bind_blending(m);
+  bind_hashes(m);
+  bind_block_copies(m);
+  bind_pool(m);
+  bind_match(m);
+  bind_tree(m);
+  bind_slots(m);
+  seal_classes(m);
+}
