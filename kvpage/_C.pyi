@@ -141,6 +141,9 @@ def paged_attention(
 def _transpose(
     name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
 ) -> None: ...
+def _transpose_past_cache(
+    name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
+) -> bool: ...
 def _codecs() -> list[str]: ...
 def _codec_row(
     name: str, encodes: bool, codec: int, type: int, row: int, size: int, scale: float, codes: int, streaming: bool, /
