@@ -19,7 +19,7 @@ from kvpage.chunk_ops import load_chunk, native_chunk_parts, store_chunk
 from kvpage.layout import SCALE_BYTES
 from kvpage.store.keys import KVStoreMetadata, scales_digest
 from kvpage.store.record import Shape
-from kvpage.store.stretches import address_of, digests_of
+from kvpage.store.stretches import Runs, address_of, digests_of
 from kvpage.tensors import check_plain
 from kvpage.tokens import as_tokens
 
@@ -40,6 +40,7 @@ def metadata_of(
 
 
 RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
+MIN_RUN_BYTES = 4096  # of what is written from where it lies; shorter ones are copied into one piece first
 MAX_PLANS = 64
 
 
@@ -175,6 +176,10 @@ class BlockChunk(ABC):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """As chunk_io.Source has it."""
 
+    def runs(self) -> Runs | None:
+        """As chunk_io.Source has it."""
+        return None
+
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         """As chunk_io.Sink has it."""
@@ -186,6 +191,10 @@ class HostBlockChunk(BlockChunk):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
         return self._plan.store(place, first, address_of(buffer), len(buffer))
+
+    def runs(self) -> Runs | None:
+        runs = self._plan.runs(self._place(1, streaming=False))
+        return runs if 0 < len(runs) * MIN_RUN_BYTES <= self.stretch_bytes * self.shape[0] else None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes
