@@ -36,11 +36,16 @@ class Runs {
 
   int64_t end() const { return ends_.back(); }
 
+  // Where the run begins that reaches over the place; null behind all of them.
+  const std::byte* run_at(int64_t place) const {
+    const size_t i = index_of(place);
+    return i < runs_.size() ? runs_[i].data : nullptr;
+  }
+
   // body(run) -> whether to go on: what lies at [begin, end).
   template <typename Body>
   void for_each(int64_t begin, int64_t end, const Body& body) const {
-    for (auto i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin()); begin < end;
-         ++i) {
+    for (size_t i = index_of(begin); begin < end; ++i) {
       const int64_t next = std::min(ends_[i], end);
       if (next > begin && !body(ByteRun{runs_[i].data + (runs_[i].num_bytes - (ends_[i] - begin)), next - begin})) return;
       begin = next;
@@ -48,6 +53,10 @@ class Runs {
   }
 
  private:
+  size_t index_of(int64_t place) const {
+    return static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), place) - ends_.begin());
+  }
+
   void add(const ByteRun& run) {
     runs_.push_back(run);
     ends_.push_back((ends_.empty() ? 0 : ends_.back()) + run.num_bytes);
@@ -102,9 +111,11 @@ class StretchWriter {
   // The last place until `place` where a piece begins.
   int64_t cut_before(int64_t place) const { return std::max(place - (args_.offset + place) % kPieceBytes, int64_t{0}); }
 
+  // Meanwhile the beginnings of the next piece's runs are fetched, which no processor would guess.
   void add(Xxh3& hash, int64_t begin, int64_t end) const {
     runs_.for_each(begin, end, [&](const ByteRun& run) {
-      hash.update(run.data, run.num_bytes);
+      hash.update(run.data, run.num_bytes, runs_.run_at(begin + kPieceBytes));
+      begin += run.num_bytes;
       return true;
     });
   }

@@ -3,6 +3,7 @@
 blocks of every layer ◄──► payload [ layer 0: K, V of the tokens | layer 1 | ... ]      a layer is a stretch
 """
 
+import functools
 import math
 import threading
 import weakref
@@ -94,6 +95,7 @@ class BlockChunks:
         self.engine, self.fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
+        self._mine: dict[int, _C.ChunkPlan] = {}  # those that were asked for, by number of tokens
 
     @property
     def num_layers(self) -> int:
@@ -131,7 +133,10 @@ class BlockChunks:
 
     def plan(self, num_tokens: int) -> _C.ChunkPlan:
         """For chunks of so many tokens in host memory."""
-        return self._plans.get(self.engine, self.fmt, num_tokens, lambda: self._make_plan(num_tokens))
+        if num_tokens not in self._mine:
+            make = functools.partial(self._make_plan, num_tokens)
+            self._mine[num_tokens] = self._plans.get(self.engine, self.fmt, num_tokens, make)
+        return self._mine[num_tokens]
 
     def finish(self) -> None:
         """Waits for what a GPU still does."""
