@@ -97,10 +97,10 @@ def copy_and_xxh3_128(data: int, to: int, num_bytes: int, streaming: bool, /) ->
 def write_stretches(
     fd: int,
     offset: int,
-    lead: tuple[int, int],  # address and bytes, of the tail as well
+    lead: memoryview,
     runs: npt.NDArray[np.int64],
     stretch_bytes: int,
-    tail: tuple[int, int],
+    tail: memoryview,
     max_threads: int,
     /,
 ) -> bytes: ...

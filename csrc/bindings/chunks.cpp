@@ -40,15 +40,14 @@ std::vector<ByteRun> runs_of(const RunArray& array) {
   return runs;
 }
 
-using Span = std::pair<int64_t, int64_t>;  // address and bytes
-
 // OSError for what the file answers.
-py::bytes write_stretches_of(int fd, int64_t offset, Span lead, const RunArray& array, int64_t stretch_bytes, Span tail,
-                             int max_threads) {
+py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, const RunArray& array,
+                             int64_t stretch_bytes, const py::buffer& tail, int max_threads) {
   const std::vector<ByteRun> runs = runs_of(array);
-  const StretchWrite args = {fd, offset, pointer<const std::byte>(lead.first), lead.second, runs.data(),
-                             static_cast<int64_t>(runs.size()), stretch_bytes, pointer<std::byte>(tail.first),
-                             tail.second, max_threads};
+  const py::buffer_info head = lead.request(), rest = tail.request(true);
+  const StretchWrite args = {fd, offset, static_cast<const std::byte*>(head.ptr), head.size * head.itemsize, runs.data(),
+                             static_cast<int64_t>(runs.size()), stretch_bytes, static_cast<std::byte*>(rest.ptr),
+                             rest.size * rest.itemsize, max_threads};
   std::vector<Digest> digests(static_cast<size_t>(count_stretches(args)));
   try {
     py::gil_scoped_release release;

@@ -13,6 +13,8 @@ import mmap
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from kvpage.store.disk_segment import HEADER_BYTES, Run
 from kvpage.store.disk_space import Entry
 from kvpage.store.stretches import Runs
@@ -123,7 +125,7 @@ class DiskWriter(Writer):
         self._buffer[:HEADER_BYTES] = segment.header(Run(run.slot, run.num_slots))
 
     def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
-        num_bytes = int(runs[:, 1].sum())
+        num_bytes = int(np.add.reduce(runs[:, 1]))
         self._check_next(self._end, self._end + num_bytes)
         if self._filled >= self._slot_bytes:
             self._write_out(self._filled // self._slot_bytes * self._slot_bytes)

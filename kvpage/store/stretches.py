@@ -48,5 +48,4 @@ def write_stretches(
     of the bytes may have been written, and the tail is as it was. ValueError for runs without bytes or shorter than the
     tail, and for a negative offset.
     """
-    spans = (address_of(lead), len(lead)), (address_of(tail), len(tail))
-    return _C.write_stretches(fd, offset, spans[0], runs, stretch_bytes, spans[1], num_threads)
+    return _C.write_stretches(fd, offset, lead, runs, stretch_bytes, tail, num_threads)

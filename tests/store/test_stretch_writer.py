@@ -96,7 +96,7 @@ def test_bytes_that_change_when_they_are_written(tmp_path: Path) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         memory = np.frombuffer(mapped, np.uint8)
         runs = np.array([(memory.ctypes.data + 8192, 4096), (new.ctypes.data, 4096)], np.int64)
-        digest = write_stretches(file.fileno(), 4096, memoryview(b""), runs, 8192, memoryview(b""), 1)
+        digest = write_stretches(file.fileno(), 4096, memoryview(b""), runs, 8192, memoryview(bytearray()), 1)
         del memory
     assert path.read_bytes()[4096:] == old.tobytes() + new.tobytes()
     assert digest == xxhash.xxh3_128_digest(new.tobytes() * 2) != xxhash.xxh3_128_digest(path.read_bytes()[4096:])
