@@ -5,10 +5,11 @@
     computed up to the check layer  # # # # # # # # # # # # # # # # # # # # # # # # # # #
     and behind it                   . # . . . . . . # # # # . . # . . . . . # # # # # # #
 
-The check layer compares K or V of the reused tokens with what the segments say, and chooses. Behind it, a layer's
-blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over these; a chosen
-row attends to all keys up to its own position. With filters several layers choose, each among what is left. Other
-sequences of the same pass are computed as ever.
+The check layer chooses, of the reused tokens of each prompt, those of the largest sensitivity, as far as the segments
+know it; of the others those whose K or V differ most from what the segments say: of both kinds the same share. Behind
+it, a layer's blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over
+these; a chosen row attends to all keys up to its own position. With filters several layers choose, each among what is
+left. Other sequences of the same pass are computed as ever; which layer chooses for a prompt does not depend on them.
 
 An exception leaves K and V behind in blocks that nobody has committed.
 """
@@ -25,7 +26,7 @@ from kvpage.blend.config import BlendConfig
 from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segments import Reuse
-from kvpage.blend.selection import Selection, seam_weights, select_tokens, token_deviation
+from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
 from kvpage.serving.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.dense_attention import AttentionOptions
 from kvpage.serving.row_hooks import RowHooks, RowsChosen
@@ -54,7 +55,6 @@ class BlendPass:
         pieces: Sequence[Piece],
     ) -> None:
         self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
-        self._stages = dict(config.stages_of(len(layers)))
         self._chose_at = -1  # the layer that has chosen last
         self._step = step
         self._order = {layer: index for index, layer in enumerate(step.caches)}
@@ -69,6 +69,9 @@ class BlendPass:
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
         offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
         self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
+        self._sensitivity, self._is_known, whose = (part.to(device) for part in _known(pieces, config))
+        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
+        self._stages = _stages(pieces, config, len(layers))
         self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
@@ -172,11 +175,15 @@ class BlendPass:
         valid, left = (torch.zeros(self.num_rows, dtype=torch.bool, device=key.device) for _ in range(2))
         valid[self._rows] = True
         left[self._selection.indices if self._selection else slice(None)] = True
-        candidates = self._rows[left[self._rows]]
-        deviation = torch.zeros(self.num_rows, device=key.device)
-        deviation[candidates] = self._deviation(index, key, value, candidates, left)
-        ratios = [self._stages[index]] * len(self._pieces)
-        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios, left)
+        is_left = left[self._rows]
+        candidates = self._rows[is_left]
+        scores = self._sensitivity[is_left]
+        if not bool(self._is_known[is_left].all()):
+            deviation = self._deviation(index, key, value, candidates, left)
+            scores = torch.where(self._is_known[is_left], scores, deviation)
+        score = torch.zeros(self.num_rows, device=key.device)
+        score[candidates] = ranks(scores, self._kinds[is_left])
+        return select_tokens(score, valid, self._first_rows.tolist(), self._stages[index], left)
 
     def _deviation(
         self, index: int, key: torch.Tensor, value: torch.Tensor, candidates: torch.Tensor, left: torch.Tensor
@@ -190,3 +197,27 @@ class BlendPass:
                 rows = retrieved[is_left, ..., : fresh.shape[-1]]
                 deviation += token_deviation(fresh[places], rows, everything, 0)
         return deviation * self._weights[is_left]
+
+
+def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are."""
+    sensitivity, is_known, whose = [], [], []
+    for index, piece in enumerate(pieces):
+        for reuse in piece.reuse:
+            found = reuse.sensitivity() if config.uses_sensitivity else None
+            sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
+            is_known.append(torch.full((reuse.num_tokens,), found is not None))
+            whose.append(torch.full((reuse.num_tokens,), index))
+    return torch.cat(sensitivity), torch.cat(is_known), torch.cat(whose)
+
+
+def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
+    """Of each layer that chooses in any piece the share of each piece's rows that goes on behind it."""
+    each = []
+    for piece in pieces:
+        is_known = config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in piece.reuse)
+        each.append(config.stages_of(num_layers, is_known) if piece.reuse else ())
+    layers = sorted({stage.layer for stages in each for stage in stages})
+    return {
+        layer: [min([1.0, *(one.ratio for one in stages if one.layer <= layer)]) for stages in each] for layer in layers
+    }
