@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, RotaryTables
-from kvpage.blend.selection import SEAM
 from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.serving import Engine
 
@@ -197,12 +197,13 @@ BY_CHECK = ("v", "v at seams", "v passed on", "v followed", "behind itself")
 
 
 def methods(num_layers: int) -> Iterator[Method]:
-    """At check layer 1 some by ratio, and all at 15 %, before it those that need not look; some at later check layers;
-    and filtered gradually, each beside the ratio that takes as much work at check layer 1."""
+    """Some by ratio, and all at 15 %, at check layer 1, or 0 where they need not look; these at layer 1, too; some at
+    later check layers; and filtered gradually, each beside the ratio that takes as much work at check layer 1."""
     for name in METHODS:
-        for check in (0, 1) if name in KNOWN_BEFORE else (1,):
-            for ratio in RATIOS if name in BY_RATIO else (0.15,):
-                yield Method(name, ((check, ratio),))
+        check = 0 if name in KNOWN_BEFORE else 1
+        for ratio in RATIOS if name in BY_RATIO else (0.15,):
+            yield Method(name, ((check, ratio),))
+        yield Method(name, ((1, 0.15),))
     for check in range(2, min(4, num_layers - 1)):
         for name in BY_CHECK:
             yield Method(name, ((check, 0.15),))
@@ -243,17 +244,25 @@ class Agreement(NamedTuple):
     right_here: float
 
 
-def engine_agreement(batch: Batch, segment: int, ratio: float, name: str = "v at seams") -> Agreement:
-    """By the engine's own choice of rows at check layer 1, which is the method `name`: that, or "v".
+ENGINES = {
+    "behind itself": (0, BlendConfig()),
+    "v at seams": (1, BlendConfig(uses_sensitivity=False)),
+    "v": (1, BlendConfig(uses_sensitivity=False, seam=0.0)),
+}
+"""Methods as an engine has them: by default the first. The check layer, and the config."""
+
+
+def engine_agreement(batch: Batch, segment: int, ratio: float, name: str) -> Agreement:
+    """By the engine's own choice of rows, with a config that makes it the method `name`: one of ENGINES.
 
     ratio: of the rows that the engine finds no prefix for: as many as of all rows here, where the first segment's do
     not differ.
     """
     num_tokens, num_asked = batch.num_tokens, batch.answers.shape[1]
-    here = batch.run(batch.blending(Method(name, ((1, ratio * (1 - segment / num_tokens)),))))
+    check_layer, blend = ENGINES[name]
+    here = batch.run(batch.blending(Method(name, ((check_layer, ratio * (1 - segment / num_tokens)),))))
     cache = CacheConfig(block_size=math.gcd(segment, 8), num_gpu_blocks=4 * num_tokens)
-    blend = BlendConfig(ratio, check_layer=1, seam=0.0 if name == "v" else SEAM)
-    engine = Engine.from_model(batch.own_model(), cache, blend=blend)
+    engine = Engine.from_model(batch.own_model(), cache, blend=replace(blend, ratio=ratio))
     lengths, said = [segment] * (num_tokens // segment), torch.empty_like(here)
     for row, ids in enumerate(batch.ids.tolist()):
         document, questions = ids[:num_tokens], ids[num_tokens:]

@@ -145,10 +145,38 @@ def make_engine(
     )
 
 
+class Warming(NamedTuple):
+    """Seconds that keeping a segment takes: computed by itself, and with its sensitivity, once more behind itself."""
+
+    alone: float
+    measured: float
+
+
+def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
+    """Of a segment of so many tokens. Both take turns; of each, the least time."""
+    model, taken = make_model(shape, device), {False: [], True: []}
+    draw = torch.Generator().manual_seed(1)
+    engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in taken}
+    for _ in range(rounds + 1):  # the first one warms up
+        segment = torch.randint(1, model.config.vocab_size, (num_tokens,), generator=draw).tolist()
+        for uses, engine in engines.items():
+            before = time.perf_counter()
+            engine.warm_segments([segment])
+            taken[uses].append(time.perf_counter() - before)
+    return Warming(min(taken[False][1:]), min(taken[True][1:]))
+
+
 def measure(
-    shape: Shape, num_tokens: int, ratios: Sequence[float], check_layer: int, rounds: int, device: str, segment: int
+    shape: Shape,
+    num_tokens: int,
+    ratios: Sequence[float],
+    check_layer: int | None,
+    rounds: int,
+    device: str,
+    segment: int,
 ) -> list[Ttft]:
-    """The methods take turns; of each, the least time."""
+    """The methods take turns; of each, the least time. check_layer: None for the default, of segments that know their
+    sensitivity: layer 0."""
     model = make_model(shape, device)
     prompts = Prompts(num_tokens, segment, model.config.vocab_size)
     engines: dict[tuple[str, float | None], Engine] = {
@@ -178,7 +206,7 @@ def measure(
     results = []
     for (method, ratio), each in first.items():
         again = each[-1].num_recomputed
-        flops = work(shape, method, len(tokens), segment, check_layer, again)
+        flops = work(shape, method, len(tokens), segment, check_layer or 0, again)
         taken, cpu = min(one.seconds for one in each[1:]), min(one.cpu for one in each[1:])
         results.append(Ttft(method, len(tokens), ratio, taken, cpu, flops, again))
     return results
