@@ -81,6 +81,7 @@ class BlendConfig:
         ValueError for a check layer that the model has not.
         """
         num_layers = as_integer("num_layers", num_layers)
+        check_flag("is_known", is_known)
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:

@@ -26,10 +26,13 @@ def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
     fp32 [num_tokens], on the CPU; None where V is not finite. ValueError for no layers, and with TypeError for tensors
     that do not fit each other.
     """
-    total, num_layers = torch.zeros(()), 0
+    total, num_layers = None, 0
     for alone, behind in layers:
-        total, num_layers = total.to(alone.device) + _relative_change(alone, behind), num_layers + 1
-    if not num_layers:
+        change = _relative_change(alone, behind)
+        if total is not None and change.shape != total.shape:
+            raise ValueError(f"layers must be of the same tokens, got {len(total)} and {len(change)}")
+        total, num_layers = change if total is None else total.to(change.device) + change, num_layers + 1
+    if total is None:
         raise ValueError("layers must be at least one, got none")
     found = (total / num_layers).cpu()
     return found if bool(found.isfinite().all()) else None

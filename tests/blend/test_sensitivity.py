@@ -58,6 +58,8 @@ def test_what_cannot_be_measured() -> None:
         measure_sensitivity([])
     with pytest.raises(ValueError, match=r"layers must hold V of one shape, got \[5, 3, 8\] and \[4, 3, 8\]"):
         measure_sensitivity([(rows(5)[0], rows(4)[0])])
+    with pytest.raises(ValueError, match="layers must be of the same tokens, got 5 and 1"):
+        measure_sensitivity([(rows(5)[0], rows(5)[0]), (rows(1)[0], rows(1)[0])])
     with pytest.raises(ValueError, match="alone must have 3 dimensions"):
         measure_sensitivity([(rows(5), rows(5))])
     with pytest.raises(TypeError, match="behind must be a "):
