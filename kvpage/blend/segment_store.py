@@ -85,7 +85,7 @@ class SegmentStore:
         kv: of all layers, as KVStore.store takes it: for each layer (K, V), or one tensor, a token's row of a head at
             least 16 bytes. positions: integers [num_tokens], at which K was computed. is_standalone: whether nothing
             stood before it. namespace: the tenant's. blocking: as of KVStore.store.
-        sensitivity: of each token, see SegmentKV. What is there without one, and of the same kind, is forgotten.
+        sensitivity: of each token, see SegmentKV. It is written over what is there without one, of the same kind.
 
         ValueError or TypeError for what does not fit together, before anything is written.
         """
@@ -101,9 +101,8 @@ class SegmentStore:
         if not is_standalone and self.store.lookup(array, standalone) == len(array):
             return _done(0)
         tagged = [*parts, _tag(parts, at, array, sensitivity, self._token_dim)]
-        if sensitivity is not None and self._lacks_sensitivity(array, namespace, is_standalone):
-            self.store.remove(array, place)
-        return self.store.store(array, tagged, blocking=blocking, namespace=place)
+        is_better = sensitivity is not None and self._lacks_sensitivity(array, namespace, is_standalone)
+        return self.store.store(array, tagged, skip_existing=not is_better, blocking=blocking, namespace=place)
 
     def get(self, tokens: Tokens, namespace: bytes = b"", device: torch.device | str = "cpu") -> Segment | None:
         """The longest leading run of the tokens that is there, of equals the standalone one; None for nothing.

@@ -69,7 +69,9 @@ class BlendPass:
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
         offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
         self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
-        self._sensitivity, self._is_known, whose = (part.to(device) for part in _known(pieces, config))
+        sensitivity, is_known, whose = _known(pieces, config)
+        self._knows_all = bool(is_known.all())
+        self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
         self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
         self._stages = _stages(pieces, config, len(layers))
         self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
@@ -178,7 +180,7 @@ class BlendPass:
         is_left = left[self._rows]
         candidates = self._rows[is_left]
         scores = self._sensitivity[is_left]
-        if not bool(self._is_known[is_left].all()):
+        if not self._knows_all:
             deviation = self._deviation(index, key, value, candidates, left)
             scores = torch.where(self._is_known[is_left], scores, deviation)
         score = torch.zeros(self.num_rows, device=key.device)

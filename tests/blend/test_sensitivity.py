@@ -1,5 +1,7 @@
 """How much rows change with what stands before them: measured, kept, and compared with what a check layer sees."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,8 @@ def segment(num_tokens: int, is_standalone: bool = True, sensitivity: torch.Tens
     return SegmentKV(rows(num_tokens), rows(num_tokens, 1), torch.arange(num_tokens), is_standalone, sensitivity)
 
 
-def make_store(fmt: str = "vllm", dtype: torch.dtype = torch.float32) -> KVStore:
-    config = KVStoreConfig(chunk_size=C, tiers=("memory://?size=4MiB",), num_threads=1)
+def make_store(fmt: str = "vllm", dtype: torch.dtype = torch.float32, tier: str = "memory://?size=4MiB") -> KVStore:
+    config = KVStoreConfig(chunk_size=C, tiers=(tier,), num_threads=1)
     return KVStore(config, KVStoreMetadata("m", fmt=fmt, kv_dtype=dtype))
 
 
@@ -110,18 +112,19 @@ def test_of_the_tokens_that_are_reused() -> None:
     assert Reuse(segment(5, False), 2, 2, 3).sensitivity() is None
 
 
-@pytest.mark.parametrize("kind", ["memory", "store"])
-def test_the_better_one_of_a_segment_is_kept(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["memory", "store", "disk"])
+def test_the_better_one_of_a_segment_is_kept(kind: str, tmp_path: Path) -> None:
     tokens, zeros = np.arange(5, dtype=np.int32), torch.zeros(5)
     each = {"context": segment(5, False), "alone": segment(5), "measured": segment(5, True, zeros)}
-    with make_store() as store:
+    tier = f"disk://{tmp_path}?size=16MiB&segment=8MiB" if kind == "disk" else "memory://?size=4MiB"
+    with make_store(tier=tier) as store:
         for order, expected in (
             (["context", "alone", "measured"], [None, None, 0.0]),
             (["measured", "alone", "context"], [0.0, 0.0, 0.0]),
             (["context", "measured", "alone"], [None, 0.0, 0.0]),
         ):
             store.clear()
-            cache = StoredSegments(store) if kind == "store" else MemorySegments(1 << 20)
+            cache = MemorySegments(1 << 20) if kind == "memory" else StoredSegments(store)
             for name, value in zip(order, expected, strict=True):
                 cache.keep(tokens, each[name])
                 found = cache.find(tokens)
