@@ -113,7 +113,8 @@ def speed(
     tokens: Sequence[int], ratios: Sequence[float], check_layer: int | None, rounds: int, device: str
 ) -> list[dict]:
     shape = shape_on(device)
-    print(f"\n{shape.name}, check layer {check_layer or 0}")
+    chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
+    print(f"\n{shape.name}, {chooses}")
     print(
         f"{'tokens':>7} {'method':>12} {'seconds':>9} {'sooner':>8} {'cpu s':>9} {'sooner':>8} {'ceiling':>8}", end=" "
     )
@@ -196,7 +197,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=80, help="of each seed")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the prompts that are timed")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3, 0.5, 1.0])
-    parser.add_argument("--check-layer", type=int, help="of the prompts that are timed; by default 0")
+    parser.add_argument("--check-layer", type=int, help="of the prompts that are timed; by default none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the prompts that are timed")
     parser.add_argument("--threads", type=int)

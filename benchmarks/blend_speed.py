@@ -78,10 +78,13 @@ def full_flops(shape: Shape, cached: int, num_tokens: int) -> float:
     return shape.num_layers * (num_tokens - cached) * (kv + rest + key * (cached + num_tokens) / 2)
 
 
-def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int, num_chosen: int) -> float:
-    """The layers before the check layer for all rows, its K and V for all, and the rest for those that were chosen."""
+def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int | None, num_chosen: int) -> float:
+    """The layers before the check layer for all rows, its K and V for all, and the rest for those that were chosen; all
+    layers for these alone where they are chosen before (None)."""
     kv, key, rest = row_flops(shape)
     num_rows, mean_keys = num_tokens - cached, (cached + num_tokens) / 2
+    if check_layer is None:
+        return shape.num_layers * num_chosen * (kv + rest + key * mean_keys)
     before = check_layer * num_rows * (kv + rest + key * mean_keys)
     behind = (shape.num_layers - check_layer) * num_chosen * (kv + rest + key * mean_keys)
     return before + behind + (num_rows - num_chosen) * kv
@@ -175,8 +178,8 @@ def measure(
     device: str,
     segment: int,
 ) -> list[Ttft]:
-    """The methods take turns; of each, the least time. check_layer: None for the default, of segments that know their
-    sensitivity: layer 0."""
+    """The methods take turns; of each, the least time. check_layer: None for the default: rows are chosen before the
+    first layer, as the segments know their sensitivity. Else it chooses without."""
     model = make_model(shape, device)
     prompts = Prompts(num_tokens, segment, model.config.vocab_size)
     engines: dict[tuple[str, float | None], Engine] = {
@@ -185,7 +188,9 @@ def measure(
     }
     kept = MemorySegments(1 << 40)
     for ratio in ratios:
-        engine = make_engine(model, num_tokens, BlendConfig(ratio, check_layer), segments=kept)
+        engine = make_engine(
+            model, num_tokens, BlendConfig(ratio, check_layer, uses_sensitivity=check_layer is None), segments=kept
+        )
         # The segments are kept once for all; each engine has the first one in its own prefix tree.
         engine.warm_segments(prompts.segments if ratio == ratios[0] else prompts.segments[:1])
         engines["blend", ratio] = engine
@@ -206,13 +211,15 @@ def measure(
     results = []
     for (method, ratio), each in first.items():
         again = each[-1].num_recomputed
-        flops = work(shape, method, len(tokens), segment, check_layer or 0, again)
+        flops = work(shape, method, len(tokens), segment, check_layer, again)
         taken, cpu = min(one.seconds for one in each[1:]), min(one.cpu for one in each[1:])
         results.append(Ttft(method, len(tokens), ratio, taken, cpu, flops, again))
     return results
 
 
-def work(shape: Shape, method: str, num_tokens: int, segment: int, check_layer: int, num_recomputed: int) -> float:
+def work(
+    shape: Shape, method: str, num_tokens: int, segment: int, check_layer: int | None, num_recomputed: int
+) -> float:
     """flops of a prompt whose first segment is cached, but for a full recompute."""
     cached = segment // BLOCK_SIZE * BLOCK_SIZE
     if method == "blend":

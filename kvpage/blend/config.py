@@ -25,9 +25,10 @@ class BlendConfig:
         that Engine.warm_segments computes; it costs computing them twice there, and nothing here. The others are chosen
         by metric and seam. In a prompt of both kinds the same share of each is.
     check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
-        token. None for 0 in prompts whose reused tokens all have a sensitivity, and for 1 in others: at layer 0 K and V
-        depend on nothing but the token, and what the metric sees is nothing but rounding. For the metric a later one
-        chooses better, but a larger ratio is the better use of the same work (`kvpage bench blend`).
+        token. None for 0 in prompts whose reused tokens all have a sensitivity: they are chosen before it; and for 1 in
+        others: at layer 0 K and V depend on nothing but the token, and what the metric sees is nothing but rounding.
+        For the metric a later one chooses better, but a larger ratio is the better use of the same work
+        (`kvpage bench blend`).
     filters: (layer, ratio) of layers before a check layer that is named, which let go of tokens already (gradual
         filtering): each keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not
         computed behind it. Layers rise, ratios fall. It helped only where the check layer stood far behind.
