@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kLine = 64, kScaleBytes = sizeof(float);
 constexpr int64_t kCodesAtOnce = 64 << 10;  // bytes that a thread turns around in its second-level cache
-constexpr int64_t kRowsAhead = 4 << 10;  // bytes; nearer it comes too late, a block further no better
+constexpr int64_t kRowsAhead = 4 << 10;  // bytes; nearer it comes too late, a block further no better, or worse
 constexpr int64_t kTabledElements = 16 << 10;  // of a scale: a few times what making its table costs
 
 float head_scale(const TokenMove& move, int64_t head) {
@@ -35,7 +35,7 @@ std::byte* scratch(int64_t bytes) {
 // How rows and codes pass by. `past_cache`: what is written goes past the processor's cache. `ahead`: so many bytes
 // behind what is read lies what is read soon after, which is asked for meanwhile; 0 asks for nothing. Blocks come in
 // any order, which the processor cannot foresee. Rows that are read one after the other it foresees better by itself,
-// unless a block's codes are turned around in between.
+// unless a block's codes are turned around in between, or int8 reads each row twice.
 struct Flow {
   bool past_cache = false;
   int64_t ahead = 0;
@@ -102,13 +102,12 @@ void decode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_
 
 // int8 of bf16: `num` heads of a token or tokens of a head at once.
 void encode_batch(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, const RowBatch& batch,
-                  int64_t scale_stride, const Flow& flow) {
+                  int64_t scale_stride) {
   constexpr int64_t kAtOnce = 64;
   float scales[kAtOnce];
   std::byte* place = reinterpret_cast<std::byte*>(move.cache.scale_at(block_id, offset, head));
   for (int64_t first = 0; first < batch.num_rows; first += kAtOnce) {
     const int64_t num = std::min(kAtOnce, batch.num_rows - first);
-    for (int64_t i = 0; i < num; ++i) flow.ask(batch.row(first + i), move.row_bytes());
     row_codec().encode_int8_bf16(batch.part(first, num), scales);
     for (int64_t i = 0; i < num; ++i) std::memcpy(place + (first + i) * scale_stride, &scales[i], sizeof(float));
   }
@@ -121,14 +120,14 @@ void write_int8_run(const TokenMove& move, int64_t num_heads, int64_t block_id, 
     for (int64_t token = 0; token < count; ++token)
       encode_batch(move, 0, block_id, offset + token,
                    {row + token * move.rows.token_stride, move.rows.head_stride, cache.at(block_id, offset + token, 0),
-                    cache.head_stride, num_heads, move.size},
-                   cache.scale_head_stride, flow);
+                    cache.head_stride, num_heads, move.size, flow.ahead},
+                   cache.scale_head_stride);
   } else {
     for (int64_t head = 0; head < num_heads; ++head)
       encode_batch(move, head, block_id, offset,
                    {row + head * move.rows.head_stride, move.rows.token_stride, cache.at(block_id, offset, head),
-                    cache.token_stride, count, move.size},
-                   cache.scale_token_stride, flow);
+                    cache.token_stride, count, move.size, flow.ahead},
+                   cache.scale_token_stride);
   }
 }
 
@@ -179,7 +178,7 @@ void write_dense_with_scales(const TokenMove& move, int64_t num_heads, int64_t b
   staged.cache.scales = staged.cache.data + move.size;
   for (int64_t first = 0; first < count; first += whole_lines) {
     const int64_t num = std::min(whole_lines, count - first);
-    write_one_run(staged, num_heads, 0, 0, num, row + first * move.rows.token_stride, {});
+    write_one_run(staged, num_heads, 0, 0, num, row + first * move.rows.token_stride, {false, kRowsAhead});
     copy_bytes(move.cache.at(block_id, offset + first, 0), staged.cache.data, num * token_bytes, true);
   }
 }
@@ -244,7 +243,8 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
   if (is_one_run(move)) {
     if (streaming && is_dense_with_scales(move, num_heads))
       return write_dense_with_scales(move, num_heads, block_id, offset, count, row);
-    return write_one_run(move, num_heads, block_id, offset, count, row, {streaming, 0});
+    const int64_t ahead = streaming && move.codec == Codec::kInt8 ? kRowsAhead : 0;
+    return write_one_run(move, num_heads, block_id, offset, count, row, {streaming, ahead});
   }
   for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);

@@ -22,17 +22,18 @@ inline int64_t row_element_bytes(RowType type, int64_t cache_element_bytes) {
 struct EncodeTable;
 struct DecodeTable;
 
-// Rows of `size` elements, and where their codes go.
+// Rows of `size` elements, and where their codes go. `ahead`: so many bytes behind each row lies what is read soon after,
+// which is asked for meanwhile; 0 asks for nothing.
 struct RowBatch {
   const std::byte* rows;
   int64_t row_stride;
   std::byte* codes;
-  int64_t code_stride, num_rows, size;
+  int64_t code_stride, num_rows, size, ahead = 0;
 
   const std::byte* row(int64_t i) const { return rows + i * row_stride; }
   std::byte* codes_of(int64_t i) const { return codes + i * code_stride; }
   RowBatch part(int64_t first, int64_t num) const {
-    return {row(first), row_stride, codes_of(first), code_stride, num, size};
+    return {row(first), row_stride, codes_of(first), code_stride, num, size, ahead};
   }
 };
 

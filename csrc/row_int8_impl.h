@@ -1,6 +1,7 @@
 // int8 of bf16, a register of 16-bit words at a time; other rows, and those with no ordinary scale: row_codec_impl.h.
 #pragma once
 
+#include "kv_part.h"
 #include "row_codec.h"
 #include "row_codec_impl.h"
 #include "row_words_impl.h"
@@ -69,13 +70,15 @@ inline void encode_int8_by(float inverse, const std::byte* row, int64_t size, st
   });
 }
 
-// At most kLanes rows: all their magnitudes first, since a row by itself is mostly waiting for its scale.
+// At most kLanes rows: all their magnitudes first, since a row by itself is mostly waiting for its scale. What lies ahead
+// is asked for a row at a time: many lines at once have to wait.
 void encode_int8_few(const RowBatch& batch, float* scales) {
   uint32_t bits[kLanes] = {};
   for (int64_t i = 0; i < batch.num_rows; ++i)
     bits[i] = static_cast<uint32_t>(largest_bf16(batch.row(i), batch.size)) << 16;
   const Vec largest = bit_cast<Vec>(bits), scale = largest / 127.0f, inverse = int8_inverses(largest, scale);
   for (int64_t i = 0; i < batch.num_rows; ++i) {
+    if (batch.ahead != 0) prefetch(batch.row(i) + batch.ahead, 2 * batch.size);
     scales[i] = scale[i];
     if (scales[i] >= 0x1p-100f && scales[i] <= 0x1p100f) {
       encode_int8_by(inverse[i], batch.row(i), batch.size, batch.codes_of(i));

@@ -2,6 +2,7 @@
 
 import numbers
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 from kvpage._C import Match, PrefixTree
@@ -64,10 +65,8 @@ class UserPins:
         """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can go;
         none where ending all of them would not do.
         """
-        matches = [match for match, _ in self._pins.values()]
-        if self._tree.num_pinned_only_by(matches) < num_blocks:
-            return
-        while self._tree.num_pinned_only_by(matches[:-1]) >= num_blocks:
-            matches.pop()
-        for handle in list(self._pins)[: len(matches)]:
+        matches, handles = [match for match, _ in self._pins.values()], list(self._pins)
+        counts = range(len(matches) + 1)
+        most = bisect_left(counts, num_blocks, key=lambda count: self._tree.num_pinned_only_by(matches[:count]))
+        for handle in handles[: most if most in counts else 0]:
             self.remove(handle)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from fuzz_blocks import as_integers
 from fuzz_case import Case
-from fuzz_memory import Arena
+from fuzz_memory import Arena, ArenaWorld
 
 from kvpage import CacheLayout, ops
 from kvpage.blend import (
@@ -226,7 +226,7 @@ def small_mask(indices: Any, size: Any) -> Any:
     return None if isinstance(size, int) and 10**9 < size < 2**63 else indices_to_mask(indices, size)
 
 
-class BlendRowsWorld:
+class BlendRowsWorld(ArenaWorld):
     """ops.mix_rows, ops.row_deviation, load_turned and gather_turned: every byte of an arena is known."""
 
     covers = (*names("load_turned", "gather_turned"), "kvpage.ops.mix_rows", "kvpage.ops.row_deviation")
@@ -246,18 +246,6 @@ class BlendRowsWorld:
 
     def filled(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self.arena.copy(torch.randn(shape, generator=self.torch_rng).to(self.dtype))
-
-    def __enter__(self) -> "BlendRowsWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def snapshot(self) -> object:
-        return self.arena.snapshot()
-
-    def check(self) -> None:
-        self.arena.check()
 
     def case(self, rng: random.Random) -> Case:
         return rng.choice((self._mix, self._mix, self._deviation, self._load, self._gather))()

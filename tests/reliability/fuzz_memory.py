@@ -41,3 +41,21 @@ class Arena:
     def check(self) -> None:
         if not (self.memory[self._is_guard] == POISON).all():
             raise AssertionError("something has been written outside of the tensors")
+
+
+class ArenaWorld:
+    """What a world is whose calls write by address: all of its state lies in an arena."""
+
+    arena: Arena
+
+    def __enter__(self) -> "ArenaWorld":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def snapshot(self) -> object:
+        return self.arena.snapshot()
+
+    def check(self) -> None:
+        self.arena.check()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fuzz_case import Case
-from fuzz_memory import Arena
+from fuzz_memory import Arena, ArenaWorld
 from fuzz_values import with_number
 
 from kvpage import _C, CacheLayout, KVScales, ops, reference
@@ -29,7 +29,7 @@ LAYOUTS = (
 )
 
 
-class CacheWorld:
+class CacheWorld(ArenaWorld):
     """Caches of two tiers in an arena, filled. Cases take from it what they need."""
 
     covers: tuple[str, ...] = ()
@@ -45,18 +45,9 @@ class CacheWorld:
         self.scratch = self.arena.tensor((1 << 14,), torch.uint8)
         self._fill()
 
-    def __enter__(self) -> "CacheWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def snapshot(self) -> object:
-        return self.arena.snapshot()
-
     def check(self) -> None:
         """Numbers that are none may have been written, and are written anew: a NaN has many forms."""
-        self.arena.check()
+        super().check()
         if not all(bool(cache.float().isfinite().all()) for cache in (*self.caches, *self.host_caches)):
             self._fill()
         if self.layout.has_token_scales:

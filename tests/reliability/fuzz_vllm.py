@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from fuzz_case import Case
-from fuzz_memory import Arena
+from fuzz_memory import Arena, ArenaWorld
 
 from kvpage import vllm_ops
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE = 5, 4, 2, 8
 
 
-class VllmWorld:
+class VllmWorld(ArenaWorld):
     names = (
         "reshape_and_cache reshape_and_cache_flash concat_and_cache_mla gather_and_maybe_dequant_cache cp_gather_cache"
     )
@@ -40,12 +40,6 @@ class VllmWorld:
 
     def __exit__(self, *error: object) -> None:
         vllm_ops.unregister_caches([self.key, self.value])
-
-    def snapshot(self) -> object:
-        return self.arena.snapshot()
-
-    def check(self) -> None:
-        self.arena.check()
 
     def case(self, rng: random.Random) -> Case:
         return getattr(self, f"_{rng.choice(self.names.split())}")()
