@@ -131,11 +131,14 @@ def test_flops_of_everything_chosen_are_those_of_a_full_recompute() -> None:
     rest = 2 * (4 * 768**2 + 3 * 768 * 2048) * 2048 * 16  # weights, then Q K and P V over half of the keys
     assert full == pytest.approx(rest + 4 * 768 * 2048**2 / 2 * 16)
     assert blend_speed.blend_flops(shape, 0, 2048, 1, 307) < full / 4
+    assert blend_speed.blend_flops(shape, 0, 2048, None, 2048) == pytest.approx(full)
+    assert blend_speed.blend_flops(shape, 0, 2048, None, 256) == pytest.approx(full / 8)
 
 
-def test_prompts_are_timed_through_the_engine() -> None:
+@pytest.mark.parametrize("check_layer", [None, 1])
+def test_prompts_are_timed_through_the_engine(check_layer: int | None) -> None:
     shape = blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
-    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], 1, 1, "cpu", 16)}
+    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], check_layer, 1, "cpu", 16)}
     assert list(found) == [("full", None), ("prefix", None), ("blend", 0.25), ("blend", 1.0)]
     assert [one.num_recomputed for one in found.values()] == [0, 0, 12, 48]  # of the three segments behind the first
     total = 64 + blend_speed.QUESTION_TOKENS
