@@ -2,14 +2,16 @@
 
 Quality: a small Llama is trained here (and kept under --cache) to say whose a fact is, in documents where that often
 stands in another segment. Segments are computed by themselves, moved, and repaired by recomputing some of their rows,
-chosen by several methods and at several layers. The bound is a full recompute, the other end plain reuse; between them
+chosen by several methods and at several layers; some by what a segment is behind a probe, computed once, when it is
+kept. The bound is a full recompute, the other end plain reuse; between them
 rows at random, and oracles that know what a full recompute gives. Gate: ratio 1 answers all as a full recompute does.
 Intervals are of a bootstrap over documents (and seeds).
 
 Speed: time to first token through kvpage.serving.Engine, of a Llama with random weights. The bound is the arithmetic
 that the check layer and the chosen rows leave: full recompute, timed in the same run, times their share of its flops.
-Gate: ratio 1 gives the token that a full recompute gives. Where others keep a machine's processors busy, the processor
-time of one thread (--threads 1) tells more than the clock.
+Gate: ratio 1 gives the token that a full recompute gives. What it costs before: to compute a segment twice, once more
+behind itself, which tells the rows that change with what stands before them. Where others keep a machine's processors
+busy, the processor time of one thread (--threads 1) tells more than the clock.
 
     kvpage bench blend [--part all|quality|speed] [--full] [--seeds N ...] [--documents N] [--tokens N ...]
                        [--device cpu|cuda] [--threads N] [--plot PATH]
@@ -43,13 +45,14 @@ def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, c
         print(
             f"seed {seed}: {len(batches) * blend_quality.BATCH} documents, {refers:.1%} of their rows refer to others"
         )
-        agreement = blend_quality.engine_agreement(batches[0], SEGMENT_TOKENS["quality"], 0.2)
-        print(
-            f"seed {seed}: of {batches[0].answers.numel()} blended answers the engine gives {agreement.equal:.1%} as "
-            f"here, {agreement.right:.1%} right, {agreement.right_here:.1%} here",
-            flush=True,
-        )
-        assert agreement.equal > AGREEMENT, "the engine must answer as the blending that is measured here"
+        for name in list(blend_quality.ENGINES)[:2]:
+            agreement = blend_quality.engine_agreement(batches[0], SEGMENT_TOKENS["quality"], 0.2, name)
+            print(
+                f"seed {seed}, {name}: of {batches[0].answers.numel()} blended answers the engine gives "
+                f"{agreement.equal:.1%} as here, {agreement.right:.1%} right, {agreement.right_here:.1%} here",
+                flush=True,
+            )
+            assert agreement.equal > AGREEMENT, "the engine must answer as the blending that is measured here"
         for method in dict.fromkeys(blend_quality.methods(config.num_layers)):
             found.setdefault(method, []).append(blend_quality.answers(batches, method))
     return [quality_row(method, each, found) for method, each in found.items()]
@@ -82,19 +85,36 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
 
 
 def print_quality(rows: Sequence[dict]) -> None:
-    print(f"\n{'method':18} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
+    print(f"\n{'method':22} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
     print(f"{'found':>6} {'work':>6}")
     for row in rows:
         check, ratio = ("+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios"))
         cells = ["{:.3f} ({:.3f} - {:.3f})".format(*row[name]) for name in ("all", "cross")]
         lost = "{:+.3f} ({:+.3f} - {:+.3f})".format(*row["lost"])
-        print(f"{row['method']:18} {check:>7} {ratio:>15} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
+        print(f"{row['method']:22} {check:>7} {ratio:>15} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
         print(f"{row['refers found']:6.2f} {row['work']:6.3f}")
 
 
-def speed(tokens: Sequence[int], ratios: Sequence[float], check_layer: int, rounds: int, device: str) -> list[dict]:
-    shape = blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
-    print(f"\n{shape.name}, check layer {check_layer}")
+def shape_on(device: str) -> blend_speed.Shape:
+    return blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
+
+
+def warming(rounds: int, device: str) -> blend_speed.Warming:
+    num_tokens = SEGMENT_TOKENS["speed"]
+    found = blend_speed.warming(shape_on(device), num_tokens, rounds, device)
+    print(
+        f"\nto keep a segment of {num_tokens} tokens: {found.alone:.3f} s by itself, "
+        f"{found.measured:.3f} s with its sensitivity, {found.measured / found.alone:.2f} of it"
+    )
+    return found
+
+
+def speed(
+    tokens: Sequence[int], ratios: Sequence[float], check_layer: int | None, rounds: int, device: str
+) -> list[dict]:
+    shape = shape_on(device)
+    chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
+    print(f"\n{shape.name}, {chooses}")
     print(
         f"{'tokens':>7} {'method':>12} {'seconds':>9} {'sooner':>8} {'cpu s':>9} {'sooner':>8} {'ceiling':>8}", end=" "
     )
@@ -177,7 +197,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=80, help="of each seed")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the prompts that are timed")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3, 0.5, 1.0])
-    parser.add_argument("--check-layer", type=int, default=1, help="of the prompts that are timed")
+    parser.add_argument("--check-layer", type=int, help="of the prompts that are timed; by default none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the prompts that are timed")
     parser.add_argument("--threads", type=int)
@@ -195,7 +215,7 @@ def main() -> None:
         return
     seeds = chosen.seeds or ([0, 1, 2] if chosen.full else [0])
     tokens = chosen.tokens or ([2048, 4096, 8192] if chosen.full else [2048, 4096])
-    quality_rows, speed_rows = [], []
+    quality_rows, speed_rows, warm = [], [], None
     if chosen.part != "speed":
         configs = [blend_model.TrainingConfig(seed, chosen.layers, chosen.hidden) for seed in seeds]
         quality_rows = quality(configs, chosen.documents, chosen.cache)
@@ -203,6 +223,7 @@ def main() -> None:
     if chosen.part != "quality":
         if chosen.device == "cpu":
             print("\nLlama-3-8B's shape: skipped, needs --device cuda")
+        warm = warming(chosen.rounds, chosen.device)
         speed_rows = speed(tokens, chosen.ratios, chosen.check_layer, chosen.rounds, chosen.device)
     said = verdicts(quality_rows, speed_rows)
     for target, is_met in said.items():
@@ -215,6 +236,7 @@ def main() -> None:
             {
                 "benchmark": "blend", "machine": machine, "threads": torch.get_num_threads(),
                 "torch": torch.__version__, "seeds": seeds, "quality": quality_rows, "speed": speed_rows,
+                "warming": warm and warm._asdict(),
                 "targets": said,
             }
         )

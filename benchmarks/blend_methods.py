@@ -5,7 +5,7 @@ and retrieved; the share `ratio` of the rows with the largest scores is computed
 recompute would have given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,14 @@ class Truth:
     """What an oracle knows of each document row, and what a method knows without looking at K and V.
 
     deviation: over all layers. refers: the row's meaning depends on a segment before its own. offset: in its segment.
+    sensitivity: behind each probe of blend_probes, how much V changed, as kvpage.blend measures it when a segment is
+        kept; 0 in a document's first segment, before which nothing stands here either.
     """
 
     deviation: torch.Tensor
     refers: torch.Tensor
     offset: torch.Tensor
+    sensitivity: Mapping[str, torch.Tensor]
 
 
 Score = Callable[[Layer, Truth], torch.Tensor]
@@ -115,6 +118,20 @@ def followed(layer: Layer, truth: Truth) -> torch.Tensor:
     return change.flatten(1) * (1 + 3 * torch.exp(-truth.offset / 8))
 
 
+def changed_behind(*probes: str) -> Score:
+    """V's change in all layers when the segment was kept and computed once more behind a probe; the mean of several."""
+    return lambda layer, truth: torch.stack([truth.sensitivity[name] for name in probes]).mean(dim=0)
+
+
+def changed_at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
+    return truth.sensitivity["itself"] * seam_weights(truth.offset, SEAM)
+
+
+def changed_and_v(layer: Layer, truth: Truth) -> torch.Tensor:
+    """What the segment says of itself, and what the check layer sees here."""
+    return truth.sensitivity["itself"] * deviation(layer, truth, "v").sqrt()
+
+
 def first_rows(layer: Layer, truth: Truth) -> torch.Tensor:
     return -truth.offset.float().expand(layer.query.shape[0], -1)
 
@@ -153,12 +170,25 @@ METHODS: dict[str, Score] = {
     "v passed on": passed_on,
     "v at seams": at_seams,
     "v followed": followed,
+    "behind itself": changed_behind("itself"),
+    "behind half of itself": changed_behind("half of itself"),
+    "behind itself reversed": changed_behind("itself reversed"),
+    "behind random tokens": changed_behind("random tokens"),
+    "behind a stranger": changed_behind("a stranger"),
+    "behind two strangers": changed_behind("two strangers"),
+    "behind both": changed_behind("itself", "a stranger"),
+    "behind itself, seams": changed_at_seams,
+    "behind itself, v": changed_and_v,
     "first rows": first_rows,
     "first 4 and v": first_rows_and_v,
     "random": random_rows,
     "oracle deviation": oracle_deviation,
     "oracle meaning": oracle_meaning,
 }
+
+
+KNOWN_BEFORE = {name for name in METHODS if name.startswith("behind ") and name != "behind itself, v"}
+"""What these choose by is known before any layer is computed."""
 
 
 def largest(score: torch.Tensor, ratio: float, among: torch.Tensor) -> torch.Tensor:

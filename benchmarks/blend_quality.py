@@ -3,18 +3,20 @@
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from kvpage.benchmarks import blend_task as task
-from kvpage.benchmarks.blend_methods import KV_SHARE, METHODS, Blending, Rows, Truth
+from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Rows, Truth
 from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
+from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
 from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, RotaryTables
-from kvpage.blend.selection import SEAM
+from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.serving import Engine
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)
@@ -68,7 +70,9 @@ class Batch:
         self.full = self.run(lambda layer, q, k, v: (fresh.append((k, v)), (k, v))[1])
         here = torch.arange(self.num_tokens)
         refers = (documents.named_at >= 0) & (documents.named_at // segment < here // segment)
-        self.truth = Truth(self._deviation(fresh), refers, here % segment)
+        segments = documents.tokens.unflatten(1, (-1, segment))
+        changed = {name: self._sensitivity(segments, probe) for name, probe in probes(segments)}
+        self.truth = Truth(self._deviation(fresh), refers, here % segment, changed)
 
     def blending(self, method: Method) -> Blending:
         return Blending(self.retrieved, self.within, self.truth, METHODS[method.name], method.stages)
@@ -112,6 +116,31 @@ class Batch:
             self._model(input_ids=tokens.reshape(-1, segment), use_cache=False)
         self._attention.swap = None
         return rows
+
+    def _sensitivity(self, segments: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
+        """[num_documents, num_tokens]. segments, probe: [num_documents, num_segments, their number of tokens]."""
+        count, num_segments, num_before = probe.shape
+        behind: list[torch.Tensor] = []
+
+        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+            behind.append(value[:, :, num_before:].transpose(1, 2))
+            return key, value
+
+        self._attention.mask, self._attention.swap = None, keep
+        with torch.inference_mode():
+            self._model(input_ids=torch.cat([probe, segments], dim=2).flatten(0, 1), use_cache=False)
+        self._attention.swap = None
+        alone = [
+            value.transpose(1, 2).unflatten(1, (num_segments, -1)).flatten(0, 1).contiguous()
+            for _, value in self.retrieved
+        ]
+        each = [
+            measure_sensitivity((before[one], now[one]) for before, now in zip(alone, behind, strict=True))
+            for one in range(count * num_segments)
+        ]
+        found = torch.stack(each).unflatten(0, (count, num_segments))
+        found[:, 0] = 0.0  # nothing new stands before it
+        return found.flatten(1)
 
     def _deviation(self, fresh: Sequence[Rows]) -> torch.Tensor:
         """Over all layers, K's and V's each in units of their size in that layer."""
@@ -163,16 +192,18 @@ def _bootstrap(hits: torch.Tensor, counts: torch.Tensor) -> Estimate:
     return Estimate(float(hits.sum() / counts.sum().clamp(min=1)), low, high)
 
 
-BY_RATIO = ("v", "v at seams", "first rows", "random", "oracle deviation")
-BY_CHECK = ("v", "v at seams", "v passed on", "v followed")
+BY_RATIO = ("v", "v at seams", "behind itself", "behind a stranger", "first rows", "random", "oracle deviation")
+BY_CHECK = ("v", "v at seams", "v passed on", "v followed", "behind itself")
 
 
 def methods(num_layers: int) -> Iterator[Method]:
-    """At check layer 1 some by ratio, and all at 15 %; some at later check layers; and filtered gradually, each beside
-    the ratio that takes as much work at check layer 1."""
+    """Some by ratio, and all at 15 %, at check layer 1, or 0 where they need not look; these at layer 1, too; some at
+    later check layers; and filtered gradually, each beside the ratio that takes as much work at check layer 1."""
     for name in METHODS:
+        check = 0 if name in KNOWN_BEFORE else 1
         for ratio in RATIOS if name in BY_RATIO else (0.15,):
-            yield Method(name, ((1, ratio),))
+            yield Method(name, ((check, ratio),))
+        yield Method(name, ((1, 0.15),))
     for check in range(2, min(4, num_layers - 1)):
         for name in BY_CHECK:
             yield Method(name, ((check, 0.15),))
@@ -213,17 +244,25 @@ class Agreement(NamedTuple):
     right_here: float
 
 
-def engine_agreement(batch: Batch, segment: int, ratio: float, name: str = "v at seams") -> Agreement:
-    """By the engine's own choice of rows at check layer 1, which is the method `name`: that, or "v".
+ENGINES = {
+    "behind itself": (0, BlendConfig()),
+    "v at seams": (1, BlendConfig(uses_sensitivity=False)),
+    "v": (1, BlendConfig(uses_sensitivity=False, seam=0.0)),
+}
+"""Methods as an engine has them: by default the first. The check layer, and the config."""
+
+
+def engine_agreement(batch: Batch, segment: int, ratio: float, name: str) -> Agreement:
+    """By the engine's own choice of rows, with a config that makes it the method `name`: one of ENGINES.
 
     ratio: of the rows that the engine finds no prefix for: as many as of all rows here, where the first segment's do
     not differ.
     """
     num_tokens, num_asked = batch.num_tokens, batch.answers.shape[1]
-    here = batch.run(batch.blending(Method(name, ((1, ratio * (1 - segment / num_tokens)),))))
+    check_layer, blend = ENGINES[name]
+    here = batch.run(batch.blending(Method(name, ((check_layer, ratio * (1 - segment / num_tokens)),))))
     cache = CacheConfig(block_size=math.gcd(segment, 8), num_gpu_blocks=4 * num_tokens)
-    blend = BlendConfig(ratio, check_layer=1, seam=0.0 if name == "v" else SEAM)
-    engine = Engine.from_model(batch.own_model(), cache, blend=blend)
+    engine = Engine.from_model(batch.own_model(), cache, blend=replace(blend, ratio=ratio))
     lengths, said = [segment] * (num_tokens // segment), torch.empty_like(here)
     for row, ids in enumerate(batch.ids.tolist()):
         document, questions = ids[:num_tokens], ids[num_tokens:]

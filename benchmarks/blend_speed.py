@@ -78,10 +78,13 @@ def full_flops(shape: Shape, cached: int, num_tokens: int) -> float:
     return shape.num_layers * (num_tokens - cached) * (kv + rest + key * (cached + num_tokens) / 2)
 
 
-def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int, num_chosen: int) -> float:
-    """The layers before the check layer for all rows, its K and V for all, and the rest for those that were chosen."""
+def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int | None, num_chosen: int) -> float:
+    """The layers before the check layer for all rows, its K and V for all, and the rest for those that were chosen; all
+    layers for these alone where they are chosen before (None)."""
     kv, key, rest = row_flops(shape)
     num_rows, mean_keys = num_tokens - cached, (cached + num_tokens) / 2
+    if check_layer is None:
+        return shape.num_layers * num_chosen * (kv + rest + key * mean_keys)
     before = check_layer * num_rows * (kv + rest + key * mean_keys)
     behind = (shape.num_layers - check_layer) * num_chosen * (kv + rest + key * mean_keys)
     return before + behind + (num_rows - num_chosen) * kv
@@ -145,10 +148,38 @@ def make_engine(
     )
 
 
+class Warming(NamedTuple):
+    """Seconds that keeping a segment takes: computed by itself, and with its sensitivity, once more behind itself."""
+
+    alone: float
+    measured: float
+
+
+def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
+    """Of a segment of so many tokens. Both take turns; of each, the least time."""
+    model, taken = make_model(shape, device), {False: [], True: []}
+    draw = torch.Generator().manual_seed(1)
+    engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in taken}
+    for _ in range(rounds + 1):  # the first one warms up
+        segment = torch.randint(1, model.config.vocab_size, (num_tokens,), generator=draw).tolist()
+        for uses, engine in engines.items():
+            before = time.perf_counter()
+            engine.warm_segments([segment])
+            taken[uses].append(time.perf_counter() - before)
+    return Warming(min(taken[False][1:]), min(taken[True][1:]))
+
+
 def measure(
-    shape: Shape, num_tokens: int, ratios: Sequence[float], check_layer: int, rounds: int, device: str, segment: int
+    shape: Shape,
+    num_tokens: int,
+    ratios: Sequence[float],
+    check_layer: int | None,
+    rounds: int,
+    device: str,
+    segment: int,
 ) -> list[Ttft]:
-    """The methods take turns; of each, the least time."""
+    """The methods take turns; of each, the least time. check_layer: None for the default: rows are chosen before the
+    first layer, as the segments know their sensitivity. Else it chooses without."""
     model = make_model(shape, device)
     prompts = Prompts(num_tokens, segment, model.config.vocab_size)
     engines: dict[tuple[str, float | None], Engine] = {
@@ -157,7 +188,9 @@ def measure(
     }
     kept = MemorySegments(1 << 40)
     for ratio in ratios:
-        engine = make_engine(model, num_tokens, BlendConfig(ratio, check_layer), segments=kept)
+        engine = make_engine(
+            model, num_tokens, BlendConfig(ratio, check_layer, uses_sensitivity=check_layer is None), segments=kept
+        )
         # The segments are kept once for all; each engine has the first one in its own prefix tree.
         engine.warm_segments(prompts.segments if ratio == ratios[0] else prompts.segments[:1])
         engines["blend", ratio] = engine
@@ -184,7 +217,9 @@ def measure(
     return results
 
 
-def work(shape: Shape, method: str, num_tokens: int, segment: int, check_layer: int, num_recomputed: int) -> float:
+def work(
+    shape: Shape, method: str, num_tokens: int, segment: int, check_layer: int | None, num_recomputed: int
+) -> float:
     """flops of a prompt whose first segment is cached, but for a full recompute."""
     cached = segment // BLOCK_SIZE * BLOCK_SIZE
     if method == "blend":

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from kvpage.benchmarks import blend_methods, blend_model, blend_quality, blend_speed
+from kvpage.benchmarks import blend_methods, blend_model, blend_probes, blend_quality, blend_speed
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_quality import Method
 
@@ -131,11 +131,14 @@ def test_flops_of_everything_chosen_are_those_of_a_full_recompute() -> None:
     rest = 2 * (4 * 768**2 + 3 * 768 * 2048) * 2048 * 16  # weights, then Q K and P V over half of the keys
     assert full == pytest.approx(rest + 4 * 768 * 2048**2 / 2 * 16)
     assert blend_speed.blend_flops(shape, 0, 2048, 1, 307) < full / 4
+    assert blend_speed.blend_flops(shape, 0, 2048, None, 2048) == pytest.approx(full)
+    assert blend_speed.blend_flops(shape, 0, 2048, None, 256) == pytest.approx(full / 8)
 
 
-def test_prompts_are_timed_through_the_engine() -> None:
+@pytest.mark.parametrize("check_layer", [None, 1])
+def test_prompts_are_timed_through_the_engine(check_layer: int | None) -> None:
     shape = blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
-    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], 1, 1, "cpu", 16)}
+    found = {one[:3:2]: one for one in blend_speed.measure(shape, 64, [0.25, 1.0], check_layer, 1, "cpu", 16)}
     assert list(found) == [("full", None), ("prefix", None), ("blend", 0.25), ("blend", 1.0)]
     assert [one.num_recomputed for one in found.values()] == [0, 0, 12, 48]  # of the three segments behind the first
     total = 64 + blend_speed.QUESTION_TOKENS
@@ -143,6 +146,50 @@ def test_prompts_are_timed_through_the_engine() -> None:
     assert found["full", None].flops == blend_speed.full_flops(shape, 0, total)
     assert found["blend", 1.0].flops == pytest.approx(found["prefix", None].flops)
     assert all(one.seconds > 0 for one in found.values())
+
+
+def test_warming_is_timed_through_the_engine() -> None:
+    found = blend_speed.warming(blend_speed.Shape("tiny", 3, 32, 64, 2, 2), 16, 1, "cpu")
+    assert found.alone > 0 and found.measured > 0
+
+
+def test_probes_know_nothing_of_the_document() -> None:
+    """Each document has tokens of its own."""
+    segments = torch.arange(3 * 2 * 4).view(3, 2, 4) + 1000 * torch.arange(3).view(3, 1, 1)
+    found = dict(blend_probes.probes(segments))
+    assert {name for name, _ in blend_probes.probes(segments)} == set(found)
+    for name, tokens in found.items():
+        assert tokens.shape[:2] == (3, 2)
+        for document in range(3):
+            for place in range(2):
+                mine, own = set(tokens[document, place].tolist()), set(segments[document, place].tolist())
+                if name == "random tokens":
+                    assert max(mine) < task.VOCAB_SIZE
+                elif "stranger" in name:
+                    assert not mine & set(segments[document].flatten().tolist()) and mine <= set(
+                        segments.flatten().tolist()
+                    )
+                else:
+                    assert mine <= own
+        assert torch.equal(tokens, dict(blend_probes.probes(segments))[name])
+
+
+def test_sensitivity_is_how_far_v_is_behind_the_probe(batch: blend_quality.Batch) -> None:
+    tokens = batch.ids[:, : CONFIG.num_tokens]
+    segments = tokens.unflatten(1, (-1, SEGMENT))
+    for name, probe in blend_probes.probes(segments):
+        found = batch.truth.sensitivity[name]
+        assert not found[:, :SEGMENT].any() and (found[:, SEGMENT] > 0).all()
+        for document, place in ((0, 1), (2, 3)):
+            rows = []
+            batch._attention.mask, batch._attention.swap = None, lambda _, q, k, v: (rows.append(v[0]), (k, v))[1]  # noqa: B023
+            for part in (segments[document, place], torch.cat([probe[document, place], segments[document, place]])):
+                batch._model(input_ids=part[None], use_cache=False)
+            batch._attention.swap = None
+            pairs = [(rows[index], rows[index + 3][:, -SEGMENT:]) for index in range(3)]
+            each = [(b - a).square().mean((0, 2)) / a.square().mean() for a, b in pairs]
+            mine = found[document, place * SEGMENT : (place + 1) * SEGMENT]
+            torch.testing.assert_close(mine, torch.stack(each).mean(0), rtol=1e-3, atol=1e-7)
 
 
 def test_a_trained_model_is_kept_and_found_again(tmp_path, monkeypatch) -> None:
@@ -183,18 +230,18 @@ def test_following_finds_rows_that_attend_to_changed_ones() -> None:
     fresh[:, :, 3] = 3.0
     within = torch.eye(3).repeat(1, 2, 1, 1)
     within[0, 1, 2] = torch.tensor([1.0, 0.0, 0.0])
-    truth = blend_methods.Truth(torch.zeros(1, 6), torch.zeros(1, 6, dtype=torch.bool), torch.arange(6) % 3)
+    truth = blend_methods.Truth(torch.zeros(1, 6), torch.zeros(1, 6, dtype=torch.bool), torch.arange(6) % 3, {})
     layer = blend_methods.Layer(0, torch.zeros(1, 2, 6, 4), (fresh, fresh), (old, old), [within] * 2)
     score = blend_methods.followed(layer, truth)
     assert (score > 0).tolist() == [[False, False, False, True, False, True]]
     assert (blend_methods.at_seams(layer, truth) > 0).tolist() == [[False, False, False, True, False, False]]
 
 
-@pytest.mark.parametrize("name", ["v", "v at seams"])
+@pytest.mark.parametrize("name", blend_quality.ENGINES)
 def test_the_engine_answers_as_the_reference_does(batch: blend_quality.Batch, name: str) -> None:
     """9 rows are computed again: of the 24 that the engine finds no prefix for, and of 32."""
     found = blend_quality.engine_agreement(batch, SEGMENT, 0.375, name)
     assert found.equal == 1 and found.right == found.right_here
-    blended = batch.run(batch.blending(Method(name, ((1, 0.28125),))))
+    blended = batch.run(batch.blending(Method(name, ((blend_quality.ENGINES[name][0], 0.28125),))))
     nothing = batch.run(batch.blending(Method("v", ((1, 0.0),))))
     assert not torch.equal(nothing, blended) and not torch.equal(batch.full, blended)

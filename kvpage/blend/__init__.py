@@ -23,6 +23,7 @@ from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segment_store import Segment, SegmentStore
 from kvpage.blend.segments import MemorySegments, Reuse, SegmentCache, SegmentKV
 from kvpage.blend.selection import METRICS, Selection, select_tokens, token_deviation
+from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.blend.stored_segments import StoredSegments
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "indices_to_mask",
     "load_turned",
     "mask_to_indices",
+    "measure_sensitivity",
     "select_tokens",
     "token_deviation",
 ]

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters, check_seam
 from kvpage.blend.spans import Span, spans_by_separator
-from kvpage.sequence_args import as_integer, as_list
+from kvpage.sequence_args import as_integer, as_list, check_flag
+from kvpage.tensor_args import as_ratio
 from kvpage.tokens import as_tokens
 
 
@@ -20,15 +21,21 @@ class BlendConfig:
 
     ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 all of them are, which gives what
         a full prefill gives.
+    uses_sensitivity: choose those of the largest sensitivity (see SegmentKV) where the segments know it, as those do
+        that Engine.warm_segments computes; it costs computing them twice there, and nothing here. The others are chosen
+        by metric and seam. In a prompt of both kinds the same share of each is.
     check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
-        token. At layer 0 K and V depend on nothing but the token, and the choice on nothing but rounding. A later one
-        chooses better, but a larger ratio is the better use of the same work (`kvpage bench blend`); None for 1.
+        token. None for 0 in prompts whose reused tokens all have a sensitivity: they are chosen before it; and for 1 in
+        others: at layer 0 K and V depend on nothing but the token, and what the metric sees is nothing but rounding.
+        For the metric a later one chooses better, but a larger ratio is the better use of the same work
+        (`kvpage bench blend`).
     filters: (layer, ratio) of layers before a check layer that is named, which let go of tokens already (gradual
         filtering): each keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not
         computed behind it. Layers rise, ratios fall. It helped only where the check layer stood far behind.
-    metric: by what they choose: how far "k", "v" or both, "kv", are from the segment's, as a mean square.
-    seam: how much more that counts near a segment's begin, where what stood before it is not what stands there now: at
-        the n-th token the root of it counts 1 + seam / n. 0 for all alike.
+    metric: by what they choose without a sensitivity: how far "k", "v" or both, "kv", are from the segment's, as a mean
+        square.
+    seam: how much more the metric counts near a segment's begin, where what stood before it is not what stands there
+        now: at the n-th token the root of it counts 1 + seam / n. 0 for all alike.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
     max_bytes: of the segments' K and V that are kept in host memory.
@@ -44,10 +51,11 @@ class BlendConfig:
     boundaries: ContentBoundaries | None = None
     max_bytes: int = 1 << 30
     deadline: float = 5.0
+    uses_sensitivity: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio must be in [0, 1], got {self.ratio!r}")
+        object.__setattr__(self, "ratio", as_ratio("ratio", self.ratio))
+        check_flag("uses_sensitivity", self.uses_sensitivity)
         for name, least in (("check_layer", 0), ("max_bytes", 1)):
             value = getattr(self, name)
             if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
@@ -69,13 +77,16 @@ class BlendConfig:
         if self.separator and self.boundaries:
             raise ValueError("boundaries must be None with a separator")
 
-    def stages_of(self, num_layers: int) -> tuple[Stage, ...]:
-        """Filters and check layer of a model of so many layers. ValueError for a check layer that it has not."""
+    def stages_of(self, num_layers: int, is_known: bool = False) -> tuple[Stage, ...]:
+        """Filters and check layer of a model of so many layers. is_known: a prompt's reused tokens have a sensitivity.
+        ValueError for a check layer that the model has not.
+        """
         num_layers = as_integer("num_layers", num_layers)
+        check_flag("is_known", is_known)
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if self.check_layer is None:
-            return (Stage(min(1, num_layers - 1), self.ratio),)
+            return (Stage(0 if is_known else min(1, num_layers - 1), self.ratio),)
         if self.check_layer >= num_layers:
             raise ValueError(f"check_layer must be under {num_layers}, got {self.check_layer}")
         filters = (Stage(layer, max(ratio, self.ratio)) for layer, ratio in self.filters)

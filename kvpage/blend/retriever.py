@@ -147,8 +147,7 @@ class _SegmentRetriever(BlendRetriever):
         cuts: Callable[[npt.NDArray[np.int32], int], list[int]],
     ) -> SegmentRetrieverTask:
         """cuts(tokens, begin): where the segments of the request that begins there end, relative to it."""
-        is_tensor = isinstance(input_tokens, torch.Tensor)
-        tokens = as_tokens(as_numbers("input_tokens", input_tokens).cpu() if is_tensor else input_tokens)
+        tokens = _as_tokens(input_tokens)
         bounds = as_bounds("query_start_loc", query_start_loc, len(tokens))
         tenants = [b""] * (len(bounds) - 1) if namespaces is None else as_list("namespaces", namespaces)
         if len(tenants) != len(bounds) - 1:
@@ -233,11 +232,17 @@ class SegmentBlendRetriever(_SegmentRetriever):
         if boundaries is None:
             return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: self._contents.cuts(part))
         named = [as_integer("boundaries", boundary) for boundary in as_list("boundaries", boundaries)]
-        if named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] <= len(input_tokens)):
-            raise ValueError(f"boundaries must ascend in [0, {len(input_tokens)}], got {named}")
+        num_tokens = len(_as_tokens(input_tokens))
+        if named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] <= num_tokens):
+            raise ValueError(f"boundaries must ascend in [0, {num_tokens}], got {named}")
         return self._begin(
             input_tokens, query_start_loc, namespaces, lambda part, begin: named_cuts(named, begin, begin + len(part))
         )
+
+
+def _as_tokens(tokens: torch.Tensor) -> npt.NDArray[np.int32]:
+    """Out of a tensor, wherever it is. TypeError or ValueError for what are no tokens."""
+    return as_tokens(as_numbers("input_tokens", tokens).cpu() if isinstance(tokens, torch.Tensor) else tokens)
 
 
 def _pairs(cuts: list[int]) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@
                                exactly these, compared token by token
 
 One that was computed with nothing before it (standalone) says nothing of a context that is not there: it takes the
-place of one that was computed in a prompt, and is not replaced by one.
+place of one that was computed in a prompt, and is not replaced by one. Of two of a kind the one that knows how its rows
+change with what stands before them is the better one.
 """
 
 from collections import OrderedDict
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.sequence_args import as_integer, check_flag, check_namespace
-from kvpage.tensor_args import as_indices, as_numbers
+from kvpage.tensor_args import as_floats, as_indices, as_numbers
 from kvpage.tokens import as_tokens
 
 TokenIds = npt.NDArray[np.int32]
@@ -29,12 +30,15 @@ class SegmentKV:
     k, v: [num_layers, num_tokens, num_kv_heads, head_size], on any device; nobody writes into them.
     positions: int64 [num_tokens], on the CPU: where each token's K was turned to.
     is_standalone: nothing came before its first token.
+    sensitivity: fp32 [num_tokens], on the CPU, finite and not negative: how much V of each token changes with what
+        stands before the segment, see measure_sensitivity. None where that is not known.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     positions: torch.Tensor
     is_standalone: bool
+    sensitivity: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         k, v = as_numbers("k", self.k, 4), as_numbers("v", self.v, 4)
@@ -48,6 +52,13 @@ class SegmentKV:
                 f"k, v and positions must be of the same layers and tokens, got shapes {list(self.k.shape)}, "
                 f"{list(self.v.shape)} and {list(self.positions.shape)}"
             )
+        if self.sensitivity is not None:
+            object.__setattr__(self, "sensitivity", check_sensitivity(self.sensitivity, num_tokens))
+
+    def is_better_than(self, other: "SegmentKV") -> bool:
+        """Of the same tokens: standalone where the other is not, or of that kind and its sensitivity known."""
+        mine, its = ((one.is_standalone, one.sensitivity is not None) for one in (self, other))
+        return mine > its
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +67,17 @@ class SegmentKV:
     @property
     def num_bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
+
+
+def check_sensitivity(sensitivity: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The same in fp32 on the CPU. TypeError unless it is a tensor, ValueError unless it has a number for each token,
+    finite and not negative."""
+    values = as_floats("sensitivity", sensitivity, 1).to("cpu", torch.float32)
+    if len(values) != num_tokens:
+        raise ValueError(f"sensitivity must be of {num_tokens} tokens, got {len(values)}")
+    if not bool((values.isfinite() & (values >= 0)).all()):
+        raise ValueError("sensitivity must be finite and not negative")
+    return values
 
 
 class Reuse(NamedTuple):
@@ -70,6 +92,13 @@ class Reuse(NamedTuple):
         """K and V of the tokens in one layer, K not turned: views, [num_tokens, num_kv_heads, head_size]."""
         some = slice(self.begin, self.begin + self.num_tokens)
         return self.segment.k[layer, some], self.segment.v[layer, some]
+
+    def sensitivity(self) -> torch.Tensor | None:
+        """Of the tokens, see SegmentKV: fp32 [num_tokens]; 0 where nothing new stands before them; None: not known."""
+        if self.segment.is_standalone and self.start == self.begin:
+            return torch.zeros(self.num_tokens)
+        known = self.segment.sensitivity
+        return None if known is None else known[self.begin : self.begin + self.num_tokens]
 
     def behind(self, position: int) -> "Reuse | None":
         """The part of it at `position` and behind it; None if there is none."""
@@ -97,7 +126,7 @@ class SegmentCache(Protocol):
         """Whether there is none, or the one that is there had better be replaced by a standalone one."""
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes) -> None:
-        """Keeps it, if it is wanted."""
+        """Keeps it, if there is none, or it is better than the one that is there."""
 
 
 class _Key(NamedTuple):
@@ -143,9 +172,10 @@ class MemorySegments:
         """See SegmentCache. What is larger than all of the room is not kept."""
         key = _key(tokens, namespace)
         check_segment(segment, len(key.tokens) // 4)
-        if segment.num_bytes > self.max_bytes or not self.wants(tokens, segment.is_standalone, namespace):
+        before = self._segments.get(key)
+        if segment.num_bytes > self.max_bytes or (before and not segment.is_better_than(before)):
             return
-        before = self._segments.pop(key, None)
+        self._segments.pop(key, None)
         self.num_bytes += segment.num_bytes - (before.num_bytes if before else 0)
         self._segments[key] = segment
         while self.num_bytes > self.max_bytes:

@@ -39,8 +39,7 @@ def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least:
     for layer, ratio in stages:
         if isinstance(layer, bool) or not isinstance(layer, int) or not least <= layer < check_layer:
             raise ValueError(f"filters must be of layers from {least} to under {check_layer}, got {layer!r}")
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ValueError(f"filters must have ratios in [0, 1], got {ratio!r}")
+        as_ratio("filters' ratios", ratio)
     for before, behind in zip(stages, stages[1:], strict=False):
         if behind.layer <= before.layer or behind.ratio > before.ratio:
             given = [tuple(stage) for stage in stages]
@@ -120,6 +119,23 @@ def offsets_behind_seams(
     starts = query_start_loc.to(valid.device)[:-1]
     goes_on[starts[starts < len(valid)]] = False
     return here - here.masked_fill(goes_on, 0).cummax(0).values
+
+
+def ranks(scores: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Makes scores of several kinds, each in a unit of its own, comparable: of each row the share of the rows of its
+    kind that are not ranked before it (the larger score first, of equals the first): fp32 in (0, 1].
+
+    scores: fp32 [num_rows]. kinds: int64 [num_rows]. The share of the largest ranks is the same of every kind, of each
+    those with the largest scores.
+    """
+    order = scores.sort(descending=True, stable=True).indices
+    order = order[kinds[order].sort(stable=True).indices]  # by kind, in each by score
+    counts = kinds.unique(return_counts=True)[1]
+    firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.arange(len(scores), device=scores.device) - firsts
+    out = torch.empty_like(scores)
+    out[order] = 1.0 - place / counts.repeat_interleave(counts)
+    return out
 
 
 def select_tokens(

@@ -29,7 +29,7 @@ class StoredSegments:
         if found is None:
             return None
         rows = found.kv.transpose(2, 3) if self._is_by_head else found.kv
-        return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone)
+        return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone, found.sensitivity)
 
     def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
         """See SegmentCache."""
@@ -43,4 +43,5 @@ class StoredSegments:
         check_segment(segment, len(as_tokens(tokens)))
         rows = torch.stack([segment.k, segment.v], dim=1)
         kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows
-        self._segments.put(tokens, kv, segment.positions, segment.is_standalone, namespace).result()
+        about = segment.positions, segment.is_standalone, namespace
+        self._segments.put(tokens, kv, *about, sensitivity=segment.sensitivity).result()

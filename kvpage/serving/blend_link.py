@@ -5,6 +5,8 @@
     its prefill is done ─► K and V of the segments that were computed in full, and are not kept yet ─► keep
                            this thread, out of the blocks                                              thread
 
+    to warm a segment      [ segment | segment ]     the first is kept; how far V of the second differs is with it
+
 Computed in full means: nothing before it was blended. So what is kept is exact, and what was blended is kept nowhere.
 Whatever goes wrong, or takes longer than the deadline, is a prompt that is computed.
 """
@@ -20,6 +22,7 @@ import torch
 
 from kvpage import ops
 from kvpage.blend.segments import Reuse, SegmentCache, SegmentKV
+from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.blend.spans import Span
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
@@ -150,6 +153,7 @@ class BlendLink:
 
     def _start(self, request: Request) -> None:
         prompt, namespace, spans, reuses = request.prompt.copy(), request.namespace, request.spans, request.is_blend
+        is_measured = request.copy_at is not None
         match = self._manager.tree.match(prompt, namespace)
         num_cached = match.num_tokens
         self._manager.tree.release(match)
@@ -161,7 +165,7 @@ class BlendLink:
                 segment = self.source.find(tokens, namespace) if reuses and span.end > num_cached else None
                 if segment is not None:
                     reusable.append(Reuse(segment, 0, span.start, segment.num_tokens))
-                elif self.source.wants(tokens, span.start == 0, namespace):
+                elif is_measured or self.source.wants(tokens, span.start == 0, namespace):
                     wanted.append(span)
             return _Found(reusable, wanted)
 
@@ -193,13 +197,27 @@ class BlendLink:
 
     def _segment(self, request: Request, span: Span) -> SegmentKV:
         """K and V of the span out of the request's blocks: a copy on the host."""
-        cache, layout, num_tokens = self._cache, self._cache.layout, span.end - span.start
-        table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(cache.device)
-        scales = cache.kv_scales or [None] * len(cache.gpu_cache)
-        shape = (len(cache.gpu_cache), num_tokens, layout.num_kv_heads, layout.head_size)
-        key, value = (torch.empty(shape, dtype=self._dtype, device=cache.device) for _ in range(2))
-        for index, (blocks, scale) in enumerate(zip(cache.gpu_cache, scales, strict=True)):
-            out = (key[index], value[index])
-            ops.gather_cache(blocks, table, [num_tokens], layout, [span.start], out, scale)
+        num_layers, layout = len(self._cache.gpu_cache), self._cache.layout
+        shape = (num_layers, span.end - span.start, layout.num_kv_heads, layout.head_size)
+        key, value = (torch.empty(shape, dtype=self._dtype, device=self._cache.device) for _ in range(2))
+        table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(self._cache.device)
+        for index in range(num_layers):
+            self._gather(index, table, span.start, key[index], value[index])
+        sensitivity = None if request.copy_at is None else self._sensitivity(table, request.copy_at, value)
         positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
-        return SegmentKV(key.cpu(), value.cpu(), positions, is_standalone=span.start == 0)
+        return SegmentKV(key.cpu(), value.cpu(), positions, span.start == 0, sensitivity)
+
+    def _sensitivity(self, table: torch.Tensor, copy_at: int, alone: torch.Tensor) -> torch.Tensor | None:
+        """alone: V of the segment, [layers, num_tokens, kv heads, size]. None where it is no number."""
+        key, behind = torch.empty_like(alone[0]), torch.empty_like(alone[0])
+        pairs = ((alone[index], self._gather(index, table, copy_at, key, behind)) for index in range(len(alone)))
+        return measure_sensitivity(pairs)
+
+    def _gather(
+        self, index: int, table: torch.Tensor, start: int, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """K and V of a layer's tokens from `start` on, into what is given; V."""
+        scales, layout = self._cache.kv_scales, self._cache.layout
+        scale = scales[index] if scales else None
+        ops.gather_cache(self._cache.gpu_cache[index], table, [len(key)], layout, [start], (key, value), scale)
+        return value

@@ -5,10 +5,12 @@
     computed up to the check layer  # # # # # # # # # # # # # # # # # # # # # # # # # # #
     and behind it                   . # . . . . . . # # # # . . # . . . . . # # # # # # #
 
-The check layer compares K or V of the reused tokens with what the segments say, and chooses. Behind it, a layer's
-blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over these; a chosen
-row attends to all keys up to its own position. With filters several layers choose, each among what is left. Other
-sequences of the same pass are computed as ever.
+The check layer chooses, of the reused tokens of each prompt, those of the largest sensitivity, as far as the segments
+know it; of the others those whose K or V differ most from what the segments say: of both kinds the same share. Behind
+it, a layer's blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over
+these; a chosen row attends to all keys up to its own position. With filters several layers choose, each among what is
+left. Other sequences of the same pass are computed as ever; which layer chooses for a prompt does not depend on them.
+What layer 0 need not look for is chosen before it, and there is nothing that is computed for all.
 
 An exception leaves K and V behind in blocks that nobody has committed.
 """
@@ -25,7 +27,7 @@ from kvpage.blend.config import BlendConfig
 from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segments import Reuse
-from kvpage.blend.selection import Selection, seam_weights, select_tokens, token_deviation
+from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
 from kvpage.serving.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.dense_attention import AttentionOptions
 from kvpage.serving.row_hooks import RowHooks, RowsChosen
@@ -54,8 +56,7 @@ class BlendPass:
         pieces: Sequence[Piece],
     ) -> None:
         self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
-        self._stages = dict(config.stages_of(len(layers)))
-        self._chose_at = -1  # the layer that has chosen last
+        self._chose_at = -1  # the layer that has chosen last; -1, too, of a choice before the first one
         self._step = step
         self._order = {layer: index for index, layer in enumerate(step.caches)}
         self._first_rows = np.cumsum([0, *step.query_lens])
@@ -69,10 +70,17 @@ class BlendPass:
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
         offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
         self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
+        sensitivity, is_known, whose = _known(pieces, config)
+        self._knows_all = bool(is_known.all())
+        self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
+        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
+        self._stages = _stages(pieces, config, len(layers))
         self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
         self._narrowed = step  # of the rows that are computed: in the end, of those that were chosen
+        if _needs_no_look(pieces, config, self._stages):
+            self._narrow(-1, self._choose(self._stages.pop(0), None))
 
     @property
     def num_rows(self) -> int:
@@ -80,7 +88,8 @@ class BlendPass:
 
     def hooks(self) -> AbstractContextManager[None]:
         """See StepBlend."""
-        return RowHooks(self._layers, [*self._stages], self.num_rows, lambda: self.selection.indices).on()
+        is_narrow = self._selection is not None
+        return RowHooks(self._layers, [*self._stages], self.num_rows, lambda: self.selection.indices, is_narrow).on()
 
     @property
     def selection(self) -> Selection:
@@ -112,7 +121,7 @@ class BlendPass:
             self._fill(index, layer, key)
         write_rows(key, value, layer, self._step, self._narrowed.slot_mapping)
         if index in self._stages and index > self._chose_at:
-            self._narrow(index, self._choose(index, key, value))
+            self._narrow(index, self._choose(self._stages[index], (index, key, value)))
             raise RowsChosen
         return attend_rows(query, key, value, layer, self._narrowed, options)
 
@@ -167,16 +176,21 @@ class BlendPass:
         slots[selection.indices] = PAD_SLOT
         return slots[self._rows].split([one.num_tokens for one in self._reuses])
 
-    def _choose(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Selection:
-        """By the fresh K and V of the rows that are computed so far."""
-        valid, left = (torch.zeros(self.num_rows, dtype=torch.bool, device=key.device) for _ in range(2))
+    def _choose(self, ratios: list[float], fresh: tuple[int, torch.Tensor, torch.Tensor] | None) -> Selection:
+        """fresh: a layer, and its K and V of the rows that are computed so far; None where there is nothing to see."""
+        device = self._rows.device
+        valid, left = (torch.zeros(self.num_rows, dtype=torch.bool, device=device) for _ in range(2))
         valid[self._rows] = True
         left[self._selection.indices if self._selection else slice(None)] = True
-        candidates = self._rows[left[self._rows]]
-        deviation = torch.zeros(self.num_rows, device=key.device)
-        deviation[candidates] = self._deviation(index, key, value, candidates, left)
-        ratios = [self._stages[index]] * len(self._pieces)
-        return select_tokens(deviation, valid, self._first_rows.tolist(), ratios, left)
+        is_left = left[self._rows]
+        candidates = self._rows[is_left]
+        scores = self._sensitivity[is_left]
+        if fresh is not None and not self._knows_all:
+            deviation = self._deviation(*fresh, candidates, left)
+            scores = torch.where(self._is_known[is_left], scores, deviation)
+        score = torch.zeros(self.num_rows, device=device)
+        score[candidates] = ranks(scores, self._kinds[is_left])
+        return select_tokens(score, valid, self._first_rows.tolist(), ratios, left)
 
     def _deviation(
         self, index: int, key: torch.Tensor, value: torch.Tensor, candidates: torch.Tensor, left: torch.Tensor
@@ -190,3 +204,37 @@ class BlendPass:
                 rows = retrieved[is_left, ..., : fresh.shape[-1]]
                 deviation += token_deviation(fresh[places], rows, everything, 0)
         return deviation * self._weights[is_left]
+
+
+def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are."""
+    sensitivity, is_known, whose = [], [], []
+    for index, piece in enumerate(pieces):
+        for reuse in piece.reuse:
+            found = reuse.sensitivity() if config.uses_sensitivity else None
+            sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
+            is_known.append(torch.full((reuse.num_tokens,), found is not None))
+            whose.append(torch.full((reuse.num_tokens,), index))
+    return torch.cat(sensitivity), torch.cat(is_known), torch.cat(whose)
+
+
+def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
+    """Of each layer that chooses in any piece the share of each piece's rows that goes on behind it."""
+    each = [config.stages_of(num_layers, _is_known(piece, config)) if piece.reuse else () for piece in pieces]
+    layers = sorted({stage.layer for stages in each for stage in stages})
+    return {
+        layer: [min([1.0, *(one.ratio for one in stages if one.layer <= layer)]) for stages in each] for layer in layers
+    }
+
+
+def _needs_no_look(pieces: Sequence[Piece], config: BlendConfig, stages: dict[int, list[float]]) -> bool:
+    """Layer 0 is to choose, and knows without its K and V what: of every piece that it may let go of rows of."""
+    ratios = stages.get(0)
+    return ratios is not None and all(
+        ratio == 1 or _is_known(piece, config) for ratio, piece in zip(ratios, pieces, strict=True)
+    )
+
+
+def _is_known(piece: Piece, config: BlendConfig) -> bool:
+    """All of its reused rows have a sensitivity that counts."""
+    return config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in piece.reuse)

@@ -72,8 +72,22 @@ class Blender:
         shift: int,
         expected: torch.Tensor,
     ) -> None:
+        for is_standalone in (
+            True,
+            False,
+        ):  # where nothing new stands before a standalone one, and rows are chosen at once
+            self._verify_one(probe, rows, shift, expected, is_standalone)
+
+    def _verify_one(
+        self,
+        probe: "_Probe",
+        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        shift: int,
+        expected: torch.Tensor,
+        is_standalone: bool,
+    ) -> None:
         key, value = (torch.stack([pair[part] for pair in rows]) for part in (0, 1))
-        segment = SegmentKV(key, value, torch.arange(shift, shift + NUM_PROBE_TOKENS), True)
+        segment = SegmentKV(key, value, torch.arange(shift, shift + NUM_PROBE_TOKENS), is_standalone)
         name = type(probe.runner.model).__name__
         half = replace(self.config, ratio=0.5)
         try:

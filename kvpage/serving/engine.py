@@ -50,7 +50,7 @@ from kvpage.tokens import Tokens, as_tokens
 
 class Prompt(NamedTuple):
     """What a request is made of. tokens to segments: see Engine.add_request. sink: where its outputs go; None for those
-    that `step` returns.
+    that `step` returns. copy_at: where its one segment comes once more, see Engine.warm_segments.
     """
 
     tokens: Tokens
@@ -60,6 +60,7 @@ class Prompt(NamedTuple):
     blend: bool = False
     segments: Sequence[int] | None = None
     sink: deque[StepOutput] | None = None
+    copy_at: int | None = None
 
 
 class Engine:
@@ -242,12 +243,12 @@ class Engine:
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
         """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them.
 
+        With BlendConfig.uses_sensitivity each is computed once more behind itself, to see which of its tokens change
+        with what stands before them; but for those of which two, and a token, are more than the engine takes.
+
         Other requests go on meanwhile. ValueError as of add_request, before anything is computed.
         """
-        one = SamplingParams(max_tokens=1)
-        self._generate(
-            [Prompt(tokens, one, namespace=namespace, segments=[len(tokens)]) for tokens in segments], lambda num: None
-        )
+        self._generate([self._warming(tokens, namespace) for tokens in segments], lambda num: None)
         if self._links.blend:
             self._links.blend.drain()
 
@@ -410,9 +411,19 @@ class Engine:
             self._loop.abort_unfinished(requests)
         return [outputs[request.request_id] for request in requests]
 
+    def _warming(self, tokens: Tokens, namespace: bytes) -> Prompt:
+        """Computes and keeps a segment; see warm_segments."""
+        array, one, blender = self.check_tokens(tokens), SamplingParams(max_tokens=1), self._loop.pieces.blender
+        lengths, num_twice = [len(array)], 2 * len(array)
+        takes_two = num_twice < self.max_model_len and num_twice <= self.manager.num_blocks * self.manager.block_size
+        if blender is None or not blender.config.uses_sensitivity or not takes_two:
+            return Prompt(array, one, namespace=namespace, segments=lengths)
+        twice = np.concatenate([array, array])
+        return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array))
+
     def _add(self, prompt: Prompt) -> Request:
         """See add_request."""
-        tokens, params, request_id, namespace, blend, segments, sink = prompt
+        tokens, params, request_id, namespace, blend, segments, sink, copy_at = prompt
         check_params(params)
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
@@ -424,7 +435,7 @@ class Engine:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
         spans = self._spans(array, blend, segments)
         request = Request(request_id, array, params, self._loop.num_arrivals, self.eos_token_ids, namespace, sink)
-        request.spans, request.is_blend = spans, blend
+        request.spans, request.is_blend, request.copy_at = spans, blend, copy_at
         self._loop.add(request)
         return request
 

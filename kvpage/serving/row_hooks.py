@@ -9,6 +9,8 @@
                     . . . . # . . #
     behind the last 0 0 0 0 # 0 0 #          where they were, zeros between: only chosen rows have logits
 
+Rows that are chosen before the first layer are the only ones that it sees.
+
 What a layer is given besides the hidden states (position ids, cosines and sines, ...) comes from the model's forward
 with all rows at each layer, and is narrowed before each.
 """
@@ -47,7 +49,7 @@ class RowHooks:
     """For one forward pass of all `num_rows` rows. check_layers: those that choose, ascending.
 
     chosen: what was chosen last, int64, ascending, once the first of them has raised RowsChosen; each time among what
-        was chosen before.
+        was chosen before. is_narrow: some are chosen already, and no layer begins with all rows.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class RowHooks:
         check_layers: Sequence[int],
         num_rows: int,
         chosen: Callable[[], torch.Tensor],
+        is_narrow: bool = False,
     ) -> None:
         self._layers, self._check_layers, self._num_rows, self._chosen = layers, check_layers, num_rows, chosen
+        self._is_narrow = is_narrow
+        self._first = 0 if is_narrow else check_layers[0]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Hooks on the model's layers inside, none outside."""
         handles = []
-        for index, layer in enumerate(self._layers[self._check_layers[0] :], self._check_layers[0]):
+        for index, layer in enumerate(self._layers[self._first :], self._first):
             before = self._begin_check if index in self._check_layers else self._before
             handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(self._layers[-1].register_forward_hook(self._behind_last))
@@ -75,7 +80,7 @@ class RowHooks:
 
     def _begin_check(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         rows = torch.arange(self._num_rows)
-        if module is not self._layers[self._check_layers[0]]:
+        if self._is_narrow or module is not self._layers[self._first]:
             rows = self._chosen().cpu()
             args, kwargs = self._before(module, args, kwargs)
         try:

@@ -170,8 +170,9 @@ class StoreLink:
         return False
 
     def save(self, request: Request, num_tokens: int) -> None:
-        """Stores the request's first tokens, as far as they are cached in whole blocks; called when they are."""
-        tokens = request.tokens[:num_tokens].copy()
+        """Stores the request's first tokens, as far as they are cached in whole blocks, and nobody's copy; called when
+        they are."""
+        tokens = request.tokens[:num_tokens][: request.copy_at].copy()
         if len(self._saves) >= self._max_saves:
             self.stats.num_skipped += 1
             return

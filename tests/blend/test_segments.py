@@ -151,7 +151,7 @@ def check(found: SegmentKV | None, expected: SegmentKV, num_tokens: int) -> None
         ({"check_layer": 2, "filters": [(2, 0.5)]}, "filters must be of layers from 0 to under 2, got 2"),
         ({"check_layer": 2, "filters": [(-1, 0.5)]}, "filters must be of layers from 0 to under 2, got -1"),
         ({"check_layer": 2, "filters": [(True, 0.5)]}, "filters must be of layers .* got True"),
-        ({"check_layer": 2, "filters": [(1, 1.5)]}, r"filters must have ratios in \[0, 1\], got 1.5"),
+        ({"check_layer": 2, "filters": [(1, 1.5)]}, r"filters' ratios must be in \[0, 1\], got 1.5"),
         ({"check_layer": 3, "filters": [(1, 0.3), (2, 0.5)]}, "filters must have rising layers and ratios that do not"),
         ({"seam": -1.0}, "seam must be finite and not negative, got -1.0"),
         ({"seam": float("inf")}, "seam must be finite and not negative, got inf"),

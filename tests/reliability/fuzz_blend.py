@@ -27,6 +27,7 @@ from kvpage.blend import (
     indices_to_mask,
     load_turned,
     mask_to_indices,
+    measure_sensitivity,
     select_tokens,
     token_deviation,
 )
@@ -48,7 +49,7 @@ class BlendMathWorld:
 
     covers = names(
         "create_index", "indices_to_mask", "mask_to_indices", "token_deviation", "select_tokens", "RotaryTables",
-        "ContentBoundaries", "BlendConfig", "SegmentKV", "CacheBlendImpl",
+        "ContentBoundaries", "BlendConfig", "SegmentKV", "CacheBlendImpl", "measure_sensitivity",
     )  # fmt: skip
 
     def __init__(self, rng: random.Random) -> None:
@@ -84,7 +85,7 @@ class BlendMathWorld:
         makers = (
             self._index, self._to_mask, self._to_indices, self._deviation, self._select, self._rotary, self._turn,
             self._turning, self._frequencies, self._boundaries, self._cuts, self._config, self._spans, self._segment,
-            self._executor, self._blend, self._blend, self._blend,
+            self._sensitivity, self._executor, self._blend, self._blend, self._blend,
         )  # fmt: skip
         return rng.choice(makers)()
 
@@ -163,19 +164,29 @@ class BlendMathWorld:
     def _config(self) -> Case:
         args: dict[str, Any] = {"ratio": 0.5, "check_layer": 2, "metric": "kv", "separator": (1, 2)}
         args |= {"filters": self.rng.choice(((), ((0, 0.9), (1, 0.7)))), "seam": self.rng.choice((0, 1.5, 32.0))}
+        args |= {"uses_sensitivity": self.rng.random() < 0.5}
         return Case("BlendConfig", BlendConfig, args | {"boundaries": None, "max_bytes": 1000, "deadline": 0.5})
 
     def _spans(self) -> Case:
         tokens = np.array([self.rng.randrange(3) for _ in range(12)], np.int32)
         if self.rng.random() < 0.5:
             return Case("BlendConfig.spans", BlendConfig(separator=(1, 2)).spans, {"tokens": tokens})
-        return Case("BlendConfig.stages_of", BlendConfig(check_layer=1).stages_of, {"num_layers": 3})
+        args = {"num_layers": 3, "is_known": self.rng.random() < 0.5}
+        return Case("BlendConfig.stages_of", BlendConfig(check_layer=self.rng.choice((None, 1))).stages_of, args)
 
     # --- segments ---
 
     def _segment(self) -> Case:
         args = {"k": self.k[None], "v": self.v[None], "positions": self.old, "is_standalone": True}
-        return Case("SegmentKV", SegmentKV, args)
+        known = torch.rand(self.count, generator=self.torch_rng)
+        return Case("SegmentKV", SegmentKV, args | {"sensitivity": self.rng.choice((None, known))})
+
+    def _sensitivity(self) -> Case:
+        def judge(found: torch.Tensor) -> None:
+            wanted = (self.v - self.k).square().mean((1, 2)) / self.k.square().mean()
+            torch.testing.assert_close(found, wanted)
+
+        return Case("blend.measure_sensitivity", measure_sensitivity, {"layers": [(self.k, self.v)] * 2}, judge=judge)
 
     # --- the executor ---
 
@@ -326,10 +337,11 @@ class SegmentWorld:
         return [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 9))]
 
     def segment(self, tokens: list[int]) -> SegmentKV:
-        """Each number a function of its token and place."""
+        """Each number a function of its token and place, if it is known."""
         rows = torch.tensor([float(token + 10 * i) for i, token in enumerate(tokens)])[None, :, None, None]
         k = rows.expand(LAYERS, len(tokens), HEADS, SIZE).contiguous()
-        return SegmentKV(k, -k, torch.arange(len(tokens)), self.rng.random() < 0.5)
+        known = self.rng.choice((None, rows.flatten()))
+        return SegmentKV(k, -k, torch.arange(len(tokens)), self.rng.random() < 0.5, known)
 
     def case(self, rng: random.Random) -> Case:
         makers: tuple[Callable[[list[int]], Case], ...] = (
@@ -344,7 +356,8 @@ class SegmentWorld:
         kv = rows.transpose(2, 3).contiguous() if self.is_by_head else rows
         args = {"tokens": as_integers(tokens, self.rng), "kv": kv, "positions": segment.positions}
         args |= {"is_standalone": segment.is_standalone, "namespace": b"", "blocking": True}
-        return Case("SegmentStore.put", self.segments.put, args, fixed=("tokens", "kv", "namespace"))
+        args |= {"sensitivity": segment.sensitivity}
+        return Case("SegmentStore.put", self.segments.put, args, fixed=("tokens", "kv", "namespace", "sensitivity"))
 
     def _get(self, tokens: list[int]) -> Case:
         args = {"tokens": as_integers(tokens, self.rng), "namespace": b"", "device": "cpu"}
@@ -356,6 +369,7 @@ class SegmentWorld:
         rows = found.kv.transpose(2, 3) if self.is_by_head else found.kv
         wanted = self.segment(tokens[: found.num_tokens])
         assert torch.equal(rows[:, 0], wanted.k) and torch.equal(rows[:, 1], wanted.v)
+        assert found.sensitivity is None or torch.equal(found.sensitivity, wanted.k[0, :, 0, 0])
 
     def _lookup(self, tokens: list[int]) -> Case:
         return Case("SegmentStore.lookup", self.segments.lookup, {"tokens": tokens, "namespace": b""})
@@ -374,6 +388,7 @@ class SegmentWorld:
         def judge(found: Any) -> None:
             if found is not None:
                 assert torch.equal(found.k, self.segment(tokens[: found.num_tokens]).k)
+                assert found.sensitivity is None or torch.equal(found.sensitivity, found.k[0, :, 0, 0])
 
         args = {"tokens": np.array(tokens, np.int32), "namespace": b""}
         return Case("SegmentCache.find", self._cache().find, args, judge=judge)

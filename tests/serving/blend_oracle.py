@@ -1,7 +1,8 @@
 """Blending in plain torch, as the definition has it: every row of every layer is computed, nothing is narrowed; behind
 the check layer the K and V of reused rows that were not chosen are overwritten by those of their segments, which were
 computed where they now stand, so that nothing has to be turned. With filters several layers choose, each among what the
-one before has left.
+one before has left. Rows of segments that know their sensitivity are chosen by it; rows of both kinds by their rank
+among those of their kind.
 """
 
 from dataclasses import dataclass, field
@@ -18,13 +19,14 @@ from kvpage.blend.selection import SEAM
 class Place:
     """A segment reused at `start` of a prompt, from its token `begin` on.
 
-    k, v: per layer [kv heads, num_tokens, size], at those positions.
+    k, v: per layer [kv heads, num_tokens, size], at those positions. sensitivity: of each token, or None.
     """
 
     start: int
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     begin: int = 0
+    sensitivity: list[float] | None = None
 
     @property
     def rows(self) -> slice:
@@ -63,15 +65,22 @@ class Recorder:
         return _attention(query, key, value, scaling, sliding_window, softcap, s_aux), None
 
     def _choose(self, key: torch.Tensor, value: torch.Tensor, layer: int, ratio: float) -> set[int]:
-        num_tokens, deviation = key.shape[1], {}
+        num_tokens, deviation, is_known = key.shape[1], {}, {}
         for one in self.places:
             for offset, row in enumerate(range(one.rows.start, one.rows.stop)):
                 parts = {"k": (key[:, row], one.k[layer][:, offset]), "v": (value[:, row], one.v[layer][:, offset])}
                 found = sum(float((a - b).square().mean()) for a, b in (parts[name] for name in self.metric))
                 deviation[row] = found * (1 + self.seam / (1 + one.begin + offset)) ** 2
+                is_known[row] = one.sensitivity is not None
+                if is_known[row]:
+                    deviation[row] = one.sensitivity[offset]
         count = max(1, int(len(deviation) * ratio)) if ratio else 0
         left = [row for row in deviation if self.chosen is None or row in self.chosen]
-        best = sorted(left, key=lambda row: (-deviation[row], row))[:count]
+        share = {}
+        for kind in (True, False):
+            ranked = sorted((row for row in left if is_known[row] == kind), key=lambda row: (-deviation[row], row))
+            share |= {row: place / len(ranked) for place, row in enumerate(ranked)}
+        best = sorted(left, key=lambda row: (share[row], row))[:count]
         return {*best, *(set(range(num_tokens)) - set(deviation)), num_tokens - 1}
 
     def _mixed(self, fresh: torch.Tensor, retrieved: list[torch.Tensor]) -> torch.Tensor:
@@ -112,12 +121,24 @@ def run(model: tf.PreTrainedModel, tokens: list[int], start: int, recorder: Reco
         model.set_attn_implementation(before)
 
 
-def place(model: tf.PreTrainedModel, context: list[int], tokens: list[int], start: int) -> Place:
-    """A segment computed behind a context (none: standalone), as it would be if it stood at `start` of a prompt."""
+def place(
+    model: tf.PreTrainedModel, context: list[int], tokens: list[int], start: int, is_measured: bool = True
+) -> Place:
+    """A segment computed behind a context (none: standalone), as it would be if it stood at `start` of a prompt.
+    is_measured: its sensitivity is known, if it is standalone."""
     recorder = Recorder(check_layer=10**6)
     run(model, context + tokens, start - len(context), recorder)
     some = slice(len(context), None)
-    return Place(start, [k[:, some] for k in recorder.k], [v[:, some] for v in recorder.v])
+    known = sensitivity(model, tokens) if is_measured and not context else None
+    return Place(start, [k[:, some] for k in recorder.k], [v[:, some] for v in recorder.v], 0, known)
+
+
+def sensitivity(model: tf.PreTrainedModel, tokens: list[int]) -> list[float]:
+    """How far V of each token differs behind the same tokens, a mean square over that of all; the mean over layers."""
+    recorder, size = Recorder(check_layer=10**6), len(tokens)
+    run(model, tokens + tokens, 0, recorder)
+    each = [(v[:, size:] - v[:, :size]).square().mean((0, 2)) / v[:, :size].square().mean() for v in recorder.v]
+    return torch.stack(each).mean(0).tolist()
 
 
 def pad(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -56,7 +56,10 @@ def model_of(family: str) -> tf.PreTrainedModel:
 
 
 def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
-    names = ("check_layer", "metric", "filters", "seam", "separator", "boundaries", "max_bytes", "deadline")
+    names = (
+        "check_layer", "metric", "filters", "seam", "separator", "boundaries", "max_bytes", "deadline",
+        "uses_sensitivity",
+    )  # fmt: skip
     fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     return Engine.from_model(
@@ -101,9 +104,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def standalone(model: tf.PreTrainedModel, parts: list[list[int]]) -> list[Place]:
+def standalone(model: tf.PreTrainedModel, parts: list[list[int]], is_measured: bool = True) -> list[Place]:
     starts = [len(LEAD) + sum(map(len, parts[:index])) for index in range(len(parts))]
-    return [blend_oracle.place(model, [], part, start) for part, start in zip(parts, starts, strict=True)]
+    return [blend_oracle.place(model, [], part, start, is_measured) for part, start in zip(parts, starts, strict=True)]
 
 
 # --- exactness -------------------------------------------------------------------------------------------------------
@@ -120,11 +123,13 @@ def test_ratio_1_is_a_full_prefill(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_ratio_is_what_the_definition_says(family: str) -> None:
-    model, engine = model_of(family), make_engine(family, ratio=0.3)
+@pytest.mark.parametrize("uses_sensitivity", [True, False])
+def test_any_ratio_is_what_the_definition_says(uses_sensitivity: bool, family: str) -> None:
+    model = model_of(family)
+    engine = make_engine(family, ratio=0.3, check_layer=None, uses_sensitivity=uses_sensitivity)
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[index] for index in (2, 0, 3, 1, 0)]
-    recorder = Recorder(standalone(model, parts), 0.3, 1)
+    recorder = Recorder(standalone(model, parts, uses_sensitivity), 0.3, 0 if uses_sensitivity else 1)
     output, logits = serve(engine, parts)
     expected = blend_oracle.run(model, output.prompt_token_ids, 0, recorder)
     assert error(logits, expected) <= FULL
@@ -140,10 +145,10 @@ def test_ratios_check_layers_and_metrics(ratio: float, check_layer: int, metric:
     if check_layer == 0:
         ratio = float(ratio > 0)  # what layer 0 would choose between is rounding
     model = model_of("llama")
-    engine = make_engine(ratio=ratio, check_layer=check_layer, metric=metric)
+    engine = make_engine(ratio=ratio, check_layer=check_layer, metric=metric, uses_sensitivity=False)
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[0], SEGMENTS[2]]
-    recorder = Recorder(standalone(model, parts), ratio, check_layer, metric)
+    recorder = Recorder(standalone(model, parts, False), ratio, check_layer, metric)
     output, logits = serve(engine, parts)
     assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
     assert output.num_recomputed_tokens == len(recorder.chosen) - len(LEAD) - len(QUESTION)
@@ -171,9 +176,9 @@ def test_filters_let_go_of_rows_before_the_check_layer(ratio: float, family: str
 @pytest.mark.parametrize("seam", [0.0, 1.0, 1e4])
 def test_rows_behind_a_seam_count_for_more(seam: float) -> None:
     model, parts = model_of("llama"), [SEGMENTS[0], SEGMENTS[2]]
-    engine = make_engine(ratio=0.3, seam=seam)
+    engine = make_engine(ratio=0.3, seam=seam, uses_sensitivity=False)
     engine.warm_segments(SEGMENTS)
-    recorder = Recorder(standalone(model, parts), 0.3, 1, seam=seam)
+    recorder = Recorder(standalone(model, parts, False), 0.3, 1, seam=seam)
     output, logits = serve(engine, parts)
     assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
     reused = set(range(len(LEAD), len(LEAD) + 22))
@@ -278,7 +283,8 @@ def cut(places: list[Place], start: int) -> list[Place]:
     for one in places:
         at = max(start - one.start, 0)
         if at < one.k[0].shape[1]:
-            kept.append(Place(one.start + at, [k[:, at:] for k in one.k], [v[:, at:] for v in one.v], at))
+            rows = [k[:, at:] for k in one.k], [v[:, at:] for v in one.v]
+            kept.append(Place(one.start + at, *rows, at, one.sensitivity and one.sensitivity[at:]))
     return kept
 
 
@@ -463,6 +469,137 @@ def test_a_stream_blends() -> None:
     assert engine.stats().blend.num_blends == 1
 
 
+# --- sensitivity -----------------------------------------------------------------------------------------------------
+
+
+def kept(engine: Engine, tokens: list[int], namespace: bytes = b"") -> SegmentKV | None:
+    engine._links.blend.drain()
+    return engine._links.blend.source.find(np.array(tokens, np.int32), namespace)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("budget", [3, 2048])
+def test_a_warmed_segment_knows_how_its_rows_change(budget: int, family: str) -> None:
+    model, engine = model_of(family), make_engine(family, max_num_batched_tokens=budget)
+    engine.warm_segments(SEGMENTS)
+    for tokens in SEGMENTS:
+        found, expected = kept(engine, tokens), torch.tensor(blend_oracle.sensitivity(model, tokens))
+        assert torch.allclose(found.sensitivity, expected, rtol=1e-3, atol=1e-6)
+        assert found.is_standalone and found.positions.tolist() == list(range(len(tokens)))
+        alone = blend_oracle.place(model, [], tokens, 0)
+        for layer, (key, value) in enumerate(zip(alone.k, alone.v, strict=True)):
+            assert error(found.k[layer, ..., : key.shape[-1]].transpose(0, 1), key) <= FULL
+            assert error(found.v[layer, ..., : value.shape[-1]].transpose(0, 1), value) <= FULL
+    engine.manager.check()
+    assert engine.manager.num_free_blocks == engine.manager.num_blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("check_layer, filters", [(None, ()), (2, ()), (2, ((1, 0.4),))])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_segments_of_both_kinds_in_one_prompt(ratio: float, check_layer: int | None, filters, family: str) -> None:  # noqa: ANN001
+    model = model_of(family)
+    engine = make_engine(family, ratio=ratio, check_layer=check_layer, filters=filters)
+    engine.warm_segments(SEGMENTS[:2])
+    keep_unmeasured(engine, SEGMENTS[2])
+    parts = [SEGMENTS[index] for index in (2, 0, 1, 0)]
+    places = standalone(model, parts)
+    places[0].sensitivity = None
+    output, logits = serve(engine, parts)
+    recorder = Recorder(places, ratio, check_layer or 1, filters=filters)
+    expected = blend_oracle.run(model, output.prompt_token_ids, 0, recorder)
+    assert error(logits, expected) <= FULL
+    assert output.num_recomputed_tokens == int(35 * ratio) == len(recorder.chosen) - len(LEAD) - len(QUESTION)
+
+
+def keep_unmeasured(engine: Engine, tokens: list[int]) -> None:
+    """As the first segment of a prompt is."""
+    engine.add_request(tokens, ONE, segments=[len(tokens)])
+    drain(engine)
+    assert kept(engine, tokens).is_standalone and kept(engine, tokens).sensitivity is None
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_which_layer_chooses_for_a_prompt_does_not_depend_on_others_of_its_step(ratio: float) -> None:
+    model, engine = model_of("llama"), make_engine(ratio=ratio, check_layer=None)
+    engine.warm_segments(SEGMENTS[:2])
+    keep_unmeasured(engine, SEGMENTS[2])
+    each, leads = [[0, 1], [2, 0], [2], [1, 0]], [[3, 7], [9], [11, 12], [13]]
+    for order, lead in zip(each, leads, strict=True):
+        parts = [SEGMENTS[index] for index in order]
+        engine.add_request(prompt_of(parts, lead=lead), ONE, blend=True, segments=[len(lead), *map(len, parts)])
+    logits = first_logits(engine)
+    for row, (order, lead) in enumerate(zip(each, leads, strict=True)):
+        start, places = len(lead), []
+        for index in order:
+            places.append(blend_oracle.place(model, [], SEGMENTS[index], start, is_measured=index != 2))
+            start += len(SEGMENTS[index])
+        recorder = Recorder(places, ratio, int(2 in order))
+        prompt = prompt_of([SEGMENTS[index] for index in order], lead=lead)
+        assert error(logits[row], blend_oracle.run(model, prompt, 0, recorder)) <= FULL
+        if ratio == 1:
+            assert error(logits[row], own_logits(model, prompt)) <= FULL
+
+
+def test_rows_with_nothing_new_before_them_are_not_chosen() -> None:
+    model, engine, parts = model_of("llama"), make_engine(), [SEGMENTS[2], SEGMENTS[0]]
+    engine.warm_segments(parts)
+    engine._links.blend.drain()
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._links.blend.source)  # its blocks hold nothing
+    output, logits = serve(fresh, parts, lead=[])
+    places = [blend_oracle.place(model, [], SEGMENTS[2], 0), blend_oracle.place(model, [], SEGMENTS[0], 13)]
+    places[0].sensitivity = [0.0] * 13
+    recorder = Recorder(places, 0.4, 0)
+    assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
+    assert not recorder.chosen & set(range(13)) and output.num_recomputed_tokens == 8
+
+
+def test_a_segment_that_does_not_fit_twice_is_kept_unmeasured() -> None:
+    for num_tokens, is_measured in ((15, True), (16, False), (31, False)):
+        engine = make_engine(max_model_len=32)
+        tokens = make_prompts([num_tokens], seed=5)[0]
+        engine.warm_segments([tokens])
+        assert (kept(engine, tokens).sensitivity is not None) == is_measured
+    for num_tokens, is_measured in ((16, True), (17, False), (32, False)):
+        engine = make_engine(num_blocks=8)
+        tokens = make_prompts([num_tokens], seed=5)[0]
+        engine.warm_segments([tokens])
+        assert (kept(engine, tokens).sensitivity is not None) == is_measured
+        assert kept(engine, tokens).is_standalone
+
+
+def test_nothing_is_measured_where_it_is_not_used() -> None:
+    engine = make_engine(uses_sensitivity=False)
+    engine.warm_segments(SEGMENTS)
+    assert engine.stats().num_computed_tokens == sum(map(len, SEGMENTS))
+    assert all(kept(engine, tokens).sensitivity is None for tokens in SEGMENTS)
+    measuring = make_engine(segments=engine._links.blend.source)
+    measuring.warm_segments(SEGMENTS)  # what was kept without one is measured
+    assert measuring.stats().num_computed_tokens == 2 * sum(map(len, SEGMENTS))
+    assert all(kept(measuring, tokens).sensitivity is not None for tokens in SEGMENTS)
+
+
+def test_what_one_tenant_warms_says_nothing_to_another() -> None:
+    engine, alone = make_engine(), make_engine()
+    engine.warm_segments([SEGMENTS[2], SEGMENTS[0]], namespace=b"a")
+    assert kept(engine, SEGMENTS[0]) is None and kept(engine, SEGMENTS[0], b"b") is None
+    engine.warm_segments([SEGMENTS[0]], namespace=b"b")
+    alone.warm_segments([SEGMENTS[0]])
+    of_b, expected = kept(engine, SEGMENTS[0], b"b"), kept(alone, SEGMENTS[0])
+    assert torch.equal(of_b.sensitivity, expected.sensitivity) and of_b.sensitivity is not None
+
+
+def test_the_copy_is_not_stored(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = CacheConfig(block_size=B, num_gpu_blocks=64)
+    config = KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
+    with KVStore(config, metadata_of(Engine.from_model(model, cache).cache, "tiny")) as store:
+        engine = Engine.from_model(model, cache, store=store, blend=BlendConfig(), save_generated=True)
+        engine.warm_segments([SEGMENTS[2]])
+        engine.close()
+        assert store.lookup(SEGMENTS[2] * 2) == 13 // 4 * 4
+
+
 # --- trouble ---------------------------------------------------------------------------------------------------------
 
 
@@ -611,4 +748,4 @@ def test_other_layouts(backend: str, kv_layout: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_rows_may_be_gathered_instead_of_read_in_place(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_reads_in_place", lambda *_: False)
-    test_any_ratio_is_what_the_definition_says(family)
+    test_any_ratio_is_what_the_definition_says(True, family)
