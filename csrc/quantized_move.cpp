@@ -200,6 +200,37 @@ TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_
   return move;
 }
 
+// The scales of a block that is written as a whole lie dense in the backend "paged": they are put together, too, and go
+// past the cache from there.
+class StagedScales {
+ public:
+  StagedScales(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t count)
+      : to_(move.cache.scale_at(block_id, 0, 0)), count_(num_heads * count) {}
+
+  static bool fit(const TokenMove& move, int64_t num_heads, int64_t count) {
+    const KVPart& cache = move.cache;
+    return move.codec == Codec::kInt8 && cache.scale_token_stride == kScaleBytes &&
+           cache.scale_head_stride == count * kScaleBytes && num_heads * count <= kMost;
+  }
+
+  TokenMove in_place_of_the_caches(TokenMove move) {
+    move.cache.scales = reinterpret_cast<std::byte*>(scales_);
+    move.cache.scale_block_stride = 0;
+    return move;
+  }
+
+  void write() const {
+    copy_bytes(reinterpret_cast<std::byte*>(to_), reinterpret_cast<const std::byte*>(scales_), count_ * kScaleBytes,
+               true);
+  }
+
+ private:
+  static constexpr int64_t kMost = 1024;
+  float* to_;
+  int64_t count_;
+  alignas(kLine) float scales_[kMost];
+};
+
 // body(first token, number of tokens, codes) for pieces of a block's tokens whose codes fit into the scratch.
 template <typename Body>
 void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
@@ -236,6 +267,19 @@ std::vector<DecodeTable> decode_tables(const TokenMove& move, int64_t num_heads,
   return tables;
 }
 
+// By way of codes that lie token by token.
+void write_runs(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
+                const std::byte* row, bool streaming) {
+  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
+    const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
+    write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride,
+                  {false, streaming ? kRowsAhead : 0});
+    for (int64_t head = 0; head < num_heads; ++head)
+      scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
+                     codes + head * move.size, code_stride(move, num_heads), {streaming, nullptr});
+  });
+}
+
 }  // namespace
 
 void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
@@ -246,14 +290,12 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
     const int64_t ahead = streaming && move.codec == Codec::kInt8 ? kRowsAhead : 0;
     return write_one_run(move, num_heads, block_id, offset, count, row, {streaming, ahead});
   }
-  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
-    const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
-    write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride,
-                  {false, streaming ? kRowsAhead : 0});
-    for (int64_t head = 0; head < num_heads; ++head)
-      scatter_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
-                     codes + head * move.size, code_stride(move, num_heads), {streaming, nullptr});
-  });
+  if (streaming && StagedScales::fit(move, num_heads, count)) {
+    StagedScales scales(move, num_heads, block_id, count);
+    write_runs(scales.in_place_of_the_caches(move), num_heads, block_id, offset, count, row, streaming);
+    return scales.write();
+  }
+  write_runs(move, num_heads, block_id, offset, count, row, streaming);
 }
 
 void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
