@@ -1,11 +1,15 @@
 """How near does a store come to copying, writing, reading and sending as many bytes, from an engine's blocks and back?
 
 Bounds, measured in the same run and in turn with what they bound, with as many threads, each taking whole chunks:
-- memory tier: one torch copy_ of as many bytes;
+- memory tier: one torch copy_ of as many bytes. Its tensors lie in the small pages that torch asks for, the engine's
+  host blocks in huge ones (kvpage/host_memory.py), which is part of why a store is faster than a copy; "equal pages"
+  is beside a copy_ of tensors in huge pages, too;
 - disk tier, page cache warm: pwrite of as many distinct bytes (random, 32 MiB a chunk, so that they come out of memory
-  and not out of the processor's cache) into a preallocated file in calls of 32 MiB, and preadv into as much room. The
-  tier gathers a chunk from blocks of 32 KiB, makes its digests, and writes two MiB at a time. "gathered" is beside a
-  bound that gathers too: pwritev of the very blocks, from where they lie, a chunk a call, without digests;
+  and not out of the processor's cache; in huge pages, too) into a preallocated file in calls of 32 MiB, and preadv into
+  as much room. The tier writes a chunk from blocks of 32 KiB, a MiB at a time, and makes its digests. "gathered" is
+  beside a bound that gathers too: pwritev of the very blocks, from where they lie, a chunk a call, without digests.
+  With one thread, a fifth of a store is hashing and a seventh what Python does between two chunks; with two threads
+  these hide behind the other's writes;
 - redis, on this machine over loopback: redis-py's own SET and GET of values of 32 MiB, ready made; needs redis-server;
 - a lookup: hashlib's SHA-256 over as many int64 tokens.
 Records carry xxh3-128 digests, made and checked on the way. "layers" is load_layers, all layers awaited. A miss is
@@ -17,6 +21,7 @@ Targets: memory at least 0.85 of copy_, disk 0.8 of pwrite and preadv, redis 0.8
 within 100 us of SHA-256, a miss under 1 ms.
 
     python benchmarks/bench_store.py [--chunks N] [--threads N] [--rounds N] [--path DIR] [--plot PATH]
+        [--parts memory disk redis lookups]
 """
 
 import argparse
@@ -35,12 +40,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvpage import CacheConfig, CacheEngine, ModelConfig
+from kvpage import CacheConfig, CacheEngine, ModelConfig, host_memory
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 BLOCK_SIZE, CHUNK_SIZE, LAYERS = 16, 256, 32
 CHUNK_BYTES = LAYERS * 2 * CHUNK_SIZE * 8 * 128 * 2
 LOOKUP_TOKENS = 16384
+PARTS = ("memory", "disk", "redis", "lookups")
 
 
 def best(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -102,9 +108,11 @@ def measure(
     engine: CacheEngine,
     bounds: dict[str, Callable[[], object]],
     options,
-    gathered: Callable[[Moves], object] | None = None,
+    others: Sequence[tuple[str, str, Callable[[Moves], object]]] = (),
 ) -> list[dict]:
-    """bounds: of store and of retrieve, by name. gathered: another one of store, of the blocks that it stores."""
+    """bounds: of store and of retrieve, by name. others: operation, name and call of further bounds of store and, where
+    there are two, of retrieve; they are given the blocks that it stores.
+    """
     config = KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads)
     with KVStore(config, metadata_of(engine, "bench")) as store:
         moves = Moves(store, engine, options.chunks)
@@ -112,7 +120,7 @@ def measure(
         moves.check()
         writes, reads = bounds.values()
         writes()
-        extra = [functools.partial(gathered, moves)] if gathered else []
+        extra = [functools.partial(call, moves) for _, _, call in others]
         seconds = best([writes, moves.put, reads, moves.get, moves.get_layers, *extra], options.rounds)
     num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
     name = url.partition(":")[0]
@@ -120,7 +128,10 @@ def measure(
         ("store", seconds[1], write_name, seconds[0]),
         ("retrieve", seconds[3], read_name, seconds[2]),
         ("layers", seconds[4], read_name, seconds[2]),
-        *[("gathered", seconds[1], "pwritev", seconds[5]) for _ in extra],
+        *[
+            (operation, taken, bound, limit)
+            for (operation, bound, _), taken, limit in zip(others, (seconds[1], seconds[3]), seconds[5:], strict=False)
+        ],
     ]
     return [
         {
@@ -138,7 +149,13 @@ def memory(engine: CacheEngine, options) -> list[dict]:
     source = torch.randint(0, 255, (options.chunks * CHUNK_BYTES,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     copy = {"copy_": lambda: target.copy_(source), "copy_ back": lambda: source.copy_(target)}
-    return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, copy, options)
+    huge = [host_memory.zeros([options.chunks * CHUNK_BYTES], torch.uint8) for _ in range(2)]
+    huge[0].copy_(source)
+    others = [
+        ("store, equal pages", "copy_", lambda moves: huge[1].copy_(huge[0])),
+        ("retrieve, equal pages", "copy_ back", lambda moves: huge[0].copy_(huge[1])),
+    ]
+    return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, copy, options, others)
 
 
 def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
@@ -160,7 +177,7 @@ def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
             list(pool.map(lambda n: os.pwritev(fd, views[n], n * CHUNK_BYTES), range(options.chunks)))
 
         url = f"disk://{folder}/tier?size={size}&segment={size}"
-        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options, gathered)
+        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options, [("gathered", "pwritev", gathered)])
     os.close(fd)
     return rows
 
@@ -236,8 +253,8 @@ def plot(results: list[dict], path: Path) -> None:
 
 def line(row: dict) -> str:
     if "us" in row:
-        return "{operation:22} {us:8.0f} us, {over us:6.0f} us over {bound} ({bound us:.0f} us)".format(**row)
-    return "{operation:22} {GB/s:8.2f} GB/s, {of bound:6.2f} of {bound} ({bound GB/s:.2f} GB/s)".format(**row)
+        return "{operation:28} {us:8.0f} us, {over us:6.0f} us over {bound} ({bound us:.0f} us)".format(**row)
+    return "{operation:28} {GB/s:8.2f} GB/s, {of bound:6.2f} of {bound} ({bound GB/s:.2f} GB/s)".format(**row)
 
 
 def main() -> None:
@@ -247,13 +264,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     engine, results = make_engine(options.chunks), []
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        parts = (lambda: memory(engine, options), lambda: disk(engine, Path(folder), options))
-        for part in (*parts, lambda: remote(engine, options), lambda: lookups(options)):
-            for row in part():
+        calls = {
+            "memory": lambda: memory(engine, options),
+            "disk": lambda: disk(engine, Path(folder), options),
+            "redis": lambda: remote(engine, options),
+            "lookups": lambda: lookups(options),
+        }
+        for name in options.parts:
+            for row in calls[name]():
                 results.append(row)
                 print(line(row), flush=True)
     if options.plot:

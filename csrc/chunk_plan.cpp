@@ -96,8 +96,8 @@ void ChunkPlan::for_each_layer(const ChunkPlace& place, int64_t first, int64_t n
 }
 
 // Of dense layers, in the payload's order.
-std::vector<ChunkPlan::Run> ChunkPlan::runs(const ChunkPlace& place, int64_t first, int64_t num_layers) const {
-  std::vector<Run> runs;
+std::vector<ByteRun> ChunkPlan::runs_of(const ChunkPlace& place, int64_t first, int64_t num_layers) const {
+  std::vector<ByteRun> runs;
   for (int64_t layer = first; layer < first + num_layers; ++layer)
     for (int64_t index = 0; index < num_parts_; ++index)
       for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
@@ -107,10 +107,16 @@ std::vector<ChunkPlan::Run> ChunkPlan::runs(const ChunkPlace& place, int64_t fir
   return runs;
 }
 
+std::vector<ByteRun> ChunkPlan::runs(const ChunkPlace& place) const {
+  check_chunk_blocks(place.block_ids, place.num_block_ids, shape_.num_blocks, shape_.block_size, place.start,
+                     shape_.num_tokens);
+  return dense_ ? runs_of(place, 0, shape_.num_layers) : std::vector<ByteRun>{};
+}
+
 // While a run is copied, the beginning of the next is fetched, which no processor would guess.
 void ChunkPlan::copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers,
                           Digest* digests) const {
-  const std::vector<Run> all = runs(place, first, num_layers);
+  const std::vector<ByteRun> all = runs_of(place, first, num_layers);
   const int64_t runs_per_layer = static_cast<int64_t>(all.size()) / num_layers;
   for_each_layer(place, first, num_layers, digests, [&](int64_t, int64_t i, Xxh3& hash) {
     std::byte* to = payload + i * shape_.layer_bytes;

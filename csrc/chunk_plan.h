@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "stretch_writer.h"
 #include "token_move.h"
 #include "xxh3.h"
 
@@ -39,6 +40,10 @@ class ChunkPlan {
   // whole, before anything is written.
   void store(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_bytes, Digest* digests) const;
 
+  // All of the payload where it lies, in its order, a run for the tokens of each block in each part; none where it lies in
+  // smaller runs. Throws as store does.
+  std::vector<ByteRun> runs(const ChunkPlace& place) const;
+
   // The way back, of the chunk's tokens [first_token, last_token) alone; the digests are of all. place.start: of the
   // chunk's first token, whether it is wanted or not; blocks have to be there for those that are. Whether the digests
   // are the right ones the caller finds out afterwards.
@@ -50,17 +55,13 @@ class ChunkPlan {
 
  private:
   struct Part;  // K or V of a layer
-  struct Run {  // tokens of a block
-    const std::byte* data;
-    int64_t num_bytes;
-  };
 
   int64_t count_layers(int64_t first, int64_t num_bytes) const;
   template <typename Body>
   void for_each_layer(const ChunkPlace& place, int64_t first, int64_t num_layers, Digest* digests, const Body& body) const;
   Part part(int64_t layer, int64_t index) const;
   bool is_dense(const TokenMove& move) const;
-  std::vector<Run> runs(const ChunkPlace& place, int64_t first, int64_t num_layers) const;
+  std::vector<ByteRun> runs_of(const ChunkPlace& place, int64_t first, int64_t num_layers) const;
   void copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers, Digest* digests) const;
 
   std::vector<TokenMove> moves_;

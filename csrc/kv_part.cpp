@@ -95,6 +95,9 @@ void scatter_tokens(const KVPart& part, std::byte* place, int64_t count, int64_t
   const bool fills_runs = is_matrix(part, size) && part.run_stride == count * part.token_stride;
   if (!streaming.past_cache || count > kMostTokens || !fills_runs)
     return scatter(part, place, count, size, in, in_stride);
+  if (!streaming.next &&
+      transpose_past_cache(part.token_stride, {place, part.run_stride, in, in_stride, count, size / part.run_size}))
+    return;
   Tile tile;
   for_each_tile(part, count, size, streaming.next, [&](int64_t first, int64_t num) {
     scatter(part, tile.bytes, count, num, in + first * part.element_bytes, in_stride);

@@ -34,6 +34,9 @@ inline bool can_transpose(int64_t element_bytes) {
 struct TransposeKernel {
   const char* name;
   void (*transpose)(int64_t element_bytes, const Transposition& matrix);
+  // The same past the processor's cache, after which the thread has to fence; false, and nothing is done, where whole
+  // lines do not come out one by one. Null where the instruction set has no lines of its own.
+  bool (*stream)(int64_t element_bytes, const Transposition& matrix);
 };
 
 // The best for this machine; or the one of that name, for tests (InvalidArgument if this machine lacks it).
@@ -42,6 +45,11 @@ const TransposeKernel& transpose_kernel(const char* name);
 
 inline void transpose(int64_t element_bytes, const Transposition& matrix) {
   transpose_kernel().transpose(element_bytes, matrix);
+}
+
+inline bool transpose_past_cache(int64_t element_bytes, const Transposition& matrix) {
+  const TransposeKernel& kernel = transpose_kernel();
+  return kernel.stream && kernel.stream(element_bytes, matrix);
 }
 
 extern const TransposeKernel transpose_kernel_base;

@@ -4,6 +4,6 @@
 #include "transpose_impl.h"
 
 namespace kvpage {
-const TransposeKernel transpose_kernel_avx2 = {"avx2", transpose_elements};
+const TransposeKernel transpose_kernel_avx2 = {"avx2", transpose_elements, nullptr};
 }
 #endif

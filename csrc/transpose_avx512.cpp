@@ -4,6 +4,6 @@
 #include "transpose_impl.h"
 
 namespace kvpage {
-const TransposeKernel transpose_kernel_avx512 = {"avx512", transpose_elements};
+const TransposeKernel transpose_kernel_avx512 = {"avx512", transpose_elements, stream_elements};
 }
 #endif

@@ -3,5 +3,5 @@
 #include "transpose_impl.h"
 
 namespace kvpage {
-const TransposeKernel transpose_kernel_base = {"base", transpose_elements};
+const TransposeKernel transpose_kernel_base = {"base", transpose_elements, nullptr};
 }

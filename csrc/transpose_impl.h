@@ -165,9 +165,8 @@ constexpr int kSide = 16 / kBytes;
 
 // `kAbove` squares above each other, the register's other lanes side by side.
 template <int kBytes, typename Reg, int kAbove>
-inline void transpose_squares(std::byte* to, int64_t to_stride, const std::byte* from, int64_t from_stride) {
-  constexpr int kRows = kSide<kBytes>, kBeside = Reg::kLanes / kAbove;
-  Reg rows[kRows];
+inline void turn_squares(Reg (&rows)[kSide<kBytes>], const std::byte* from, int64_t from_stride) {
+  constexpr int kRows = kSide<kBytes>;
   for (int i = 0; i < kRows; ++i) rows[i] = Reg::template load<kAbove>(from + i * from_stride, kRows * from_stride);
   if constexpr (kRows > 1) {
     for (int step = 1; step < kRows; step *= 2) {
@@ -179,6 +178,13 @@ inline void transpose_squares(std::byte* to, int64_t to_stride, const std::byte*
       std::copy(interleaved, interleaved + kRows, rows);
     }
   }
+}
+
+template <int kBytes, typename Reg, int kAbove>
+inline void transpose_squares(std::byte* to, int64_t to_stride, const std::byte* from, int64_t from_stride) {
+  constexpr int kRows = kSide<kBytes>, kBeside = Reg::kLanes / kAbove;
+  Reg rows[kRows];
+  turn_squares<kBytes, Reg, kAbove>(rows, from, from_stride);
   for (int i = 0; i < kRows; ++i) {
     if constexpr (kAbove == 2 && kBeside == 2) rows[i] = rows[i].with_middle_lanes_exchanged();
     rows[i].template store<kBeside>(to + i * to_stride, kRows * to_stride);
@@ -219,6 +225,83 @@ void transpose_typed(const Transposition& matrix) {
     if (matrix.num_rows >= kSide<kBytes> * 2) return transpose_by<kBytes, Register, 2>(matrix);
   transpose_by<kBytes, Register, 1>(matrix);
 }
+
+#if KVPAGE_REGISTER_BYTES >= 64
+// --- past the processor's cache --------------------------------------------------------------------------------------
+//
+// Whole lines of 64 bytes come out where four squares lie above each other: a register is a line of one column. Or
+// where columns of one square's height lie dense: four registers' lanes, exchanged, are four lines of four columns.
+//
+//   column 0  16  32  48             0   1   2   3
+//          1  17  33  49            16  17  18  19
+//          2  18  34  50     ->     32  33  34  35
+//          3  19  35  51            48  49  50  51
+
+inline void exchange_lanes(FourLanes* four) {
+  const auto pick = [](auto order, FourLanes a, FourLanes b) {
+    return FourLanes{_mm512_maskz_shuffle_i64x2(0xff, a.value, b.value, decltype(order)::value)};
+  };
+  constexpr std::integral_constant<int, _MM_SHUFFLE(1, 0, 1, 0)> first{};
+  constexpr std::integral_constant<int, _MM_SHUFFLE(3, 2, 3, 2)> last{};
+  constexpr std::integral_constant<int, _MM_SHUFFLE(2, 0, 2, 0)> even{};
+  constexpr std::integral_constant<int, _MM_SHUFFLE(3, 1, 3, 1)> odd{};
+  const FourLanes first_of_01 = pick(first, four[0], four[1]), first_of_23 = pick(first, four[2], four[3]);
+  const FourLanes last_of_01 = pick(last, four[0], four[1]), last_of_23 = pick(last, four[2], four[3]);
+  four[0] = pick(even, first_of_01, first_of_23);
+  four[1] = pick(odd, first_of_01, first_of_23);
+  four[2] = pick(even, last_of_01, last_of_23);
+  four[3] = pick(odd, last_of_01, last_of_23);
+}
+
+inline void stream_line(std::byte* to, FourLanes line) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line.value);
+}
+
+template <int kBytes, int kAbove>
+inline void stream_squares(std::byte* to, int64_t to_stride, const std::byte* from, int64_t from_stride) {
+  constexpr int kRows = kSide<kBytes>;
+  FourLanes rows[kRows];
+  turn_squares<kBytes, FourLanes, kAbove>(rows, from, from_stride);
+  if constexpr (kAbove == 4) {
+    for (int i = 0; i < kRows; ++i) stream_line(to + i * to_stride, rows[i]);
+  } else {
+    for (int i = 0; i < kRows; i += 4) {
+      exchange_lanes(rows + i);
+      for (int lane = 0; lane < 4; ++lane) stream_line(to + (lane * kRows + i) * to_stride, rows[i + lane]);
+    }
+  }
+}
+
+template <int kBytes, int kAbove>
+bool stream_whole(const Transposition& matrix) {
+  constexpr int64_t kRows = kSide<kBytes> * kAbove, kColumns = kSide<kBytes> * (4 / kAbove);
+  if (matrix.num_rows % kRows != 0 || matrix.num_columns % kColumns != 0) return false;
+  for (int64_t column = 0; column < matrix.num_columns; column += kColumns)
+    for (int64_t row = 0; row < matrix.num_rows; row += kRows)
+      stream_squares<kBytes, kAbove>(matrix.to + column * matrix.to_stride + row * kBytes, matrix.to_stride,
+                                     matrix.from + row * matrix.from_stride + column * kBytes, matrix.from_stride);
+  return true;
+}
+
+template <int kBytes>
+bool stream_typed(const Transposition& matrix) {
+  if (reinterpret_cast<uintptr_t>(matrix.to) % 64 != 0) return false;
+  if (matrix.to_stride % 64 == 0) return stream_whole<kBytes, 4>(matrix);
+  if constexpr (kSide<kBytes> >= 4)
+    if (matrix.num_rows == kSide<kBytes> && matrix.to_stride == 16) return stream_whole<kBytes, 1>(matrix);
+  return false;
+}
+
+bool stream_elements(int64_t element_bytes, const Transposition& matrix) {
+  switch (element_bytes) {
+    case 1: return stream_typed<1>(matrix);
+    case 2: return stream_typed<2>(matrix);
+    case 4: return stream_typed<4>(matrix);
+    case 8: return stream_typed<8>(matrix);
+    default: return stream_typed<16>(matrix);
+  }
+}
+#endif
 
 #else
 template <int kBytes>

@@ -33,6 +33,38 @@ def test_every_shape(name, element_bytes):
             assert torch.equal(target, want), (num_rows, num_columns)
 
 
+LINES = [(1, 16, 64), (1, 64, 80), (2, 8, 64), (2, 32, 40), (4, 4, 80), (4, 16, 12), (8, 8, 6), (16, 16, 5), (16, 4, 1)]
+
+
+@KERNELS
+@pytest.mark.parametrize("element_bytes, num_rows, num_columns", LINES)
+def test_whole_lines_go_past_the_cache(name, element_bytes, num_rows, num_columns):
+    """Or nothing happens: where an instruction set has no such lines, and where `to` does not begin with one."""
+    torch.manual_seed(0)
+    source = torch.randint(256, (num_rows, num_columns + 3, element_bytes), dtype=torch.uint8)
+    memory = torch.randint(256, (64 + num_columns * num_rows * element_bytes + 128,), dtype=torch.uint8)
+    line = -memory.data_ptr() % 64
+    for begin in (line, line + 64, line + 16):
+        before = memory.clone()
+        sizes = (memory.data_ptr() + begin, num_rows * element_bytes, source.data_ptr() + element_bytes)
+        done = _C._transpose_past_cache(name, element_bytes, *sizes, source.stride(0), num_rows, num_columns)
+        assert done == (name == "avx512" and begin != line + 16)
+        if done:
+            turned = source[:, 1 : num_columns + 1].transpose(0, 1).flatten()
+            before[begin : begin + len(turned)] = turned
+        assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("element_bytes, num_rows, num_columns", [(1, 16, 63), (1, 8, 64), (2, 16, 64), (16, 3, 4)])
+def test_what_is_no_whole_lines_does_not_go_past_the_cache(element_bytes, num_rows, num_columns):
+    memory = torch.zeros(64 + num_columns * num_rows * element_bytes, dtype=torch.uint8)
+    source = torch.ones(num_rows, num_columns, element_bytes, dtype=torch.uint8)
+    place = memory.data_ptr() + -memory.data_ptr() % 64
+    sizes = (place, num_rows * element_bytes, source.data_ptr(), source.stride(0), num_rows, num_columns)
+    assert not any(_C._transpose_past_cache(name, element_bytes, *sizes) for name in _C.attention_kernels())
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("element_bytes", [-1, 0, 3, 32])
 def test_other_elements_are_refused(element_bytes):
     with pytest.raises(ValueError, match=f"element_bytes must be 1, 2, 4, 8 or 16, got {element_bytes}"):

@@ -1,9 +1,12 @@
 // Chunks and their hashes.
 #include "bindings.h"
 
+#include <cerrno>
+
 #include "addresses.h"
 #include "chunk_plan.h"
 #include "host_copy.h"
+#include "stretch_writer.h"
 #include "xxh3.h"
 
 namespace kvpage {
@@ -15,6 +18,47 @@ py::bytes bytes_of(const Digest* digests, size_t count) {
 }
 
 const Xxh3Kernel& xxh3_kernel_of(const std::string& name) { return name.empty() ? xxh3_kernel() : xxh3_kernel(name.c_str()); }
+
+// [n, 2]: address and bytes of each.
+using RunArray = py::array_t<int64_t, py::array::c_style>;
+
+RunArray array_of(const std::vector<ByteRun>& runs) {
+  RunArray array({static_cast<py::ssize_t>(runs.size()), py::ssize_t{2}});
+  auto rows = array.mutable_unchecked<2>();
+  for (size_t i = 0; i < runs.size(); ++i) {
+    rows(static_cast<py::ssize_t>(i), 0) = static_cast<int64_t>(reinterpret_cast<uintptr_t>(runs[i].data));
+    rows(static_cast<py::ssize_t>(i), 1) = runs[i].num_bytes;
+  }
+  return array;
+}
+
+std::vector<ByteRun> runs_of(const RunArray& array) {
+  check(array.ndim() == 2 && array.shape(1) == 2, "runs must be [n, 2], addresses and bytes");
+  const auto rows = array.unchecked<2>();
+  std::vector<ByteRun> runs;
+  for (py::ssize_t i = 0; i < rows.shape(0); ++i) runs.push_back({pointer<const std::byte>(rows(i, 0)), rows(i, 1)});
+  return runs;
+}
+
+// OSError for what the file answers.
+py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, const RunArray& array,
+                             int64_t stretch_bytes, const py::buffer& tail, int max_threads) {
+  const std::vector<ByteRun> runs = runs_of(array);
+  const py::buffer_info head = lead.request(), rest = tail.request(true);
+  const StretchWrite args = {fd, offset, static_cast<const std::byte*>(head.ptr), head.size * head.itemsize, runs.data(),
+                             static_cast<int64_t>(runs.size()), stretch_bytes, static_cast<std::byte*>(rest.ptr),
+                             rest.size * rest.itemsize, max_threads};
+  std::vector<Digest> digests(static_cast<size_t>(count_stretches(args)));
+  try {
+    py::gil_scoped_release release;
+    write_stretches(args, digests.data());
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+  return bytes_of(digests.data(), digests.size());
+}
 
 }  // namespace
 
@@ -46,6 +90,7 @@ void bind_hashes(py::module_& m) {
         return bytes_of(&digest, 1);
       },
       "See kvpage.store.stretches.");
+  m.def("write_stretches", &write_stretches_of, "See kvpage.store.stretches.");
   // (address and number of block ids, start, max_threads, streaming)
   using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
   const auto place_of = [](const Place& place) {
@@ -68,6 +113,7 @@ void bind_hashes(py::module_& m) {
         }
         return bytes_of(digests.data(), digests.size());
       })
+      .def("runs", [=](const ChunkPlan& plan, const Place& place) { return array_of(plan.runs(place_of(place))); })
       .def("load", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes,
                        int64_t first_token, int64_t last_token) {
         std::vector<Digest> digests = digests_of(plan, num_bytes);

@@ -5,6 +5,7 @@
 
 #include "addresses.h"
 #include "code_table.h"
+#include "host_copy.h"
 #include "row_codec.h"
 #include "transpose.h"
 
@@ -60,6 +61,16 @@ void bind_transpose(py::module_& m) {
     transpose_kernel(name.c_str())
         .transpose(element_bytes, {pointer<std::byte>(to), to_stride, pointer<const std::byte>(from), from_stride,
                                    num_rows, num_columns});
+  });
+  m.def("_transpose_past_cache", [](const std::string& name, int64_t element_bytes, int64_t to, int64_t to_stride,
+                                    int64_t from, int64_t from_stride, int64_t num_rows, int64_t num_columns) {
+    check(can_transpose(element_bytes), "element_bytes must be 1, 2, 4, 8 or 16, got ", element_bytes);
+    const TransposeKernel& kernel = transpose_kernel(name.c_str());
+    if (!kernel.stream) return false;
+    const bool done = kernel.stream(element_bytes, {pointer<std::byte>(to), to_stride, pointer<const std::byte>(from),
+                                                    from_stride, num_rows, num_columns});
+    end_streaming();
+    return done;
   });
 }
 

@@ -3,6 +3,7 @@
 blocks of every layer ◄──► payload [ layer 0: K, V of the tokens | layer 1 | ... ]      a layer is a stretch
 """
 
+import functools
 import math
 import threading
 import weakref
@@ -19,7 +20,7 @@ from kvpage.chunk_ops import load_chunk, native_chunk_parts, store_chunk
 from kvpage.layout import SCALE_BYTES
 from kvpage.store.keys import KVStoreMetadata, scales_digest
 from kvpage.store.record import Shape
-from kvpage.store.stretches import address_of, digests_of
+from kvpage.store.stretches import Runs, address_of, digests_of
 from kvpage.tensors import check_plain
 from kvpage.tokens import as_tokens
 
@@ -40,6 +41,7 @@ def metadata_of(
 
 
 RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
+MIN_RUN_BYTES = 4096  # of what is written from where it lies; shorter ones are copied into one piece first
 MAX_PLANS = 64
 
 
@@ -93,6 +95,7 @@ class BlockChunks:
         self.engine, self.fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
+        self._mine: dict[int, _C.ChunkPlan] = {}  # those that were asked for, by number of tokens
 
     @property
     def num_layers(self) -> int:
@@ -130,7 +133,10 @@ class BlockChunks:
 
     def plan(self, num_tokens: int) -> _C.ChunkPlan:
         """For chunks of so many tokens in host memory."""
-        return self._plans.get(self.engine, self.fmt, num_tokens, lambda: self._make_plan(num_tokens))
+        if num_tokens not in self._mine:
+            make = functools.partial(self._make_plan, num_tokens)
+            self._mine[num_tokens] = self._plans.get(self.engine, self.fmt, num_tokens, make)
+        return self._mine[num_tokens]
 
     def finish(self) -> None:
         """Waits for what a GPU still does."""
@@ -175,6 +181,10 @@ class BlockChunk(ABC):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """As chunk_io.Source has it."""
 
+    def runs(self) -> Runs | None:
+        """As chunk_io.Source has it."""
+        return None
+
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         """As chunk_io.Sink has it."""
@@ -186,6 +196,10 @@ class HostBlockChunk(BlockChunk):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
         return self._plan.store(place, first, address_of(buffer), len(buffer))
+
+    def runs(self) -> Runs | None:
+        runs = self._plan.runs(self._place(1, streaming=False))
+        return runs if 0 < len(runs) * MIN_RUN_BYTES <= self.stretch_bytes * self.shape[0] else None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes

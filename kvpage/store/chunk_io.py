@@ -1,6 +1,7 @@
 """Chunks to records and back: piece by piece, each copied and hashed at once, and stored while the CPU's cache has it.
 
 write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─► digests ] ... ─► digests, checksum
+        header ─► [ the runs where they lie ─► digests ] ─► digests, checksum          into a file, if they are long
 read    header, digests, checksum: is it what was asked for? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
 
 A piece is some of a payload's stretches. In memory it is the whole payload, which is copied once; otherwise it is what
@@ -21,7 +22,7 @@ from kvpage.store.record import (
     Shape,
     UnreadableRecord,
 )
-from kvpage.store.stretches import copy_and_digest, digest_of, digests_of
+from kvpage.store.stretches import Runs, copy_and_digest, digest_of, digests_of, runs_of
 from kvpage.store.tier import Reader, Writer
 
 PIECE_BYTES = 1 << 20
@@ -36,6 +37,11 @@ class Source(Protocol):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """Writes the payload's stretches from the byte `begin` on into the buffer; their digests. streaming: past the
         CPU's cache, since nobody reads them soon.
+        """
+
+    def runs(self) -> Runs | None:
+        """All of the payload where it lies; None if that is not in memory, or in runs so short that they are better
+        filled into a buffer. Valid as long as the source.
         """
 
 
@@ -100,6 +106,9 @@ class Coded:
             for at in range(0, len(data), self.stretch_bytes)
         )
 
+    def runs(self) -> Runs | None:
+        return runs_of(self.payload)
+
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         digests = digests_of(piece, self.stretch_bytes, num_threads)
         self.payload[begin : begin + len(piece)] = piece
@@ -121,7 +130,10 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
     """Fills all of the writer's room. TierError comes through."""
     header, digests = head.pack(), []
     writer.piece(0, head.payload_begin)[:] = header
-    for begin, end in pieces(head, writer.is_in_memory):
+    runs = chunk.runs() if writer.takes_runs else None
+    if runs is not None:
+        digests.append(writer.write_runs(runs, head.stretch_bytes, num_threads))
+    for begin, end in pieces(head, writer.is_in_memory) if runs is None else ():
         piece = writer.piece(head.payload_begin + begin, head.payload_begin + end)
         digests.append(chunk.fill(begin, piece, num_threads, writer.is_in_memory))
     table = b"".join(digests)

@@ -1,6 +1,7 @@
 """Readers and writers of the disk tier, and the buffers between them and the disk.
 
     write   [ free header | piece 0 | piece 1 |.....]  ─►  whole slots to the disk, the rest to the front, and on
+            [ free header | piece 0 ] and the runs     ─►  likewise, from where they lie
     commit  [ record header ]                              over the free one, after all else
     read    disk ─► [ piece ]
 
@@ -12,8 +13,11 @@ import mmap
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from kvpage.store.disk_segment import HEADER_BYTES, Run
 from kvpage.store.disk_space import Entry
+from kvpage.store.stretches import Runs
 from kvpage.store.tier import Reader, TierError, Writer
 
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
@@ -106,6 +110,8 @@ class DiskWriter(Writer):
     owner's, which goes back to it.
     """
 
+    takes_runs = True
+
     def __init__(self, owner: Owner, entry: Entry, buffer: memoryview) -> None:
         self.entry = entry
         self.key, self.num_bytes = entry.key, entry.run.num_bytes
@@ -118,11 +124,24 @@ class DiskWriter(Writer):
         segment, run = entry.space.segment, entry.run
         self._buffer[:HEADER_BYTES] = segment.header(Run(run.slot, run.num_slots))
 
+    def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+        num_bytes = int(np.add.reduce(runs[:, 1]))
+        self._check_next(self._end, self._end + num_bytes)
+        if self._filled >= self._slot_bytes:
+            self._write_out(self._filled // self._slot_bytes * self._slot_bytes)
+        filled, total = self._filled, self._filled + num_bytes
+        num_written = total // self._slot_bytes * self._slot_bytes
+        lead = self._buffer[: filled if num_written else 0]
+        tail = self._buffer[: total - num_written] if num_written else self._buffer[filled:total]
+        entry, digests = self.entry, []
+        place = entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
+        self._owner.on_disk(entry, lambda: digests.append(entry.space.segment.write_runs(*place)))
+        self._begin, self._filled = self._begin + num_written, total - num_written
+        self._end += num_bytes
+        return digests[0]
+
     def piece(self, begin: int, end: int) -> memoryview:
-        if not self.is_open:
-            raise ValueError("a writer must not be closed, this one is")
-        if not self._end == begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
+        self._check_next(begin, end)
         if self._filled + end - begin > len(self._buffer):
             self._write_out(self._filled // self._slot_bytes * self._slot_bytes)
             self._reserve(end - begin)
@@ -160,6 +179,12 @@ class DiskWriter(Writer):
     @property
     def _slot_bytes(self) -> int:
         return self.entry.space.segment.slot_bytes
+
+    def _check_next(self, begin: int, end: int) -> None:
+        if not self.is_open:
+            raise ValueError("a writer must not be closed, this one is")
+        if not self._end == begin <= end <= self.num_bytes:
+            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
 
     def _write_out(self, num_bytes: int) -> None:
         """Whole slots; what is behind them moves to the front. After a TierError all is as it was."""

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvpage.store.stretches import Runs, write_stretches
 from kvpage.store.tier import Key
 
 SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
@@ -162,6 +163,21 @@ class Segment:
     def write(self, run: Run, offset: int, data: memoryview) -> None:
         """At so many bytes from the run's beginning, its header included. OSError."""
         write_all(self._fd, data, run.slot * self.slot_bytes + offset)
+
+    def write_runs(
+        self,
+        run: Run,
+        offset: int,
+        lead: memoryview,
+        runs: Runs,
+        stretch_bytes: int,
+        tail: memoryview,
+        num_threads: int,
+    ) -> bytes:
+        """As stretches.write_stretches, at so many bytes from the run's beginning. OSError."""
+        return write_stretches(
+            self._fd, run.slot * self.slot_bytes + offset, lead, runs, stretch_bytes, tail, num_threads
+        )
 
     def read(self, run: Run, offset: int, into: memoryview) -> None:
         """EndOfFile, and any other OSError."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.store.record import Shape
-from kvpage.store.stretches import digests_of
+from kvpage.store.stretches import Runs, digests_of
 from kvpage.tensors import check_plain
 from kvpage.tokens import as_array
 
@@ -88,6 +88,13 @@ class TensorChunk:
                 np.copyto(room.reshape(source.shape), source)
             digests.append(digests_of(data, self.stretch_bytes))
         return b"".join(digests)
+
+    def runs(self) -> Runs | None:
+        """The parts, if all are contiguous and on the CPU."""
+        parts = [part for layer in self._parts for part in layer]
+        if not all(part.device.type == "cpu" and part.is_contiguous() for part in parts):
+            return None
+        return np.array([(part.data_ptr(), part.nbytes) for part in parts], np.int64)
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         digests = []

@@ -6,6 +6,8 @@ import numpy.typing as npt
 from kvpage import _C
 
 Bytes = memoryview | npt.NDArray[np.uint8]
+Runs = npt.NDArray[np.int64]
+"""[n, 2]: address and length of each of n runs of bytes that somebody else keeps alive, one behind the other."""
 
 
 def address_of(data: Bytes) -> int:
@@ -29,3 +31,21 @@ def copy_and_digest(to: Bytes, data: Bytes, streaming: bool = False) -> bytes:
     if len(to) != len(data):
         raise ValueError(f"both must have as many bytes, got {len(to)} and {len(data)}")
     return _C.copy_and_xxh3_128(address_of(data), address_of(to), len(data), streaming)
+
+
+def runs_of(data: Bytes) -> Runs:
+    """One, of contiguous bytes."""
+    return np.array([[address_of(data), len(data)]], np.int64)
+
+
+def write_stretches(
+    fd: int, offset: int, lead: memoryview, runs: Runs, stretch_bytes: int, tail: memoryview, num_threads: int
+) -> bytes:
+    """Writes the lead, then the runs to the file from `offset` on, but for the runs' last bytes, as many as the tail
+    has, which are copied there afterwards: it may lie where the lead does. The digests of the runs' stretches.
+
+    Each byte is read from memory once. What changes meanwhile has a wrong digest, or is what was hashed. OSError: any
+    of the bytes may have been written, and the tail is as it was. ValueError for runs without bytes or shorter than the
+    tail, and for a negative offset.
+    """
+    return _C.write_stretches(fd, offset, lead, runs, stretch_bytes, tail, num_threads)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
+from kvpage.store.stretches import Runs
+
 Key = bytes
 """32 bytes, a SHA-256."""
 
@@ -75,12 +77,20 @@ class Reader(ABC):
 class Writer(ABC):
     """Room for one record, found by nobody before Tier.commit; a context manager that gives uncommitted room back.
 
-    is_in_memory: pieces are where the record stays, so that small ones gain nothing.
+    is_in_memory: pieces are where the record stays, so that small ones gain nothing. takes_runs: `write_runs` can be
+    called.
     """
 
     key: Key
     num_bytes: int
     is_in_memory = False
+    takes_runs = False
+
+    def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+        """Takes the record's next bytes, all that the runs have, from where they lie; the digests of their stretches.
+        They should not change meanwhile: if they do, a digest is wrong. After a TierError the writer is as it was.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes pieces alone")
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:

@@ -23,7 +23,7 @@ import numpy as np
 from battery import Advance, Battery, Figures
 from disk_faults import SLOT_BYTES
 from stamps import difference, stamped
-from store_records import get, key
+from store_records import get, key, write
 
 from kvpage.store.disk import DiskTier
 
@@ -201,8 +201,7 @@ def _put(tier: DiskTier, n: int, generation: int, rng: random.Random) -> bool:
         return False
     with writer:
         cuts = [0, *sorted(rng.sample(range(1, len(data)), 2)), len(data)]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
-            writer.piece(begin, end)[:] = data[begin:end]
+        write(writer, data, cuts, runs_at=rng.choice([None, 0, 1, 2]))
         return tier.commit([writer]) == [True]
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 from battery import Advance, Battery, Figures
-from disk_faults import SEGMENT_BYTES, PowerLog
+from disk_faults import SEGMENT_BYTES, PowerLog, replace_os
 from stamps import difference, stamped
 from store_records import get, is_record, key, put
 
-from kvpage.store import disk_directory, disk_segment
 from kvpage.store.disk import DiskTier
 
 NUM_KEYS = 12
@@ -65,8 +64,7 @@ def _record(path: Path, rng: random.Random) -> tuple[PowerLog, list[Deed]]:
     """Random work on a tier that evicts now and then."""
     log, deeds, generations = PowerLog(), [], dict.fromkeys(range(NUM_KEYS), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_segment, "os", log)
-        patch.setattr(disk_directory, "os", log)
+        replace_os(patch, log)
         tier = _tier(path)
         for _ in range(rng.randint(10, 60)):
             kind, n = rng.choices([PUT, REMOVE, SYNC], [6, 2, 1])[0], rng.randrange(NUM_KEYS)

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_faults import SEGMENT_BYTES, FaultyOS
+from disk_faults import SEGMENT_BYTES, FaultyOS, replace_os
 from redis_server import MISSING, RedisServer
 
-from kvpage.store import disk_directory, disk_segment
 from kvpage.store.disk import DiskTier
 from kvpage.store.memory import MemoryTier
 from kvpage.store.tiers import Placed
@@ -39,8 +38,7 @@ class Chaos:
     def tiers(self) -> Iterator[list[Placed]]:
         """New ones, on the same disk and Redis; whoever takes them closes them."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(disk_segment, "os", self.os)
-            patch.setattr(disk_directory, "os", self.os)
+            replace_os(patch, self.os)
             self._calm_disk()  # a disk that cannot be opened is told to whoever opens it
             disk = DiskTier([self.path], DISK_BYTES, segment_bytes=SEGMENT_BYTES, retry_seconds=0.1)
             placed = [Placed(MemoryTier(MEMORY_BYTES)), Placed(disk, deadline=1.0)]

@@ -1,8 +1,7 @@
 """Blocks on the disk: records of many runs, and blocks that change while they are stored."""
 
-import os
+import tempfile
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,10 @@ from store_records import read
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, disk_segment, metadata_of
-from kvpage.store.disk import SLOT_BYTES, DiskTier
+from kvpage.store.block_io import BlockChunks
+from kvpage.store.disk import DiskTier
 from kvpage.store.memory import MemoryTier
+from kvpage.store.stretches import write_stretches
 
 B, C, L = 16, 32, 3
 TOKENS = list(range(75))  # chunks of 32, 32 and 11
@@ -67,26 +68,80 @@ def test_the_same_records_as_in_memory(
         assert store.stats().corrupt_records == 0
 
 
-def test_blocks_that_change_before_the_disk_has_them(tmp_path: Path, monkeypatch) -> None:
-    """Whoever owns the blocks should not let it happen. What comes back are the bytes that were copied and hashed."""
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+@pytest.mark.parametrize("layer_layout", ["separate", "packed"])
+@pytest.mark.parametrize("backend, kv_layout", LAYOUTS)
+def test_which_blocks_are_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch, backend: str, kv_layout: str, layer_layout: str, fmt: str
+) -> None:
+    """Those whose tokens lie among each other as they do in a chunk; they are not copied before."""
+    engine = make_engine(backend, kv_layout, layer_layout=layer_layout)
+    calls: list[int] = []
+
+    def count_runs(*arguments) -> bytes:
+        calls.append(len(arguments[3]))
+        return write_stretches(*arguments)
+
+    monkeypatch.setattr(disk_segment, "write_stretches", count_runs)
+    make_store(engine, disk(tmp_path), fmt).store_blocks(TOKENS, engine, TABLE)
+    num_parts = 1 if backend == "mla" else 2
+    is_dense = backend == "mla" or (backend != "paged" and (kv_layout, fmt) == ("NHD", "vllm"))
+    assert sorted(calls) == ([L * num_parts, 2 * L * num_parts, 2 * L * num_parts] if is_dense else [])
+
+
+@pytest.mark.parametrize("num_heads, is_long", [(7, False), (8, True)])
+def test_short_runs_are_copied_first(tmp_path: Path, num_heads: int, is_long: bool) -> None:
+    """A block's K of 4096 bytes, and a little less."""
+    engine = CacheEngine(CacheConfig(B, 10), ModelConfig(8, num_heads, ("full_attention",), torch.float32))
+    chunk = BlockChunks(engine, TABLE, metadata_of(engine, "m")).chunk(0, C)
+    assert (chunk.runs() is not None) == is_long
+
+
+def change_between(engine: CacheEngine, monkeypatch, is_hashed_first: bool) -> list[int]:
+    """The blocks change when a record is written, before they are hashed or after it. How many writes there were."""
+    changed: list[int] = []
+
+    def write(fd, offset, lead, runs, stretch_bytes, tail, num_threads) -> bytes:
+        before = write_stretches(fd, offset, lead, runs, stretch_bytes, tail, num_threads)
+        rest = bytes(tail)
+        for layer in engine.gpu_cache:
+            layer[:] = 42.0
+        changed.append(len(runs))
+        with tempfile.TemporaryFile() as file:
+            after = write_stretches(file.fileno(), 0, memoryview(b""), runs, stretch_bytes, tail, num_threads)
+        tail[:] = rest
+        return before if is_hashed_first else after
+
+    monkeypatch.setattr(disk_segment, "write_stretches", write)
+    return changed
+
+
+def test_blocks_that_change_after_they_were_hashed(tmp_path: Path, monkeypatch) -> None:
+    """Whoever owns the blocks should not let it happen. What comes back are the bytes that were written and hashed."""
     engine, tier = make_engine(), disk(tmp_path)
     store, before = make_store(engine, tier), [layer.clone() for layer in engine.gpu_cache]
-
-    def pwrite(fd, data, offset):
-        if len(data) > SLOT_BYTES:  # more than a header
-            changed.append(len(data))
-            for layer in engine.gpu_cache:
-                layer[:] = 42.0
-        return os.pwrite(fd, data, offset)
-
-    changed: list[int] = []
-    monkeypatch.setattr(disk_segment, "os", types.SimpleNamespace(**{**vars(os), "pwrite": pwrite}))
+    changed = change_between(engine, monkeypatch, is_hashed_first=True)
     assert store.store_blocks(TOKENS[:C], engine, [0, 1]) == C and changed
     assert (engine.gpu_cache[0] == 42.0).all()
     assert store.load_blocks(TOKENS[:C], engine, [0, 1]) == C and store.stats().corrupt_records == 0
     for layer, saved in zip(engine.gpu_cache, before, strict=True):
         assert torch.equal(layer[:, :2].view(torch.int32), saved[:, :2].view(torch.int32))
         assert (layer[:, 2:] == 42.0).all()
+
+
+def test_blocks_that_change_between_writing_and_hashing(tmp_path: Path, monkeypatch) -> None:
+    """A miss, whoever reads, and the record is dropped: it is neither what they were nor what they are."""
+    engine, tier = make_engine(), disk(tmp_path)
+    store = make_store(engine, tier)
+    with monkeypatch.context() as patch:
+        changed = change_between(engine, patch, is_hashed_first=False)
+        assert store.store_blocks(TOKENS[:C], engine, [0, 1]) == C and changed
+    assert store.load_blocks(TOKENS[:C], engine, [2, 3]) == 0 and store.stats().corrupt_records == 1
+    assert store.lookup(TOKENS[:C]) == 0
+    assert store.store_blocks(TOKENS[:C], engine, [0, 1]) == C
+    assert store.load_blocks(TOKENS[:C], engine, [2, 3]) == C
+    assert (engine.gpu_cache[0] == 42.0).all()
+    tier.check()
 
 
 def test_blocks_that_change_all_the_time(tmp_path: Path) -> None:
