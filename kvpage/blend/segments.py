@@ -93,9 +93,14 @@ class Reuse(NamedTuple):
         some = slice(self.begin, self.begin + self.num_tokens)
         return self.segment.k[layer, some], self.segment.v[layer, some]
 
+    @property
+    def is_exact(self) -> bool:
+        """Nothing stands before the segment, as when it was computed: its rows are what they would be."""
+        return self.segment.is_standalone and self.start == self.begin
+
     def sensitivity(self) -> torch.Tensor | None:
-        """Of the tokens, see SegmentKV: fp32 [num_tokens]; 0 where nothing new stands before them; None: not known."""
-        if self.segment.is_standalone and self.start == self.begin:
+        """Of the tokens, see SegmentKV: fp32 [num_tokens]; 0 where they are exact; None where it is not known."""
+        if self.is_exact:
             return torch.zeros(self.num_tokens)
         known = self.segment.sensitivity
         return None if known is None else known[self.begin : self.begin + self.num_tokens]

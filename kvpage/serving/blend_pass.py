@@ -207,11 +207,16 @@ class BlendPass:
 
 
 def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are."""
+    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are.
+
+    Exact rows would be known. Beside some that are not, they are ranked with those, and last: none of them is to be chosen.
+    """
     sensitivity, is_known, whose = [], [], []
     for index, piece in enumerate(pieces):
+        is_all_known = _is_known(piece, config)
         for reuse in piece.reuse:
-            found = reuse.sensitivity() if config.uses_sensitivity else None
+            counts = config.uses_sensitivity and (is_all_known or not reuse.is_exact)
+            found = reuse.sensitivity() if counts else None
             sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
             is_known.append(torch.full((reuse.num_tokens,), found is not None))
             whose.append(torch.full((reuse.num_tokens,), index))

@@ -554,6 +554,22 @@ def test_rows_with_nothing_new_before_them_are_not_chosen() -> None:
     assert not recorder.chosen & set(range(13)) and output.num_recomputed_tokens == 8
 
 
+@pytest.mark.parametrize("others", [[], [1]])
+def test_exact_rows_are_not_chosen_beside_rows_that_are_not_known(others: list[int]) -> None:
+    model, engine, parts = model_of("llama"), make_engine(), [SEGMENTS[index] for index in (2, 0, *others)]
+    keep_unmeasured(engine, SEGMENTS[2])
+    keep_unmeasured(engine, SEGMENTS[0])
+    engine.warm_segments([SEGMENTS[index] for index in others])
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._links.blend.source)  # its blocks hold nothing
+    output, logits = serve(fresh, parts, lead=[])
+    starts, places = [0, 13, 22], []
+    for start, tokens in zip(starts, parts, strict=False):
+        places.append(blend_oracle.place(model, [], tokens, start, is_measured=start == 22))
+    recorder = Recorder(places, 0.4, 1)
+    assert error(logits, blend_oracle.run(model, output.prompt_token_ids, 0, recorder)) <= FULL
+    assert not recorder.chosen & set(range(13)) and output.num_recomputed_tokens == int(0.4 * (22 + 4 * len(others)))
+
+
 def test_a_segment_that_does_not_fit_twice_is_kept_unmeasured() -> None:
     for num_tokens, is_measured in ((15, True), (16, False), (31, False)):
         engine = make_engine(max_model_len=32)
