@@ -1,10 +1,16 @@
 // Blocks: moving them.
 #include "bindings.h"
 
+#include <limits>
+
 #include "addresses.h"
 #include "block_copier.h"
 #include "copy_blocks.h"
 #include "host_copy.h"
+#ifdef KVPAGE_HAS_CUDA
+#include "cuda_devices.h"
+#include "swap_blocks.h"
+#endif
 
 namespace kvpage {
 

@@ -1,8 +1,6 @@
 // Codecs and transpositions of an instruction set, for tests.
 #include "bindings.h"
 
-#include <string>
-
 #include "addresses.h"
 #include "code_table.h"
 #include "host_copy.h"

@@ -1,6 +1,10 @@
 // Blocks that are cached, by tokens.
 #include "bindings.h"
 
+#include <algorithm>
+#include <span>
+#include <string_view>
+
 #include "integers.h"
 #include "prefix_tree.h"
 
