@@ -72,10 +72,8 @@ class Blender:
         shift: int,
         expected: torch.Tensor,
     ) -> None:
-        for is_standalone in (
-            True,
-            False,
-        ):  # where nothing new stands before a standalone one, and rows are chosen at once
+        # Before a standalone one nothing new stands: its rows are chosen at once. Of the other a check layer chooses.
+        for is_standalone in (True, False):
             self._verify_one(probe, rows, shift, expected, is_standalone)
 
     def _verify_one(
