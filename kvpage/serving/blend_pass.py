@@ -209,7 +209,7 @@ class BlendPass:
 def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are.
 
-    Exact rows would be known. Beside some that are not, they are ranked with those, and last: none of them is to be chosen.
+    Exact rows would be known. Beside some that are not, they are ranked with those, and last: none is to be chosen.
     """
     sensitivity, is_known, whose = [], [], []
     for index, piece in enumerate(pieces):
