@@ -13,7 +13,7 @@ No call recurses, so a path may be as long as it likes. None is safe to use from
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -453,6 +453,8 @@ class DynamicTokenTrie(TokenTrie):
 
 def _num_new(next_token_index: int, token_ids: Sequence[int]) -> int:
     next_token_index = as_integer("next_token_index", next_token_index)
+    if isinstance(token_ids, (Mapping, Set)):
+        raise TypeError(f"token_ids must be a sequence, got {type(token_ids).__name__}")
     set(token_ids)  # TypeError for what no node can be found by
     if not 0 <= next_token_index <= len(token_ids):
         raise ValueError(f"next_token_index must be between 0 and {len(token_ids)}, got {next_token_index}")

@@ -207,6 +207,15 @@ def test_extend_cache_refuses_and_adds_nothing(next_token_index, base, shape, me
     assert root.children == {}
 
 
+@pytest.mark.parametrize("token_ids", [{0: 1, 1: 2}, {1, 2}], ids=["dict", "set"])
+def test_token_ids_must_have_an_order(token_ids):
+    """A dict's slice is an unknown key since Python 3.12."""
+    for root, given in ((TokenTrie(), (torch.zeros(2, 3), 0)), (DynamicTokenTrie(), ())):
+        with pytest.raises(TypeError, match="token_ids must be a sequence, got"):
+            root.extend_cache(0, token_ids, *given)
+        assert root.children == {}
+
+
 def test_clear_kv_cache_forgets_all_below():
     root = TokenTrie()
     end = root.extend_cache(0, [1, 2], torch.zeros(2, 3), 0)
