@@ -4,6 +4,7 @@ and who could not tell has changed nothing.
 Calls that return a Match are not tried: pybind11 writes to the object before it looks whether there is one.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,10 @@ _testcapi = pytest.importorskip("_testcapi")
 B, NUM_BLOCKS = 2, 300  # more than the integers that Python has made beforehand
 TOKENS = np.arange(B * NUM_BLOCKS + 1, dtype=np.int32)
 ENOUGH = 6  # calls in a row that went well: the failing allocation comes after all of theirs
+CODE_IN_PYTHON = pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="Python 3.12 lets go of a function's code once too often where its frame finds no memory, and crashes",
+)
 RAISED = (MemoryError, RuntimeError, TypeError)  # the last two are pybind11's, where it cannot make an object
 
 
@@ -123,11 +128,13 @@ def filled_space(policy: HostPolicy | None = None) -> BlockSpace:
     return space
 
 
+@CODE_IN_PYTHON
 def test_what_left_the_device_is_copied():
     for space, _ in tries(filled_space, lambda space: space.take(NUM_BLOCKS - 20)):
         assert space.take_moves().num_blocks("swap_out") == space.tree.num_host_cached
 
 
+@CODE_IN_PYTHON
 def test_what_came_back_to_the_device_is_copied():
     def make() -> tuple[BlockSpace, Any]:
         space = filled_space()
@@ -139,6 +146,7 @@ def test_what_came_back_to_the_device_is_copied():
         assert space.take_moves().num_blocks("swap_in") == space.tree.num_cached
 
 
+@CODE_IN_PYTHON
 def test_what_is_written_out_early_is_copied():
     def make() -> tuple[BlockSpace, Any]:
         space = filled_space(HostPolicy(after_hits=0))
