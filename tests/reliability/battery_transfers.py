@@ -38,13 +38,13 @@ class Schedule:
 
     def __init__(self, seed: int, make_stream: type[FakeStream] = FakeStream, with_pins: bool = True) -> None:
         self.rng = random.Random(seed)
-        self.device = FakeDevice(seed, self.rng.random() < 0.3)
+        device = self.device = FakeDevice(seed, self.rng.random() < 0.3)
         self.engine = CacheEngine(
             CacheConfig(2, NUM_BLOCKS, NUM_HOST_BLOCKS, backend="opaque handles"),
             MODEL,
             None,
             DeviceConfig("cpu"),
-            make_stream=lambda _: make_stream(self.device),
+            make_stream=lambda _: make_stream(device),  # the engine keeps it until it goes: it must not keep the engine
         )
         self.memory = {
             True: OpaqueBackend.adopt(self.device, True, self.engine.gpu_cache),

@@ -325,6 +325,7 @@ class SegmentWorld:
             each.close()
 
     def snapshot(self) -> object:
+        self.store.flush()  # of what an earlier call has left to be written behind it
         tiers = [(tier.num_records, tier.num_bytes) for tier in self.store.stats().tiers if tier]
         return tiers, len(self.memory), self.memory.num_bytes, list(self.memory._segments)
 

@@ -39,6 +39,8 @@ class StoreWorld:
         self.block_store.close()
 
     def snapshot(self) -> object:
+        for store in (self.store, self.block_store):
+            store.flush()  # of what an earlier call has left to be written behind it
         blocks = [cache.numpy().tobytes() for cache in self.engine.gpu_cache]
         counts = [tier for store in (self.store, self.block_store) for tier in store.stats().tiers]
         return blocks, [(tier.num_records, tier.num_bytes) if tier else None for tier in counts]

@@ -178,7 +178,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare, to mount a file system")
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FULL]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"needs the right to mount a file system: {done.stderr.strip()}")
     assert done.stdout == "full\n", done.stderr
@@ -215,7 +215,7 @@ def preloaded(folder: Path, source: str, test: str) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_stretch_writer as t; t.{test}"
     environment = {**os.environ, "LD_PRELOAD": str(folder / "shim.so")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
