@@ -38,7 +38,7 @@ class CacheEngine:
         the layout takes.
     calibration: when swaps on a GPU are copied by its kernel; by default `kvpage.calibrate` measures it, once per
         device and process, before the caches are allocated.
-    make_stream: what asynchronous swaps run on.
+    make_stream: what asynchronous swaps run on. It is kept until the engine goes, and must not keep the engine.
 
     The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
     waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
