@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "host_copy.h"
+#include "prefetch.h"
 #include "transpose.h"
 
 namespace kvpage {

@@ -29,11 +29,6 @@ struct KVPart {
   }
 };
 
-// Asks for memory that is soon read, into the second-level cache. It may be anybody's, or nobody's.
-inline void prefetch(const std::byte* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
 // How much is moved besides. `past_cache`: what is written goes past the processor's cache, where it lies dense, and the
 // caller fences. `next`: as many bytes as are moved, that are read soon after; they are asked for meanwhile. Or null.
 struct Streaming {

@@ -6,6 +6,7 @@
 
 #include "host_copy.h"
 #include "kv_part.h"
+#include "prefetch.h"
 
 namespace kvpage {
 namespace {

@@ -1,7 +1,7 @@
 // int8 of bf16, a register of 16-bit words at a time; other rows, and those with no ordinary scale: row_codec_impl.h.
 #pragma once
 
-#include "kv_part.h"
+#include "prefetch.h"
 #include "row_codec.h"
 #include "row_codec_impl.h"
 #include "row_words_impl.h"

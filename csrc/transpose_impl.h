@@ -31,6 +31,18 @@
 namespace kvpage {
 namespace {
 
+// call(an element's bytes, as a constant)
+template <typename Call>
+auto with_bytes(int64_t element_bytes, const Call& call) {
+  switch (element_bytes) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 4: return call(std::integral_constant<int, 4>{});
+    case 8: return call(std::integral_constant<int, 8>{});
+    default: return call(std::integral_constant<int, 16>{});
+  }
+}
+
 // Element by element.
 template <int kBytes>
 void transpose_slowly(const Transposition& matrix) {
@@ -237,20 +249,18 @@ void transpose_typed(const Transposition& matrix) {
 //          2  18  34  50     ->     32  33  34  35
 //          3  19  35  51            48  49  50  51
 
+template <int kFirst, int kSecond>
+inline FourLanes two_of_each(FourLanes a, FourLanes b) {
+  return {_mm512_maskz_shuffle_i64x2(0xff, a.value, b.value, _MM_SHUFFLE(kSecond, kFirst, kSecond, kFirst))};
+}
+
 inline void exchange_lanes(FourLanes* four) {
-  const auto pick = [](auto order, FourLanes a, FourLanes b) {
-    return FourLanes{_mm512_maskz_shuffle_i64x2(0xff, a.value, b.value, decltype(order)::value)};
-  };
-  constexpr std::integral_constant<int, _MM_SHUFFLE(1, 0, 1, 0)> first{};
-  constexpr std::integral_constant<int, _MM_SHUFFLE(3, 2, 3, 2)> last{};
-  constexpr std::integral_constant<int, _MM_SHUFFLE(2, 0, 2, 0)> even{};
-  constexpr std::integral_constant<int, _MM_SHUFFLE(3, 1, 3, 1)> odd{};
-  const FourLanes first_of_01 = pick(first, four[0], four[1]), first_of_23 = pick(first, four[2], four[3]);
-  const FourLanes last_of_01 = pick(last, four[0], four[1]), last_of_23 = pick(last, four[2], four[3]);
-  four[0] = pick(even, first_of_01, first_of_23);
-  four[1] = pick(odd, first_of_01, first_of_23);
-  four[2] = pick(even, last_of_01, last_of_23);
-  four[3] = pick(odd, last_of_01, last_of_23);
+  const FourLanes low_01 = two_of_each<0, 1>(four[0], four[1]), low_23 = two_of_each<0, 1>(four[2], four[3]);
+  const FourLanes high_01 = two_of_each<2, 3>(four[0], four[1]), high_23 = two_of_each<2, 3>(four[2], four[3]);
+  four[0] = two_of_each<0, 2>(low_01, low_23);
+  four[1] = two_of_each<1, 3>(low_01, low_23);
+  four[2] = two_of_each<0, 2>(high_01, high_23);
+  four[3] = two_of_each<1, 3>(high_01, high_23);
 }
 
 inline void stream_line(std::byte* to, FourLanes line) {
@@ -293,13 +303,7 @@ bool stream_typed(const Transposition& matrix) {
 }
 
 bool stream_elements(int64_t element_bytes, const Transposition& matrix) {
-  switch (element_bytes) {
-    case 1: return stream_typed<1>(matrix);
-    case 2: return stream_typed<2>(matrix);
-    case 4: return stream_typed<4>(matrix);
-    case 8: return stream_typed<8>(matrix);
-    default: return stream_typed<16>(matrix);
-  }
+  return with_bytes(element_bytes, [&](auto bytes) { return stream_typed<bytes>(matrix); });
 }
 #endif
 
@@ -311,13 +315,7 @@ void transpose_typed(const Transposition& matrix) {
 #endif
 
 void transpose_elements(int64_t element_bytes, const Transposition& matrix) {
-  switch (element_bytes) {
-    case 1: return transpose_typed<1>(matrix);
-    case 2: return transpose_typed<2>(matrix);
-    case 4: return transpose_typed<4>(matrix);
-    case 8: return transpose_typed<8>(matrix);
-    default: return transpose_typed<16>(matrix);
-  }
+  with_bytes(element_bytes, [&](auto bytes) { transpose_typed<bytes>(matrix); });
 }
 
 }  // namespace
