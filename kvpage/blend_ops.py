@@ -11,8 +11,9 @@ elsewhere; with fresh rows it scatters them over what was retrieved.
 import torch
 
 from kvpage import _C, blend_ops_cuda
+from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_plain, check_writable, readable
-from kvpage.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor, integer
+from kvpage.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor
 from kvpage.turn import Turn, check_turn
 
 
@@ -103,7 +104,7 @@ def row_deviation(
 
 
 def _threads(num_threads: int | None) -> int:
-    return torch.get_num_threads() if num_threads is None else integer("num_threads", num_threads)
+    return torch.get_num_threads() if num_threads is None else as_integer("num_threads", num_threads)
 
 
 def _num_rows(name: str, rows: torch.Tensor, ids_name: str, ids: torch.Tensor | None) -> int:

@@ -15,13 +15,13 @@ from kvpage import _C, chunk_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import SCALE_BYTES, CacheLayout, check_layout
+from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_plain, check_writable, readable, tensor_list
 from kvpage.token_args import (
     check_cache,
     check_dtype,
     check_given_scales,
     check_tensor,
-    integer,
     native_part,
     row_dtypes,
 )
@@ -96,8 +96,8 @@ def _move(
 ) -> None:
     device, num_blocks = _check_caches(caches, layout, scales)
     rows = _by_token(chunk, fmt)
-    start, num_tokens = integer("start", start), rows.shape[2]
-    num_threads = torch.get_num_threads() if num_threads is None else integer("num_threads", num_threads)
+    start, num_tokens = as_integer("start", start), rows.shape[2]
+    num_threads = torch.get_num_threads() if num_threads is None else as_integer("num_threads", num_threads)
     _check_chunk(rows, caches, layout, device)
     _check_block_ids(block_ids, device, start, num_tokens, layout)
     if not to_chunk and block_ids.device.type == "cpu":

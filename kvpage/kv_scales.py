@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage.sequence_args import check_flag
 from kvpage.tensors import check_plain
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -62,8 +63,7 @@ class KVScales:
         """
         if dtype not in FP8_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_DTYPES))}, got {dtype}")
-        if not isinstance(per_head, bool):
-            raise TypeError(f"per_head must be True or False, got {type(per_head).__name__}")
+        check_flag("per_head", per_head)
         scales = [_scale(name, rows, dtype, per_head) for name, rows in (("key", key), ("value", value))]
         return cls(*scales)
 

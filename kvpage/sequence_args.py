@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,12 @@ def check_namespace(namespace: bytes) -> None:
         raise ValueError(f"namespace must be at most {MAX_NAMESPACE_BYTES} bytes, got {len(namespace)}")
 
 
-def as_integer(name: str, value: int) -> int:
+def as_integer(name: str, value: SupportsIndex) -> int:
     """`value` as an int. TypeError for a float, or what else is no integer."""
     try:
         return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from error
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
 
 
 def as_list(name: str, values: Iterable[Any]) -> list[Any]:

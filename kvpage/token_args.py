@@ -13,6 +13,7 @@ import torch
 from kvpage.kv_scales import FP8_DTYPES, KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout, check_layout
+from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_dense, check_writable
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
@@ -176,7 +177,7 @@ def length_bound(name: str, bound: int | None, counts: list[int] | None, most: i
     largest = most if counts is None else max(counts, default=0)
     if bound is None:
         return largest
-    bound = integer(name, bound)
+    bound = as_integer(name, bound)
     least = 0 if counts is None else largest
     if bound < least:
         raise ValueError(f"{name} must be at least {least}, got {bound}")
@@ -188,14 +189,6 @@ def _integers(name: str, lengths: Sequence[int]) -> list[int]:
         return [operator.index(length) for length in lengths]
     except TypeError as error:
         raise TypeError(f"{name} must be integers, got {lengths!r}") from error
-
-
-def integer(name: str, value: int) -> int:
-    """`value` as an int. TypeError for a float, or what else is no integer."""
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from error
 
 
 def fp32_number(name: str, value: float) -> float:

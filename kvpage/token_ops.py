@@ -14,6 +14,7 @@ from kvpage import _C, attention_ops_cuda, token_ops_cuda
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
+from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_writable, readable
 from kvpage.token_args import (
     CODECS,
@@ -32,7 +33,6 @@ from kvpage.token_args import (
     check_tensor,
     fp32_number,
     host_lengths,
-    integer,
     length_bound,
     native_blocks,
     native_parts,
@@ -324,13 +324,13 @@ def _check_query(query: torch.Tensor, cache: torch.Tensor, layout: CacheLayout) 
 
 
 def _checked_value_size(value_size: int, layout: CacheLayout) -> int:
-    if not 1 <= (size := integer("value_size", value_size)) <= layout.head_size:
+    if not 1 <= (size := as_integer("value_size", value_size)) <= layout.head_size:
         raise ValueError(f"value_size must be in [1, {layout.head_size}], got {size}")
     return size
 
 
 def _checked_window(sliding_window: int) -> int:
-    if not 1 <= (window := integer("sliding_window", sliding_window)) <= _EVERY_KEY:
+    if not 1 <= (window := as_integer("sliding_window", sliding_window)) <= _EVERY_KEY:
         raise ValueError(f"sliding_window must be at least 1, got {window}")
     return window
 

@@ -138,12 +138,15 @@ class TokenTrie:
         logits: [num_rows, vocab_size], of which row j - base is of the token after token_ids[j]. Each node gets the
         log_softmax of its row, in the dtype of the logits, on the CPU. One transfer for some hundred rows.
 
-        ValueError, with nothing added, if rows or indices do not reach from next_token_index to the end.
+        ValueError, with nothing added, if rows or indices do not reach from next_token_index to the end, or for logits
+        that are no floats of 16 bits or more.
         """
         num_new = _num_new(next_token_index, token_ids)
         check_dense("logits", logits)
         if logits.device.type == "meta":
             raise ValueError("logits must have numbers, got a tensor on meta")
+        if not logits.is_floating_point() or logits.dtype.itemsize < 2:
+            raise ValueError(f"logits must be floats of 16 bits or more, got {logits.dtype}")
         base = as_integer("base", base)
         if num_new == 0:
             return self

@@ -107,6 +107,8 @@ def _paged_attention(
     max_seq_len: int | None = None,
 ) -> None:
     check_dense("out", out)
+    if out.dim() != 3:
+        raise ValueError(f"out must be [num_tokens, num_heads, value_size], got shape {tuple(out.shape)}")
     token_ops.paged_attention(
         query,
         cache,

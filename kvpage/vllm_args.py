@@ -103,6 +103,14 @@ def latent_view(name: str, cache: torch.Tensor) -> KVView:
     return KVView(cache.unsqueeze(3))
 
 
+def check_gathered(dst: torch.Tensor, src_cache: torch.Tensor) -> None:
+    """ValueError unless dst has a dimension for the tokens, and those of an entry of the cache."""
+    if src_cache.dim() not in (3, 4):
+        raise ValueError(f"src_cache must have 3 or 4 dimensions, got shape {tuple(src_cache.shape)}")
+    if dst.dim() != src_cache.dim() - 1:
+        raise ValueError(f"dst must have {src_cache.dim() - 1} dimensions, got shape {tuple(dst.shape)}")
+
+
 def lengths_of(
     cu_seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int | None
 ) -> list[int] | torch.Tensor:

@@ -36,6 +36,7 @@ from kvpage.view_layout import layout_of
 from kvpage.vllm_args import (
     blocks_of,
     byte_layout,
+    check_gathered,
     check_rows,
     check_same_dtype,
     check_tensors,
@@ -158,6 +159,7 @@ def gather_and_maybe_dequant_cache(
         token_to_seq=token_to_seq,
         seq_starts=seq_starts,
     )
+    check_gathered(dst, src_cache)
     num_tokens = as_integer("num_tokens", num_tokens)
     lengths = lengths_of(cu_seq_lens, block_table, num_tokens)
     if token_to_seq.dim() != 1 or len(token_to_seq) < num_tokens:
@@ -182,6 +184,7 @@ def cp_gather_cache(
     Arguments as of gather_and_maybe_dequant_cache; rows of dst past the sequences stay.
     """
     check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens, seq_starts=seq_starts)
+    check_gathered(dst, src_cache)
     batch_size = as_integer("batch_size", batch_size)
     if not 0 <= batch_size <= len(block_table) or len(cu_seq_lens) <= batch_size:
         raise ValueError(
@@ -240,7 +243,7 @@ def swap_blocks(
     if block_size_in_bytes is None:
         blocks = [blocks_of("src", src), blocks_of("dst", dst)]
     else:
-        size = int(block_size_in_bytes)
+        size = as_integer("block_size_in_bytes", block_size_in_bytes)
         blocks = [consecutive_blocks("src", src, size), consecutive_blocks("dst", dst, size)]
     BlockCopier(blocks[:1], blocks[1:], byte_layout(blocks[0].shape[2])).run(block_mapping)
 

@@ -207,6 +207,14 @@ def test_extend_cache_refuses_and_adds_nothing(next_token_index, base, shape, me
     assert root.children == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_logits_are_floats(dtype):
+    root = TokenTrie()
+    with pytest.raises(ValueError, match=f"logits must be floats of 16 bits or more, got {dtype}"):
+        root.extend_cache(0, [1], torch.zeros(1, 5).to(dtype), 0)
+    assert root.children == {}
+
+
 @pytest.mark.parametrize("token_ids", [{0: 1, 1: 2}, {1, 2}], ids=["dict", "set"])
 def test_token_ids_must_have_an_order(token_ids):
     """A dict's slice is an unknown key since Python 3.12."""

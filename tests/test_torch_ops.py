@@ -155,6 +155,9 @@ def test_operations_check_what_the_functions_check():
     with pytest.raises(ValueError, match="spec must be backend:kv_layout"):
         torch.ops.kvpage.reshape_and_cache(key, value, cache, torch.tensor([4]), "flash")
     assert torch.equal(bits([cache])[0], before[0])
+    query, *others = calls(layout)["paged_attention"]
+    with pytest.raises(ValueError, match=r"out must be \[num_tokens, num_heads, value_size\], got shape \(\)"):
+        torch.ops.kvpage.paged_attention(query, *others[:4], torch.tensor(1.0), layout.spec)
 
 
 # --- specs -----------------------------------------------------------------------------------------------------------

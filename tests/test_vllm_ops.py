@@ -41,7 +41,7 @@ def filled(*shape, dtype=torch.float32):
 
 
 def bits(tensor):
-    return tensor.contiguous().view(torch.uint8).clone()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).clone()
 
 
 class Unchanged:
@@ -251,6 +251,8 @@ def test_heads_are_gathered_as_they_are():
         ({"dst": filled(9, 16, dtype=torch.bfloat16)}, "dtype must be"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of"),
         ({"src_cache": filled(6, 64)}, "src_cache must have 3 or 4 dimensions"),
+        ({"dst": torch.tensor(1.0)}, r"dst must have 2 dimensions, got shape \(\)"),
+        ({"dst": filled(9, 1, 16)}, r"dst must have 2 dimensions, got shape \(9, 1, 16\)"),
     ],
 )
 def test_a_bad_gather_writes_nothing(changes, message):
@@ -270,6 +272,8 @@ def test_cp_gather_takes_the_first_sequences_alone():
         vllm_ops.cp_gather_cache(cache, dst, table, given["cu_seq_lens"], 0)
         with pytest.raises(ValueError, match="batch_size must be at most the sequences of block_table"):
             vllm_ops.cp_gather_cache(cache, dst, table, given["cu_seq_lens"], 3)
+        with pytest.raises(ValueError, match=r"dst must have 2 dimensions, got shape \(\)"):
+            vllm_ops.cp_gather_cache(cache, torch.tensor(1.0), table, given["cu_seq_lens"], 1)
         with pytest.raises(ValueError, match="dst.dtype must be the cache's"):
             vllm_ops.cp_gather_cache(cache, dst.bfloat16(), table, given["cu_seq_lens"], 1)
 
@@ -353,6 +357,13 @@ def test_a_bad_swap_copies_nothing(arguments, message):
     src, dst = filled(4, 3, 2), filled(6, 3, 2)
     with Unchanged(dst), pytest.raises(ValueError, match=message):
         vllm_ops.swap_blocks(src, dst, *arguments)
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), 24.5, "24"])
+def test_blocks_have_whole_bytes(size):
+    src, dst = filled(4, 3, 2), filled(6, 3, 2)
+    with Unchanged(dst), pytest.raises(TypeError, match="block_size_in_bytes must be an integer, got"):
+        vllm_ops.swap_blocks(src, dst, size, pairs((0, 0)))
 
 
 def test_copies_within_all_layers():

@@ -14,12 +14,12 @@ from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ParallelConfig
 from kvpage.kv_scales import KVScales
 from kvpage.serving.cache_check import verify_pool
-from kvpage.serving.cached_rows import CachedRows
+from kvpage.serving.cached_rows import CachedRows, TokenRows
 from kvpage.serving.kv_page_cache import Held
 from kvpage.serving.kv_shape import KVShape
 from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
-from kvpage.serving.model_limits import constant_rope_len
+from kvpage.serving.model_limits import constant_rope_len, vocab_size
 
 
 class KVPageCachePool:
@@ -117,10 +117,17 @@ class KVPageCachePool:
             self.forgotten.popleft().release()
         return CachedRows(self.manager, self.engine, self._seq_ids)
 
-    def check_forward(self, num_tokens: int) -> None:
-        """ValueError unless the model may compute rows up to this length."""
+    def check_forward(self, tokens: TokenRows, num_tokens: int) -> None:
+        """ValueError unless the model may compute these tokens, at the end of rows of so many."""
         _check_eval(self.model)
+        self.check_tokens(tokens)
         self.check_length(num_tokens)
+
+    def check_tokens(self, tokens: TokenRows) -> None:
+        """ValueError for ids that the model cannot look up. Negative ones are refused by then."""
+        size = vocab_size(self.model)
+        if tokens.max() >= size:
+            raise ValueError(f"input_ids must be ids in [0, {size}), got {int(tokens.max())}")
 
     def check_length(self, num_tokens: int) -> None:
         """ValueError for rows so long that their first tokens' K would be another than that of shorter rows."""

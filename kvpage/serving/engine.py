@@ -26,7 +26,7 @@ from kvpage.config import CacheConfig
 from kvpage.events import EventConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import as_integer, as_list, check_namespace
+from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
 from kvpage.serving import assembly
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.blend_link import BlendLink
@@ -180,6 +180,7 @@ class Engine:
             raise ValueError("store must be given once, the engine has one")
         if save_generated is None:
             save_generated = getattr(getattr(store, "config", None), "save_decode_cache", False)
+        check_flag("save_generated", save_generated)
         move = self._loop.pieces.move_blocks
         self._links.store = StoreLink(
             store, self.cache, self.manager, move, rule, deadline=deadline, save_generated=save_generated
@@ -428,6 +429,7 @@ class Engine:
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(namespace)
+        check_flag("blend", blend)
         array = self.check_tokens(tokens)
         self.check_length(len(array), params.max_tokens)
         request_id = self._loop.new_id() if request_id is None else request_id

@@ -71,6 +71,7 @@ class KVPageCache(Cache):
         mask = None if attention_mask is None else as_mask_tensor(attention_mask)
         if mask is not None and tuple(mask.shape) != tokens.shape:
             raise ValueError(f"attention_mask must be of shape {tokens.shape}, got {tuple(mask.shape)}")
+        pool.check_tokens(tokens)
         pool.check_length(tokens.shape[1])
         self._pool, self._namespace = pool, namespace
         self._rows = pool.make_rows()
@@ -219,7 +220,7 @@ class KVPageCache(Cache):
         """Room for the tokens that the model is about to compute. All checks come before any change."""
         rows = self._rows
         tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
-        self._pool.check_forward(start + tokens.shape[1])
+        self._pool.check_forward(tokens, start + tokens.shape[1])
         if not len(rows):  # after a reset
             rows.open(tokens, is_whole, self._namespace)
         repeats, rest = divmod(len(tokens), len(rows))

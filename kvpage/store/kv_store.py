@@ -128,6 +128,7 @@ class KVStore:
             [num_tokens] on the CPU, True for the tokens that kv holds.
         """
         array = self._checked(tokens, namespace)
+        check_flag("return_tuple", return_tuple)
         num_skipped = num_leading_false("mask", mask, len(array))
         ret_mask = torch.zeros(len(array), dtype=torch.bool)
         keys = self._keys.of(array, namespace)
@@ -226,6 +227,7 @@ class KVStore:
     def flush(self, sync: bool = False) -> None:
         """Waits for what is written in the background; with `sync`, until it would survive a loss of power."""
         self._checked((), b"")
+        check_flag("sync", sync)
         self._tiers.flush(sync)
 
     def stats(self) -> KVStoreStats:

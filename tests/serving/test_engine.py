@@ -299,6 +299,8 @@ def test_bad_prompts_change_nothing(tokens: list, message: str) -> None:
         ({"namespace": None}, "namespace must be bytes, got NoneType"),
         ({"namespace": bytearray(b"tenant")}, "namespace must be bytes, got bytearray"),
         ({"request_id": 5}, "request_id must be a str, got int"),
+        ({"blend": torch.tensor([0, 1])}, "blend must be True or False, got Tensor"),
+        ({"blend": 0}, "blend must be True or False, got int"),
     ],
 )
 def test_arguments_of_other_types_change_nothing(change: dict, message: str) -> None:

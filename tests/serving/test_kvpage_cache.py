@@ -14,6 +14,7 @@ from serving.models import COMMON, CONFIGS, VOCAB, make_model, make_prompts
 
 from kvpage import CacheConfig, KVScales, OutOfBlocks
 from kvpage.serving import KVPageCache, KVPageCachePool
+from kvpage.serving.model_limits import vocab_size
 
 B = 4
 NEW = 10
@@ -680,6 +681,7 @@ def test_forwards_that_it_refuses_before_anything_is_computed() -> None:
             ({"inputs_embeds": embeds}, "takes text only, got inputs_embeds"),
             ({"input_ids": rest + 1}, "input_ids must be those that the cache was made with"),
             ({"input_ids": rest.repeat(2, 1)[:0]}, "input_ids must be integers"),
+            ({"input_ids": rest * 0 + vocab_size(model)}, r"input_ids must be ids in \[0, "),
             (
                 {"input_ids": rest, "attention_mask": masked},
                 "attention_mask, position_ids and cache_position must show",
@@ -728,7 +730,8 @@ def test_updates_that_come_from_no_forward_of_its_model() -> None:
 
 def test_arguments() -> None:
     pool = make_pool("llama")
-    for ids in ([1, 2], [[]], [[1.5]], [[-1]], [[2**31]], torch.ones(1, 2, 3, dtype=torch.long)):
+    too_large = vocab_size(pool.model)
+    for ids in ([1, 2], [[]], [[1.5]], [[-1]], [[too_large]], [[2**31]], torch.ones(1, 2, 3, dtype=torch.long)):
         with pytest.raises(ValueError, match="input_ids must be"):
             KVPageCache(pool, ids)
     with pytest.raises(ValueError, match=r"attention_mask must be of shape \(1, 2\), got \(1, 3\)"):
