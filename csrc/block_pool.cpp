@@ -88,6 +88,19 @@ int64_t BlockPool::ref_count(int64_t block_id) const {
 
 void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
   std::lock_guard lock(mutex_);
+  adopt_locked(fresh, surplus);
+}
+
+void BlockPool::check_adoptable(std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
+  std::lock_guard lock(mutex_);
+  const int64_t num_free_before = num_free_;
+  adopt_locked(fresh, surplus);
+  num_free_ = num_free_before;  // what was pushed lies above the stack again
+  for (int32_t id : surplus) ++counts_[id];
+  for (int32_t id : fresh) counts_[id] = 1;
+}
+
+void BlockPool::adopt_locked(std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
   size_t num_adopted = 0;
   try {
     for (int32_t id : fresh) {

@@ -52,6 +52,9 @@ class BlockPool {
   // InvalidArgument if a fresh block is shared, free, cached or named twice, or a surplus one cannot be released.
   void adopt(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
 
+  // Throws what `adopt` would, and changes nothing.
+  void check_adoptable(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
+
   // Free blocks that are the tree's from now on, as many as there are and `ids` has room for; returns how many.
   int64_t adopt_free(std::span<int32_t> ids) noexcept;
 
@@ -64,6 +67,7 @@ class BlockPool {
  private:
   void check_id(int64_t block_id) const;
   void release_locked(std::span<const int32_t> ids);
+  void adopt_locked(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
   uint32_t count_or_zero(int32_t block_id) const;
   [[noreturn]] void refuse(int32_t block_id, uint32_t count, const char* verb) const;
 

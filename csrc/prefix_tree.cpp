@@ -320,14 +320,14 @@ Match PrefixTree::insert(const TokenView& tokens, std::span<const int32_t> block
 //                               | taken                              |
 Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<const int32_t> block_ids) {
   const Place place = walk(base.end_, tokens, static_cast<int64_t>(block_ids.size()));
-  TreeNode* end = end_node_at(place);
-  const std::vector<TreeNode*> filled = host_only_path(end);
-  size_t num_filled = 0;
-  for (const TreeNode* node : filled) num_filled += static_cast<size_t>(node->num_blocks - node->num_device_blocks());
   const auto num_present = static_cast<size_t>(place.num_blocks);
+  const auto num_filled = static_cast<size_t>(num_host_only(place));
   const auto taken = block_ids.subspan(num_present - num_filled);
   const auto fresh = block_ids.subspan(num_present);
-  const auto surplus = duplicates(base.end_, end, block_ids.first(num_present));
+  const auto surplus = duplicates(base.end_, place, block_ids.first(num_present));
+  if (place.in_edge < place.node->num_blocks) pool_->check_adoptable(taken, surplus);  // a split is not undone
+  TreeNode* end = end_node_at(place);
+  const std::vector<TreeNode*> filled = host_only_path(end);
 
   // A leaf that nobody else pins can grow; one that ends a second match must stay as long as that match, and one of a
   // higher priority would hand it on.
@@ -351,14 +351,25 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   return Match(base.tree_, target, base.num_blocks_ + static_cast<int64_t>(block_ids.size()), base.priority_);
 }
 
+// How many blocks of the path, at its end, are on the host alone.
+int64_t PrefixTree::num_host_only(const Place& place) const {
+  int64_t count = 0, in_edge = place.in_edge;
+  for (const TreeNode* node = place.node; node->num_device_blocks() < in_edge;
+       node = node->parent, in_edge = node->num_blocks)
+    count += in_edge - node->num_device_blocks();
+  return count;
+}
+
 // Of the ids up to the path's last block on the device: those that differ from what is cached there, in order.
-std::vector<int32_t> PrefixTree::duplicates(const TreeNode* from, const TreeNode* end,
+std::vector<int32_t> PrefixTree::duplicates(const TreeNode* from, const Place& place,
                                             std::span<const int32_t> block_ids) const {
   std::vector<int32_t> surplus;
-  size_t stop = block_ids.size();
-  for (const TreeNode* node = end; node != from; node = node->parent) {
-    const auto cached = node->device_ids.span();
-    stop -= static_cast<size_t>(node->num_blocks);
+  auto stop = block_ids.size();
+  int64_t in_edge = place.in_edge;
+  for (const TreeNode* node = place.node; node != from; node = node->parent, in_edge = node->num_blocks) {
+    const auto on_device = static_cast<size_t>(std::min(in_edge, node->num_device_blocks()));
+    const auto cached = node->device_ids.span().first(on_device);
+    stop -= static_cast<size_t>(in_edge);
     const auto named = block_ids.subspan(stop, cached.size());
     if (std::equal(cached.begin(), cached.end(), named.begin())) continue;
     for (size_t i = cached.size(); i-- > 0;)

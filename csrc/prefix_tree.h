@@ -213,7 +213,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void unlist(TreeNode* node) noexcept;
 
   Match insert_below(Match& base, const TokenView& tokens, std::span<const int32_t> block_ids);
-  std::vector<int32_t> duplicates(const TreeNode* from, const TreeNode* end, std::span<const int32_t> block_ids) const;
+  int64_t num_host_only(const Place& place) const;
+  std::vector<int32_t> duplicates(const TreeNode* from, const Place& place, std::span<const int32_t> block_ids) const;
   void adopt(TreeNode* target, std::span<const int32_t> fresh, std::span<const int32_t> surplus,
              std::span<TreeNode* const> filled, std::span<const int32_t> fill);
   void append_edge(TreeNode* node, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;

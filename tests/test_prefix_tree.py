@@ -40,7 +40,7 @@ def state(pool: BlockPool, tree: PrefixTree) -> tuple:
     tree.check()
     pool.check()
     counts = [pool.ref_count(i) for i in range(pool.num_blocks)]
-    return pool.num_free, tree.num_cached, tree.num_evictable, tree.num_matches, counts
+    return pool.num_free, tree.num_cached, tree.num_evictable, tree.num_matches, tree.num_nodes, counts
 
 
 # --- matching -------------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_arguments_are_checked():
             tree.match(tokens)
         with pytest.raises(ValueError, match="tokens must be"):
             tree.insert(tokens, [0])
-    assert state(pool, tree) == (64, 0, 0, 0, [0] * 64)
+    assert state(pool, tree) == (64, 0, 0, 0, 0, [0] * 64)
 
 
 # --- namespaces, eviction -------------------------------------------------------------------------------------------

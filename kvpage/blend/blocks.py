@@ -16,7 +16,7 @@ from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout, check_layout
 from kvpage.sequence_args import as_list
 from kvpage.tensor_args import as_floats, as_indices
-from kvpage.token_args import check_cache
+from kvpage.token_args import check_cache, check_given_scales
 from kvpage.turn import Turn, check_turn
 
 
@@ -34,8 +34,8 @@ def load_turned(
         the caches' device. caches: one a layer. slots: int64 [num_tokens], each at most once; -1 to skip a token.
     turns: of K, in all layers, or one a layer; None to copy. scales: of 8-bit floats, one a layer.
 
-    ValueError or TypeError as of kvpage.ops.mix_rows and reshape_and_cache. What is wrong in any layer but with its
-    scales is found before anything is written.
+    ValueError or TypeError as of kvpage.ops.mix_rows and reshape_and_cache. What is wrong in any layer is found before
+    anything is written.
     """
     check_layout(layout)
     kv, caches = as_floats("kv", kv), as_list("caches", caches)
@@ -43,7 +43,7 @@ def load_turned(
         raise ValueError(f"kv must be [{len(caches)}, parts, num_tokens, heads, size], got shape {list(kv.shape)}")
     for cache in caches:
         check_cache(cache, layout)
-    each = _turns(kv, turns)
+    each, each_scales = _turns(kv, turns), _scales(scales, caches, layout)
     if len({layout.num_blocks(cache) for cache in caches}) > 1:
         raise ValueError(f"caches must be of as many blocks, got {[layout.num_blocks(cache) for cache in caches]}")
     for layer, (parts, cache, turn) in enumerate(zip(kv, caches, each, strict=True)):
@@ -56,7 +56,21 @@ def load_turned(
             continue
         key = parts[0] if turn is None else _turned(parts[0], turn)
         value = parts[1] if num_parts == 2 else None
-        ops.reshape_and_cache(key, value, cache, slots, layout, None if scales is None else scales[layer])
+        ops.reshape_and_cache(key, value, cache, slots, layout, each_scales[layer])
+
+
+def _scales(
+    scales: Sequence[KVScales] | None, caches: Sequence[torch.Tensor], layout: CacheLayout
+) -> Sequence[KVScales | None]:
+    """One for each layer, of those that its cache takes."""
+    if scales is None:
+        return [None] * len(caches)
+    each = as_list("scales", scales)
+    if len(each) != len(caches):
+        raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(each)}")
+    for one, cache in zip(each, caches, strict=True):
+        check_given_scales("scales", one, cache, layout)
+    return each
 
 
 def _turns(kv: torch.Tensor, turns: Turn | Sequence[Turn | None] | None) -> list[Turn | None]:

@@ -116,7 +116,7 @@ def offsets_behind_seams(
     here, shift = torch.arange(len(valid), device=valid.device), positions - original
     goes_on = torch.zeros_like(valid)
     goes_on[1:] = valid[1:] & valid[:-1] & (shift[1:] == shift[:-1])
-    starts = query_start_loc.to(valid.device)[:-1]
+    starts = query_start_loc.to(valid.device, torch.int64)[:-1]  # bytes would be taken for a mask
     goes_on[starts[starts < len(valid)]] = False
     return here - here.masked_fill(goes_on, 0).cummax(0).values
 

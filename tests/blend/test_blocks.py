@@ -102,10 +102,21 @@ def test_bad_arguments():
         ("caches must be of as many blocks", (kv, [caches[0], caches[1][:, :5]], slots, layout, turn)),
         (r"out_slots\[0\] must be in", (kv, caches, slots + 24, layout, turn)),
         ("out must be of 9 rows", (kv, caches, slots[:4], layout, turn)),
+        ("scales must be one for each of 2 layers, got 0", (kv, caches, slots, layout, turn, [])),
+        ("scales must be None for a cache of", (kv, caches, slots, layout, turn, [KVScales.of(1.0, 1.0)] * 2)),
     ):
         with pytest.raises(ValueError, match=message):
             load_turned(*args)
     assert all(torch.equal(one, other) for one, other in zip(caches, before, strict=True))
+    floats = make_layout(("flash", "NHD"), "separate", torch.float8_e4m3fn)
+    caches = random_caches(floats)
+    before = [cache.clone() for cache in caches]
+    for scales, error in (([KVScales.of(1.0, 1.0)], ValueError), ([KVScales.of(1.0, 1.0), None], TypeError)):
+        with pytest.raises(error, match="scales must be"):
+            load_turned(kv, caches, slots, floats, turn, scales)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(caches, before, strict=True)
+    )
     quantised = make_layout(("flash", "NHD"), "separate", torch.int8)
     with pytest.raises(ValueError, match="K must lie in one run and its own dtype"):
         gather_turned(quantised.allocate(NUM_BLOCKS, 1, torch.device("cpu"))[0], slots, quantised, turn)

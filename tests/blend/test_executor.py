@@ -215,7 +215,8 @@ def test_offsets_are_those_of_a_loop(seed: int) -> None:
         expected.append(expected[-1] + 1 if goes_on else 0)
         assert position == row + 5
     tensors = torch.tensor(valid, dtype=torch.bool), torch.tensor(original).long(), torch.tensor(positions).long()
-    assert offsets_behind_seams(*tensors, torch.tensor(bounds)).tolist() == expected
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert offsets_behind_seams(*tensors, torch.tensor(bounds, dtype=dtype)).tolist() == expected
 
 
 def test_rows_behind_a_seam_count_for_more() -> None:
