@@ -192,7 +192,8 @@ def measure(
             model, num_tokens, BlendConfig(ratio, check_layer, uses_sensitivity=check_layer is None), segments=kept
         )
         # The segments are kept once for all; each engine has the first one in its own prefix tree.
-        engine.warm_segments(prompts.segments if ratio == ratios[0] else prompts.segments[:1])
+        engine.warm_segments(prompts.segments)
+        engine.generate([prompts.segments[0]], SamplingParams(max_tokens=1))
         engines["blend", ratio] = engine
     first: dict[tuple[str, float | None], list[First]] = {key: [] for key in engines}
     for turn in range(rounds + 1):

@@ -6,21 +6,22 @@
     a record    layer 0 .. n - 1    K and V, as computed
                 layer n             of each token: its position, its id, and its sensitivity
 
-It sits on a KVStore, all its tiers included. There each segment is a token sequence of its own, in one of two
-namespaces of the tenant's: computed standalone (nothing stood before it), or in a context. What was computed in a
-context is an approximation anywhere else, so a standalone one is preferred. What was blended is an approximation
-already: it must never be put here.
+It sits on a KVStore, all its tiers included. There each segment is a token sequence of its own, in one of three
+namespaces of the tenant's, one a kind: measured (standalone, and its sensitivity is known), standalone (nothing stood
+before it), and computed in a context, which is an approximation anywhere else. The first of them that there is is
+preferred. What was blended is an approximation already: it must never be put here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blend.segments import check_sensitivity
+from kvpage.blend.segments import check_measurable, check_sensitivity, is_sensitivity
 from kvpage.sequence_args import check_flag, check_namespace
 from kvpage.store import KVStore
 from kvpage.store.codec import get_codec
@@ -30,8 +31,27 @@ from kvpage.tokens import Tokens, as_array, as_tokens
 
 NAMESPACE = b"blend"
 TAG_BYTES = 16
-"""Of a token: position int64, id int32, and -sensitivity fp32, its sign set for 0, too. Without a sign it is not known:
-records of before there was one have 0 there, where the id was an int64."""
+"""Of a token: position int64, id int32, sensitivity fp32, 0 where it is not known."""
+
+
+class Kind(Enum):
+    """Of a segment, the best first. Its value is part of the records' namespace."""
+
+    MEASURED = b"measured"
+    STANDALONE = b"standalone"
+    CONTEXT = b"context"
+
+    @classmethod
+    def of(cls, is_standalone: bool, is_measured: bool) -> "Kind":
+        """ValueError for one that is measured and not standalone, TypeError for what are no flags."""
+        check_flag("is_standalone", is_standalone)
+        check_flag("is_measured", is_measured)
+        check_measurable(is_standalone, is_measured)
+        return cls.MEASURED if is_measured else cls.STANDALONE if is_standalone else cls.CONTEXT
+
+    def better_or_equal(self) -> "list[Kind]":
+        kinds = list(Kind)
+        return kinds[: kinds.index(self) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +100,36 @@ class SegmentStore:
         sensitivity: torch.Tensor | None = None,
     ) -> "Future[int]":
         """Keeps a segment that was computed in full. The result of what it returns: how many records were written; none
-        where a standalone one is there already.
+        where one that is better is there already.
 
         kv: of all layers, as KVStore.store takes it: for each layer (K, V), or one tensor, a token's row of a head at
             least 16 bytes. positions: integers [num_tokens], at which K was computed. is_standalone: whether nothing
             stood before it. namespace: the tenant's. blocking: as of KVStore.store.
-        sensitivity: of each token, see SegmentKV. It is written over what is there without one, of the same kind.
+        sensitivity: of each token of a standalone one, see SegmentKV.
 
         ValueError or TypeError for what does not fit together, before anything is written.
         """
-        check_flag("is_standalone", is_standalone)
-        array, place = as_tokens(tokens), segment_namespace(namespace, is_standalone)
+        kind = Kind.of(is_standalone, sensitivity is not None)
+        array, place = as_tokens(tokens), segment_namespace(namespace, kind)
         at = _as_positions(positions)
         if len(at) != len(array):
             raise ValueError(f"positions must be of {len(array)} tokens, got {len(at)}")
         if sensitivity is not None:
             sensitivity = check_sensitivity(sensitivity, len(array))
         parts = as_parts(kv, self.store.metadata.fmt, self.store.metadata.kv_dtype)
-        standalone = segment_namespace(namespace, True)
-        if not is_standalone and self.store.lookup(array, standalone) == len(array):
+        tag = _tag(parts, at, array, sensitivity, self._token_dim)
+        if self._has_any(array, kind.better_or_equal()[:-1], namespace):
             return _done(0)
-        tagged = [*parts, _tag(parts, at, array, sensitivity, self._token_dim)]
-        is_better = sensitivity is not None and self._lacks_sensitivity(array, namespace, is_standalone)
-        return self.store.store(array, tagged, skip_existing=not is_better, blocking=blocking, namespace=place)
+        return self.store.store(array, [*parts, tag], blocking=blocking, namespace=place)
 
     def get(self, tokens: Tokens, namespace: bytes = b"", device: torch.device | str = "cpu") -> Segment | None:
-        """The longest leading run of the tokens that is there, of equals the standalone one; None for nothing.
+        """The longest leading run of the tokens that is there, of equals the one of the best kind; None for nothing.
 
         Runs end where chunks of the store do. Only tokens that equal those asked for count.
         """
         array, device = as_tokens(tokens), as_device("device", device)
-        for is_standalone in self._by_preference(array, namespace):
-            segment = self._get(array, namespace, is_standalone, device)
+        for kind in self._by_preference(array, namespace):
+            segment = self._get(array, namespace, kind, device)
             if segment is not None:
                 return segment
         return None
@@ -121,36 +139,42 @@ class SegmentStore:
         array = as_tokens(tokens)
         return max(self._counts(array, namespace).values())
 
+    def wants(self, tokens: Tokens, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
+        """Whether there is none of these tokens, all of them, of this kind or a better one."""
+        return not self._has_any(as_tokens(tokens), Kind.of(is_standalone, is_measured).better_or_equal(), namespace)
+
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> None:
         """Forgets the segment in every tier, however it was computed."""
-        for is_standalone in (True, False):
-            self.store.remove(as_tokens(tokens), segment_namespace(namespace, is_standalone))
+        for kind in Kind:
+            self.store.remove(as_tokens(tokens), segment_namespace(namespace, kind))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _counts(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> dict[bool, int]:
-        return {kind: self.store.lookup(tokens, segment_namespace(namespace, kind)) for kind in (True, False)}
+    def _counts(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> dict[Kind, int]:
+        """How many leading tokens there are of each kind, the best first; no worse one than one that has all."""
+        counts: dict[Kind, int] = {}
+        for kind in Kind:
+            counts[kind] = self.store.lookup(tokens, segment_namespace(namespace, kind))
+            if counts[kind] == len(tokens):
+                break
+        return counts
 
-    def _by_preference(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[bool]:
+    def _by_preference(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[Kind]:
         counts = self._counts(tokens, namespace)
-        found = [is_standalone for is_standalone, count in counts.items() if count]
-        return sorted(found, key=lambda is_standalone: (-counts[is_standalone], not is_standalone))
+        return sorted((kind for kind, count in counts.items() if count), key=lambda kind: -counts[kind])
 
-    def _lacks_sensitivity(self, tokens: npt.NDArray[np.int32], namespace: bytes, is_standalone: bool) -> bool:
-        if not self.store.lookup(tokens, segment_namespace(namespace, is_standalone)):
-            return False
-        segment = self._get(tokens, namespace, is_standalone, "cpu")
-        return segment is not None and segment.sensitivity is None
+    def _has_any(self, tokens: npt.NDArray[np.int32], kinds: Iterable[Kind], namespace: bytes) -> bool:
+        places = (segment_namespace(namespace, kind) for kind in kinds)
+        return any(self.store.lookup(tokens, place) == len(tokens) for place in places)
 
     def _get(
-        self, tokens: npt.NDArray[np.int32], namespace: bytes, is_standalone: bool, device: torch.device | str
+        self, tokens: npt.NDArray[np.int32], namespace: bytes, kind: Kind, device: torch.device | str
     ) -> Segment | None:
-        place = segment_namespace(namespace, is_standalone)
-        kv, _ = self.store.retrieve(tokens, return_tuple=False, namespace=place)
-        return self._opened(kv, tokens, is_standalone, device) if len(kv) > 1 else None
+        kv, _ = self.store.retrieve(tokens, return_tuple=False, namespace=segment_namespace(namespace, kind))
+        return self._opened(kv, tokens, kind, device) if len(kv) > 1 else None
 
     def _opened(
-        self, kv: torch.Tensor, tokens: npt.NDArray[np.int32], is_standalone: bool, device: torch.device | str
+        self, kv: torch.Tensor, tokens: npt.NDArray[np.int32], kind: Kind, device: torch.device | str
     ) -> Segment | None:
         tags = kv[-1, 0].movedim(self._token_dim, 0)[:, 0].contiguous().view(torch.uint8)
         words = tags[:, :TAG_BYTES].contiguous().view(torch.int32)
@@ -160,15 +184,16 @@ class SegmentStore:
             return None
         kept = kv[:-1].narrow(2 + self._token_dim, 0, count)
         positions = words[:count, :2].contiguous().view(torch.int64)[:, 0]
-        negated = words[:count, 3].contiguous().view(torch.float32)
-        is_known = bool((negated.signbit() & negated.isfinite()).all())
-        return Segment(kept.to(device), positions.to(device, copy=True), is_standalone, -negated if is_known else None)
+        known = words[:count, 3].contiguous().view(torch.float32) if kind is Kind.MEASURED else None
+        if known is not None and not is_sensitivity(known):
+            known = None
+        return Segment(kept.to(device), positions.to(device, copy=True), kind is not Kind.CONTEXT, known)
 
 
-def segment_namespace(namespace: bytes, is_standalone: bool) -> bytes:
+def segment_namespace(namespace: bytes, kind: Kind) -> bytes:
     """Of the KVStore, for the segments of a tenant. TypeError unless it is bytes."""
     check_namespace(namespace)
-    return NAMESPACE + (b"\0standalone\0" if is_standalone else b"\0context\0") + namespace
+    return NAMESPACE + b"\0" + kind.value + b"\0" + namespace
 
 
 def _as_positions(positions: Sequence[int] | npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int64]:
@@ -197,10 +222,10 @@ def _tag(
     if like.shape[dim] != len(tokens):
         raise ValueError(f"kv must be of {len(tokens)} tokens, got {like.shape[dim]}")
     layer = [torch.zeros(like.shape, dtype=like.dtype) for _ in parts[0]]
-    tags = np.zeros(len(tokens), [("position", np.int64), ("token", np.int32), ("negated", np.float32)])
+    tags = np.zeros(len(tokens), [("position", np.int64), ("token", np.int32), ("sensitivity", np.float32)])
     tags["position"], tags["token"] = positions, tokens
     if sensitivity is not None:
-        tags["negated"] = np.copysign(sensitivity.numpy(), -1.0)
+        tags["sensitivity"] = sensitivity.numpy()
     some = torch.from_numpy(tags.view(np.uint8)).view(len(tokens), TAG_BYTES)
     layer[0].view(torch.uint8).movedim(dim, 0)[:, 0, :TAG_BYTES] = some
     return layer

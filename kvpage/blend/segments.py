@@ -31,7 +31,8 @@ class SegmentKV:
     positions: int64 [num_tokens], on the CPU: where each token's K was turned to.
     is_standalone: nothing came before its first token.
     sensitivity: fp32 [num_tokens], on the CPU, finite and not negative: how much V of each token changes with what
-        stands before the segment, see measure_sensitivity. None where that is not known.
+        stands before the segment, see measure_sensitivity. None where that is not known, as of all that are not
+        standalone.
     """
 
     k: torch.Tensor
@@ -52,6 +53,7 @@ class SegmentKV:
                 f"k, v and positions must be of the same layers and tokens, got shapes {list(self.k.shape)}, "
                 f"{list(self.v.shape)} and {list(self.positions.shape)}"
             )
+        check_measurable(self.is_standalone, self.sensitivity is not None)
         if self.sensitivity is not None:
             object.__setattr__(self, "sensitivity", check_sensitivity(self.sensitivity, num_tokens))
 
@@ -75,9 +77,20 @@ def check_sensitivity(sensitivity: torch.Tensor, num_tokens: int) -> torch.Tenso
     values = as_floats("sensitivity", sensitivity, 1).to("cpu", torch.float32)
     if len(values) != num_tokens:
         raise ValueError(f"sensitivity must be of {num_tokens} tokens, got {len(values)}")
-    if not bool((values.isfinite() & (values >= 0)).all()):
+    if not is_sensitivity(values):
         raise ValueError("sensitivity must be finite and not negative")
     return values
+
+
+def is_sensitivity(values: torch.Tensor) -> bool:
+    """Whether all are finite and not negative."""
+    return bool((values.isfinite() & (values >= 0)).all())
+
+
+def check_measurable(is_standalone: bool, is_measured: bool) -> None:
+    """ValueError for a sensitivity of what was computed in a context: nothing tells what it would be without."""
+    if is_measured and not is_standalone:
+        raise ValueError("sensitivity must be None of a segment that is not standalone")
 
 
 class Reuse(NamedTuple):
@@ -127,8 +140,9 @@ class SegmentCache(Protocol):
     def find(self, tokens: TokenIds, namespace: bytes) -> SegmentKV | None:
         """The segment of exactly these tokens, or of some of them, from the first one on."""
 
-    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes) -> bool:
-        """Whether there is none, or the one that is there had better be replaced by a standalone one."""
+    def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes) -> bool:
+        """Whether `keep` would keep one like this: there is none, or a lesser one. is_measured: its sensitivity is
+        known."""
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes) -> None:
         """Keeps it, if there is none, or it is better than the one that is there."""
@@ -168,10 +182,12 @@ class MemorySegments:
             self._segments.move_to_end(key)
         return found
 
-    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
+    def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
         check_flag("is_standalone", is_standalone)
+        check_flag("is_measured", is_measured)
+        check_measurable(is_standalone, is_measured)
         before = self._segments.get(_key(tokens, namespace))
-        return before is None or (is_standalone and not before.is_standalone)
+        return before is None or (is_standalone, is_measured) > (before.is_standalone, before.sensitivity is not None)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
         """See SegmentCache. What is larger than all of the room is not kept."""

@@ -6,9 +6,8 @@ keep(...)    ─► SegmentStore.put, in the background
 
 import torch
 
-from kvpage.blend.segment_store import SegmentStore, segment_namespace
+from kvpage.blend.segment_store import SegmentStore
 from kvpage.blend.segments import SegmentKV, TokenIds, check_segment
-from kvpage.sequence_args import check_flag
 from kvpage.store import KVStore
 from kvpage.tokens import as_tokens
 
@@ -20,7 +19,7 @@ class StoredSegments:
     """
 
     def __init__(self, store: KVStore) -> None:
-        self._store, self._segments = store, SegmentStore(store)
+        self._segments = SegmentStore(store)
         self._is_by_head = store.metadata.fmt == "huggingface"
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
@@ -31,12 +30,9 @@ class StoredSegments:
         rows = found.kv.transpose(2, 3) if self._is_by_head else found.kv
         return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone, found.sensitivity)
 
-    def wants(self, tokens: TokenIds, is_standalone: bool, namespace: bytes = b"") -> bool:
+    def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
         """See SegmentCache."""
-        check_flag("is_standalone", is_standalone)
-        kinds = (True,) if is_standalone else (True, False)
-        array = as_tokens(tokens)
-        return all(self._store.lookup(array, segment_namespace(namespace, kind)) < len(array) for kind in kinds)
+        return self._segments.wants(tokens, is_standalone, is_measured, namespace)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
         """See SegmentCache. Trouble of the store is one segment less."""

@@ -5,7 +5,8 @@
     its prefill is done ─► K and V of the segments that were computed in full, and are not kept yet ─► keep
                            this thread, out of the blocks                                              thread
 
-    to warm a segment      [ segment | segment ]     the first is kept; how far V of the second differs is with it
+    to warm a segment that is not kept yet      [ segment | segment ]     the first is kept; how far V of the second
+                                                                          differs is with it
 
 Computed in full means: nothing before it was blended. So what is kept is exact, and what was blended is kept nowhere.
 Whatever goes wrong, or takes longer than the deadline, is a prompt that is computed.
@@ -92,6 +93,14 @@ class BlendLink:
         """A request waits for its segments."""
         return bool(self._lookups)
 
+    def wants_each(self, segments: Iterable[tuple[np.ndarray, bool]], namespace: bytes) -> list[bool]:
+        """Whether the source would keep each of these, computed standalone; True where asking raises. segments: tokens,
+        and whether their sensitivity will be known."""
+        asked = [self._thread.submit(self.source.wants, tokens, True, known, namespace) for tokens, known in segments]
+        failed = [future.exception() is not None for future in asked]
+        self.stats.num_errors += sum(failed)
+        return [has_failed or future.result() for has_failed, future in zip(failed, asked, strict=True)]
+
     def ask(self, waiting: Iterable[Request]) -> None:
         """Takes what was found, and has the segments of the waiting requests looked up."""
         self._poll()
@@ -165,7 +174,7 @@ class BlendLink:
                 segment = self.source.find(tokens, namespace) if reuses and span.end > num_cached else None
                 if segment is not None:
                     reusable.append(Reuse(segment, 0, span.start, segment.num_tokens))
-                elif is_measured or self.source.wants(tokens, span.start == 0, namespace):
+                elif self.source.wants(tokens, span.start == 0, is_measured, namespace):
                     wanted.append(span)
             return _Found(reusable, wanted)
 

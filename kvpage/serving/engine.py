@@ -242,16 +242,23 @@ class Engine:
         return self._add(Prompt(tokens, params, request_id, namespace, blend, segments)).request_id
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
-        """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them.
+        """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them. What is kept
+        like that already, say in a store of before, is not computed again.
 
         With BlendConfig.uses_sensitivity each is computed once more behind itself, to see which of its tokens change
         with what stands before them; but for those of which two, and a token, are more than the engine takes.
 
         Other requests go on meanwhile. ValueError as of add_request, before anything is computed.
         """
-        self._generate([self._warming(tokens, namespace) for tokens in segments], lambda num: None)
-        if self._links.blend:
-            self._links.blend.drain()
+        blend = self._links.blend
+        if blend is None:
+            raise ValueError("segments need an engine with a BlendConfig")
+        check_namespace(namespace)
+        warmings = [self._warming(tokens, namespace) for tokens in segments]
+        asked = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
+        wanted = blend.wants_each(asked, namespace)
+        self._generate([prompt for prompt, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
+        blend.drain()
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request."""

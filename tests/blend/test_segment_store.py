@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpage.blend import SegmentStore
-from kvpage.blend.segment_store import segment_namespace
+from kvpage.blend.segment_store import Kind, segment_namespace
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 L, H, D, C = 2, 3, 8, 4
@@ -103,14 +103,14 @@ def test_records_that_name_other_tokens_are_not_taken():
     with make() as store, make() as other:
         segments = SegmentStore(store)
         SegmentStore(other).put(tokens, kv, range(2 * C), True)
-        whole, _ = other.retrieve(tokens, return_tuple=False, namespace=segment_namespace(b"", True))
+        whole, _ = other.retrieve(tokens, return_tuple=False, namespace=segment_namespace(b"", Kind.STANDALONE))
         for wrong, kept in ((0, 0), (C, C), (C + 1, C + 1)):
             forged = whole.clone()
             ids = forged[-1, 0, :, 0].contiguous().view(torch.int64)
             ids[wrong, 1] = 999
             forged[-1, 0, :, 0] = ids.view(torch.float32)
             store.clear()
-            store.store(tokens, forged, namespace=segment_namespace(b"", True))
+            store.store(tokens, forged, namespace=segment_namespace(b"", Kind.STANDALONE))
             found = segments.get(tokens)
             if kept:
                 same(found, kv[:, :, :kept], range(kept), True)

@@ -75,7 +75,7 @@ def test_memory_forgets_what_was_found_longest_ago() -> None:
         if rng.random() < 0.5:
             one = segment(len(tokens), is_standalone, seed=step)
             wanted = key not in oracle or (is_standalone and not oracle[key].is_standalone)
-            assert cache.wants(tokens, is_standalone) is wanted
+            assert cache.wants(tokens, is_standalone, False) is wanted
             cache.keep(tokens, one)
             if wanted:
                 oracle.pop(key, None)
@@ -114,16 +114,17 @@ def test_a_store_keeps_them(fmt: str) -> None:
     config = KVStoreConfig(chunk_size=4, tiers=("memory://?size=4MiB",), num_threads=1)
     with KVStore(config, KVStoreMetadata("m", fmt=fmt, kv_dtype=torch.float32)) as store:
         cache, tokens = StoredSegments(store), tokens_of(*range(10, 19))
-        assert cache.find(tokens) is None and cache.wants(tokens, False) and cache.wants(tokens, True)
+        assert cache.find(tokens) is None and cache.wants(tokens, False, False) and cache.wants(tokens, True, False)
         in_context, standalone = segment(9, False, 5, 1), segment(9, True, 0, 2)
         cache.keep(tokens, in_context)
         check(cache.find(tokens), in_context, 9)
-        assert not cache.wants(tokens, False) and cache.wants(tokens, True) and cache.wants(tokens, False, b"tenant")
+        assert not cache.wants(tokens, False, False) and cache.wants(tokens, True, False)
+        assert cache.wants(tokens, False, False, b"tenant")
         cache.keep(tokens, standalone)
         check(cache.find(tokens), standalone, 9)
-        assert not cache.wants(tokens, True) and not cache.wants(tokens, False)
+        assert not cache.wants(tokens, True, False) and not cache.wants(tokens, False, False)
         check(cache.find(np.append(tokens, np.int32(3))), standalone, 8)  # whole chunks of a longer one
-        assert cache.wants(np.append(tokens, np.int32(3)), False)
+        assert cache.wants(np.append(tokens, np.int32(3)), False, False)
 
 
 def check(found: SegmentKV | None, expected: SegmentKV, num_tokens: int) -> None:

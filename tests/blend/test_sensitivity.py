@@ -137,8 +137,7 @@ def test_the_better_one_of_a_segment_is_kept(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, C - 1, C, C + 1, 3 * C + 2])
-@pytest.mark.parametrize("is_standalone", [True, False])
-def test_it_comes_back_bit_by_bit(is_standalone: bool, num_tokens: int, dtype: torch.dtype, fmt: str) -> None:
+def test_it_comes_back_bit_by_bit(num_tokens: int, dtype: torch.dtype, fmt: str) -> None:
     values = torch.rand(num_tokens, generator=torch.Generator().manual_seed(3))
     values[0] = 0.0
     values[-1] *= 1e-40  # no normal number
@@ -146,36 +145,64 @@ def test_it_comes_back_bit_by_bit(is_standalone: bool, num_tokens: int, dtype: t
     kv = kv if fmt == "vllm" else kv.transpose(2, 3).contiguous()
     with make_store(fmt, dtype) as store:
         segments = SegmentStore(store)
-        segments.put(range(num_tokens), kv, range(num_tokens), is_standalone, sensitivity=values).result()
+        segments.put(range(num_tokens), kv, range(num_tokens), True, sensitivity=values).result()
         found = segments.get(range(num_tokens))
         assert torch.equal(found.sensitivity.view(torch.int32), values.view(torch.int32))
         assert torch.equal(found.kv, kv) and found.positions.tolist() == list(range(num_tokens))
 
 
-def test_records_of_before_there_was_one_are_read_and_replaced() -> None:
-    tokens, kv = np.array([7, 3, -2, 2**31 - 1, 5], np.int32), torch.stack([rows(5), rows(5, 1)], 1)
-    tag = torch.zeros(1, 2, 5, H, D)
-    words = torch.from_numpy(np.stack([np.arange(5) + 2**40, tokens.astype(np.int64)], 1))
-    tag.view(torch.uint8)[0, 0, :, 0, :16] = words.view(torch.uint8).view(5, 16)
+@pytest.mark.parametrize("kind", ["memory", "store"])
+def test_one_is_wanted_that_is_better_than_what_there_is(kind: str) -> None:
+    tokens, zeros = np.arange(5, dtype=np.int32), torch.zeros(5)
+    each = [(False, False), (True, False), (True, True)]
     with make_store() as store:
-        store.store(tokens, torch.cat([kv, tag]), namespace=b"blend\0standalone\0").result()
+        for have, (is_standalone, is_measured) in enumerate(each):
+            store.clear()
+            cache = MemorySegments(1 << 20) if kind == "memory" else StoredSegments(store)
+            assert all(cache.wants(tokens, *flags) for flags in each)
+            cache.keep(tokens, segment(5, is_standalone, zeros if is_measured else None))
+            assert [cache.wants(tokens, *flags) for flags in each] == [place > have for place in range(3)]
+            assert all(cache.wants(tokens, *flags, b"tenant") for flags in each)
+            assert all(cache.wants(np.arange(6, dtype=np.int32), *flags) for flags in each)
+        with pytest.raises(ValueError, match="sensitivity must be None of a segment that is not standalone"):
+            cache.wants(tokens, False, True)
+        for flags in ((1, False), (True, None)):
+            with pytest.raises(TypeError, match="must be True or False"):
+                cache.wants(tokens, *flags)
+
+
+def test_of_two_that_begin_alike_the_measured_one_says_nothing_of_the_other() -> None:
+    kv = torch.stack([rows(2 * C), rows(2 * C, 1)], 1)
+    one, other = [*range(2 * C)], [*range(C), *range(50, 50 + C)]
+    with make_store() as store:
         segments = SegmentStore(store)
-        found = segments.get(tokens)
-        assert torch.equal(found.kv, kv) and found.positions.tolist() == [place + 2**40 for place in range(5)]
-        assert found.sensitivity is None and found.is_standalone
-        segments.put(tokens, kv, range(5), True, sensitivity=torch.arange(5.0)).result()
-        assert segments.get(tokens).sensitivity.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        segments.put(other, kv, range(2 * C), True).result()
+        segments.put(one, kv, range(2 * C), True, sensitivity=torch.arange(2.0 * C)).result()
+        assert segments.get(one).sensitivity.tolist() == [*range(2 * C)]
+        found = segments.get(other)
+        assert found.num_tokens == 2 * C and found.sensitivity is None
+        assert segments.get([*range(C), 99]).sensitivity.tolist() == [*range(C)]
 
 
-@pytest.mark.parametrize("word", [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0x3F800000, 0x00000000])
+def test_only_what_was_computed_by_itself_has_one() -> None:
+    kv, message = torch.stack([rows(5), rows(5, 1)], 1), "sensitivity must be None of a segment that is not standalone"
+    with pytest.raises(ValueError, match=message):
+        segment(5, False, torch.zeros(5))
+    with make_store() as store:
+        with pytest.raises(ValueError, match=message):
+            SegmentStore(store).put(range(5), kv, range(5), False, sensitivity=torch.zeros(5))
+        assert SegmentStore(store).lookup(range(5)) == 0
+
+
+@pytest.mark.parametrize("word", [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0xBF800000])
 def test_what_cannot_be_one_is_not_known(word: int) -> None:
     tokens, kv = np.arange(5, dtype=np.int32), torch.stack([rows(5), rows(5, 1)], 1)
     tag = torch.zeros(1, 2, 5, H, D)
-    words = np.stack([np.arange(5), np.zeros(5), np.arange(5), np.full(5, 0xBF800000)], 1).astype(np.uint32)
+    words = np.stack([np.arange(5), np.zeros(5), np.arange(5), np.full(5, 0x3F800000)], 1).astype(np.uint32)
     words[3, 3] = word
     tag.view(torch.uint8)[0, 0, :, 0, :16] = torch.from_numpy(words.view(np.uint8).copy()).view(5, 16)
     with make_store() as store:
-        store.store(tokens, torch.cat([kv, tag]), namespace=b"blend\0context\0").result()
+        store.store(tokens, torch.cat([kv, tag]), namespace=b"blend\0measured\0").result()
         found = SegmentStore(store).get(tokens)
         assert torch.equal(found.kv, kv) and found.sensitivity is None
         assert SegmentStore(store).get(tokens[:3]) is None  # chunks are of four tokens

@@ -341,8 +341,9 @@ class SegmentWorld:
         """Each number a function of its token and place, if it is known."""
         rows = torch.tensor([float(token + 10 * i) for i, token in enumerate(tokens)])[None, :, None, None]
         k = rows.expand(LAYERS, len(tokens), HEADS, SIZE).contiguous()
-        known = self.rng.choice((None, rows.flatten()))
-        return SegmentKV(k, -k, torch.arange(len(tokens)), self.rng.random() < 0.5, known)
+        is_standalone = self.rng.random() < 0.5
+        known = self.rng.choice((None, rows.flatten())) if is_standalone else None
+        return SegmentKV(k, -k, torch.arange(len(tokens)), is_standalone, known)
 
     def case(self, rng: random.Random) -> Case:
         makers: tuple[Callable[[list[int]], Case], ...] = (
@@ -395,7 +396,8 @@ class SegmentWorld:
         return Case("SegmentCache.find", self._cache().find, args, judge=judge)
 
     def _wants(self, tokens: list[int]) -> Case:
-        args = {"tokens": np.array(tokens, np.int32), "is_standalone": True, "namespace": b""}
+        args = {"tokens": np.array(tokens, np.int32), "is_standalone": True, "is_measured": True}
+        args |= {"namespace": b""}
         return Case("SegmentCache.wants", self._cache().wants, args)
 
     def _request(self, tokens: list[int]) -> Case:

@@ -110,7 +110,13 @@ class ServingWorld:
 
     def _generate(self) -> Case:
         args = {"prompts": [self._prompt()], "params": self._params(), "progress": None}
-        return Case("engine.generate", self.engine.generate, args)
+
+        def generate(**given: Any) -> Any:
+            if callable(given.get("progress")):
+                given["progress"] = None  # one that raises ends a call that is under way
+            return self.engine.generate(**given)
+
+        return Case("engine.generate", generate, args)
 
     def _stream(self) -> Case:
         args = {"tokens": self._prompt(), "params": self._params(), "blend": False, "segments": None}

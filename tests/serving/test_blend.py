@@ -595,6 +595,36 @@ def test_nothing_is_measured_where_it_is_not_used() -> None:
     assert all(kept(measuring, tokens).sensitivity is not None for tokens in SEGMENTS)
 
 
+@pytest.mark.parametrize("uses_sensitivity", [True, False])
+def test_what_is_kept_is_not_computed_again(uses_sensitivity: bool) -> None:
+    engine = make_engine(uses_sensitivity=uses_sensitivity)
+    engine.warm_segments(SEGMENTS[:2])
+    again = make_engine(uses_sensitivity=uses_sensitivity, segments=engine._links.blend.source)
+    again.warm_segments(SEGMENTS[:2])
+    assert again.stats().num_computed_tokens == again.stats().blend.num_kept_segments == 0
+    again.warm_segments(SEGMENTS)
+    assert again.stats().num_computed_tokens == (1 + uses_sensitivity) * sum(map(len, SEGMENTS[2:]))
+    assert again.stats().blend.num_kept_segments == 2
+    again.warm_segments([SEGMENTS[0]], namespace=b"tenant")
+    assert again.stats().blend.num_kept_segments == 3
+    with pytest.raises(TypeError, match="namespace must be bytes, got str"):
+        again.warm_segments([SEGMENTS[0]], namespace="tenant")
+
+
+def test_a_process_warms_what_the_disk_has_for_nothing(tmp_path: Path) -> None:
+    cache, config = CacheConfig(block_size=B, num_gpu_blocks=64), KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB",))
+    num_computed = []
+    for _ in range(2):
+        metadata = metadata_of(Engine.from_model(model_of("llama"), cache).cache, "tiny")
+        with KVStore(config, metadata) as store:
+            engine = Engine.from_model(model_of("llama"), cache, store=store, blend=BlendConfig())
+            engine.warm_segments(SEGMENTS)
+            num_computed.append(engine.stats().num_computed_tokens)
+            assert all(kept(engine, tokens).sensitivity is not None for tokens in SEGMENTS)
+            engine.close()
+    assert num_computed == [2 * sum(map(len, SEGMENTS)), 0]
+
+
 def test_what_one_tenant_warms_says_nothing_to_another() -> None:
     engine, alone = make_engine(), make_engine()
     engine.warm_segments([SEGMENTS[2], SEGMENTS[0]], namespace=b"a")
@@ -632,6 +662,11 @@ class Troubled(MemorySegments):
         self.open.wait(10)
         return super().find(tokens, namespace)
 
+    def wants(self, *args: object) -> bool:
+        if self.raises:
+            raise OSError("gone")
+        return super().wants(*args)
+
 
 def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     model, source = model_of("llama"), Troubled()
@@ -645,6 +680,8 @@ def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     source.raises = True
     broken, _ = serve(engine, [SEGMENTS[2]], lead=[9])
     assert not broken.is_blended and engine.stats().blend.num_errors == 1
+    engine.warm_segments([SEGMENTS[0]])  # is asked for, and, as it is computed all the same, once more
+    assert engine.stats().blend.num_errors == 3 and engine.stats().blend.num_kept_segments == 1
     source.raises = False
     engine._links.blend.drain()
     assert serve(engine, [SEGMENTS[2]], lead=[10])[0].is_blended or engine.stats().blend.num_late == 2
