@@ -16,41 +16,12 @@ made finite for the others. A block id out of range is reported, and its keys co
 
 import triton
 import triton.language as tl
-from kvpage.kernels.attention_rows import load_rows, load_scales, power_of_two_below, widen
+from kvpage.kernels.attention_rows import load_queries, load_rows, load_scales, score, widen
+from kvpage.kernels.attention_tiles import find_sequence, keys_of_split, positions_of_rows, program_of, rows_of_tile
 from kvpage.kernels.rows import report
 
 SEARCH = 128  # sequences at a time
 MERGED = 16  # splits at a time
-
-
-@triton.jit
-def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEARCH: tl.constexpr):
-    """(sequence, its queries, row of the first, which of them is the tile's first); num_seqs for a tile too many."""
-    seq = tile * 0
-    first_row = tile * 0
-    tiles_before = tile * 0  # of the sequences that end before this tile
-    tiles_so_far = tile * 0
-    for begin in range(0, num_seqs, SEARCH):
-        index = begin + tl.arange(0, SEARCH)
-        queries = tl.maximum(tl.load(query_len_ptr + index, mask=index < num_seqs, other=0).to(tl.int32), 0)
-        tiles = (queries + TILE_TOKENS - 1) // TILE_TOKENS
-        passed = (index < num_seqs) & (tiles_so_far + tl.cumsum(tiles, 0) <= tile)
-        seq += tl.sum(passed.to(tl.int32), 0)
-        first_row += tl.sum(tl.where(passed, queries, 0), 0)
-        tiles_before += tl.sum(tl.where(passed, tiles, 0), 0)
-        tiles_so_far += tl.sum(tiles, 0)
-    queries = tl.load(query_len_ptr + seq, mask=seq < num_seqs, other=0).to(tl.int32)
-    return seq, queries, first_row, (tile - tiles_before) * TILE_TOKENS
-
-
-@triton.jit
-def positions_of_tile(position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS: tl.constexpr):
-    """Of the tile's first query, and of its last: none lies behind the sequence's last token."""
-    first = first_row + first_query
-    last = first_row + tl.minimum(first_query + TILE_TOKENS, num_queries) - 1
-    first = tl.load(position_ptr + first, mask=first < num_tokens, other=0)
-    last = tl.load(position_ptr + last, mask=last < num_tokens, other=0)
-    return tl.minimum(first, length - 1).to(tl.int32), tl.minimum(last, length - 1).to(tl.int32)
 
 
 @triton.jit
@@ -141,11 +112,7 @@ def paged_attention_kernel(
     BIT: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    program = tl.program_id(0)
-    head_tile = program % HEAD_TILES
-    kv_head = (program // HEAD_TILES) % num_kv_heads
-    split = (program // HEAD_TILES // num_kv_heads) % num_splits
-    tile = num_tiles - 1 - program // HEAD_TILES // num_kv_heads // num_splits  # a prompt's last, its longest, first
+    head_tile, kv_head, split, tile = program_of(num_tiles, num_splits, num_kv_heads, HEAD_TILES)
     if query_len_ptr is None:
         seq, num_queries, first_row, first_query = tile, tile * 0 + 1, tile, tile * 0
     else:
@@ -156,39 +123,17 @@ def paged_attention_kernel(
     length = tl.minimum(asked, capacity).to(tl.int32)
     report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, BIT)
 
-    row = tl.arange(0, TILE_ROWS)
-    query = first_query + row // HEADS
-    head = head_tile * HEADS + row % HEADS  # of the group
-    token = first_row + query
-    valid = (row < TILE_TOKENS * HEADS) & (head < GROUP) & (query < num_queries) & (token < num_tokens)
-    head += kv_head * GROUP
-    first = length - num_queries + first_query  # of the tile's queries, and the last
-    last = first + tl.minimum(TILE_TOKENS, num_queries - first_query) - 1
-    position = length - num_queries + query
-    if position_ptr is not None:
-        first, last = positions_of_tile(
-            position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS
-        )
-        position = tl.load(position_ptr + token, mask=valid, other=0)
-        position = tl.minimum(position, length - 1).to(tl.int32)
+    query, token, head, valid = rows_of_tile(
+        first_row, first_query, num_queries, num_tokens, head_tile, kv_head, GROUP, HEADS, TILE_ROWS, TILE_TOKENS
+    )
+    first, last, position = positions_of_rows(
+        position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, TILE_TOKENS
+    )
     query_row = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
     query_row = tl.multiple_of(query_row, QUERY_ALIGN)
-    q = load_rows(query_ptr, query_row, valid, 0, 0, KEY_SIZE, KEY_TILE, KEY_SIZE).to(tl.float32)
-    if KEY_TAIL > 0:
-        q_tail = load_rows(query_ptr, query_row, valid, 0, KEY_TILE, KEY_SIZE, KEY_TAIL, KEY_SIZE).to(tl.float32)
-    row_factor = tl.zeros([TILE_ROWS], tl.float32) + factor
-    if NORMALIZE:
-        largest = tl.max(tl.abs(q), 1)
-        if KEY_TAIL > 0:
-            largest = tl.maximum(largest, tl.max(tl.abs(q_tail), 1))
-        unit = power_of_two_below(largest)
-        row_factor *= unit
-        q = q / unit[:, None]
-        if KEY_TAIL > 0:
-            q_tail = q_tail / unit[:, None]
-    q = q.to(COMPUTE)
-    if KEY_TAIL > 0:
-        q_tail = q_tail.to(COMPUTE)
+    q, q_tail, row_factor = load_queries(
+        query_ptr, query_row, valid, factor, KEY_SIZE, KEY_TILE, KEY_TAIL, NORMALIZE, COMPUTE
+    )
     if key_scale_ptr is not None and not TOKEN_SCALES:
         row_factor *= tl.load(key_scale_ptr + kv_head * key_scale_head_stride)
 
@@ -199,23 +144,9 @@ def paged_attention_kernel(
         total += 1.0
     values = tl.zeros([TILE_ROWS, VALUE_TILE], tl.float32)
 
-    # Tiles of keys: [begin, end) are this split's, of which every row sees all of [full_begin, full_end).
-    low = 0
-    full_low = 0
-    if WINDOW:
-        low = tl.maximum(first - window + 1, 0)
-        full_low = tl.maximum(last - window + 1, 0)
-    low_tile = low // TILE_KEYS
-    high_tile = (tl.maximum(last + 1, 0) + TILE_KEYS - 1) // TILE_KEYS
-    tiles = tl.maximum(high_tile - low_tile, 0)
-    tiles_of_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_SPLIT_TILES)
-    begin = tl.minimum(low_tile + split * tiles_of_split, high_tile)
-    end = tl.minimum(begin + tiles_of_split, high_tile)
-    if TILE_TOKENS > 1:
-        full_begin = tl.minimum(tl.maximum((full_low + TILE_KEYS - 1) // TILE_KEYS, begin), end)
-        full_end = tl.maximum(tl.minimum(tl.maximum(first + 1, 0) // TILE_KEYS, end), full_begin)
-    else:  # what is read is seen
-        full_begin, full_end = begin, end
+    low, begin, full_begin, full_end, end = keys_of_split(
+        first, last, window, split, num_splits, WINDOW, TILE_KEYS, TILE_TOKENS, MIN_SPLIT_TILES
+    )
     table_row = table_ptr + seq.to(tl.int64) * table_stride
     key_head = kv_head.to(tl.int64) * key_head_stride
     value_head = kv_head.to(tl.int64) * value_head_stride
@@ -237,12 +168,21 @@ def paged_attention_kernel(
             wanted = inside & known
             key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
             key_row = tl.multiple_of(key_row, KEY_ALIGN)
-            k = load_rows(key_ptr, key_row, wanted, key_run_stride, 0, KEY_SIZE, KEY_TILE, KEY_RUN)
-            k = widen(k, STORED, COMPUTE)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if KEY_TAIL > 0:
-                k_tail = load_rows(key_ptr, key_row, wanted, key_run_stride, KEY_TILE, KEY_SIZE, KEY_TAIL, KEY_RUN)
-                scores = tl.dot(q_tail, tl.trans(widen(k_tail, STORED, COMPUTE)), scores, input_precision=PRECISION)
+            scores, k = score(
+                q,
+                q_tail,
+                key_ptr,
+                key_row,
+                wanted,
+                key_run_stride,
+                KEY_SIZE,
+                KEY_TILE,
+                KEY_TAIL,
+                KEY_RUN,
+                STORED,
+                COMPUTE,
+                PRECISION,
+            )
             if TOKEN_SCALES:
                 scores *= load_scales(
                     key_scale_ptr,

@@ -61,3 +61,59 @@ def power_of_two_below(numbers):
     """Of fp32 magnitudes; 2^-126 for what is smaller."""
     bits = tl.maximum(numbers, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_queries(
+    query_ptr,
+    query_row,
+    valid,
+    factor,
+    KEY_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    KEY_TAIL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """(rows, their columns behind KEY_TILE if there are any, what their scores are multiplied by)."""
+    q = load_rows(query_ptr, query_row, valid, 0, 0, KEY_SIZE, KEY_TILE, KEY_SIZE).to(tl.float32)
+    q_tail = q
+    if KEY_TAIL > 0:
+        q_tail = load_rows(query_ptr, query_row, valid, 0, KEY_TILE, KEY_SIZE, KEY_TAIL, KEY_SIZE).to(tl.float32)
+    row_factor = tl.zeros([query_row.shape[0]], tl.float32) + factor
+    if NORMALIZE:
+        largest = tl.max(tl.abs(q), 1)
+        if KEY_TAIL > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q_tail), 1))
+        unit = power_of_two_below(largest)
+        row_factor *= unit
+        q = q / unit[:, None]
+        if KEY_TAIL > 0:
+            q_tail = q_tail / unit[:, None]
+    return q.to(COMPUTE), q_tail.to(COMPUTE), row_factor
+
+
+@triton.jit
+def score(
+    q,
+    q_tail,
+    key_ptr,
+    key_row,
+    wanted,
+    run_stride,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL: tl.constexpr,
+    RUN: tl.constexpr,
+    STORED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(products of each query with each key, the keys' first TILE columns)."""
+    k = load_rows(key_ptr, key_row, wanted, run_stride, 0, SIZE, TILE, RUN)
+    k = widen(k, STORED, COMPUTE)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TAIL > 0:
+        k_tail = load_rows(key_ptr, key_row, wanted, run_stride, TILE, SIZE, TAIL, RUN)
+        scores = tl.dot(q_tail, tl.trans(widen(k_tail, STORED, COMPUTE)), scores, input_precision=PRECISION)
+    return scores, k
