@@ -79,7 +79,7 @@ class CacheEngine:
         self._check_kv_scales()
         device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
         self._transfers = TransferQueue(partial(make_stream, device))
-        weakref.finalize(self, self._transfers.close)  # also before the interpreter ends
+        weakref.finalize(self, self._transfers.abandon)  # also before the interpreter ends
 
     @property
     def layout(self) -> CacheLayout:

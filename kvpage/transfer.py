@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from kvpage._C import BlockPool
+from kvpage.close_later import close_later
 from kvpage.transfer_stream import TransferEvent, TransferStream
 
 OnDone = Callable[["Transfer"], None]
@@ -246,6 +247,15 @@ class TransferQueue:
             stream, self._stream = self._stream, None
             in_flight, self._in_flight = self._in_flight, {}
             stream.close(partial(_settle_all, in_flight))
+
+    def abandon(self) -> None:
+        """`close`, some time soon: for the garbage collector, in which nobody may wait. Without transfers in flight
+        there is nothing to wait for, and the stream ends by being forgotten.
+        """
+        if self._in_flight:
+            close_later(self.close)
+        else:
+            self._stream = None
 
 
 def _settle_all(transfers: Iterable[Transfer]) -> None:

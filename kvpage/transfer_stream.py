@@ -8,7 +8,6 @@ rest of kvpage knows no more of streams than these two protocols say, so that a 
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -130,7 +129,6 @@ class HostStream:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._threads: set[int] = set()
         self._pid = 0
 
     def wait_current(self) -> None:
@@ -143,20 +141,14 @@ class HostStream:
         return HostEvent(self._open().submit(time.perf_counter))
 
     def close(self, last: Callable[[], None]) -> None:
-        if self._executor is None or self._pid != os.getpid():
-            return last()
         executor, self._executor = self._executor, None
-        if threading.get_ident() not in self._threads:
+        if executor is not None and self._pid == os.getpid():
             executor.shutdown()
-            return last()
-        executor.submit(last)  # the garbage collector, having run on this very thread: it cannot wait for itself
-        executor.shutdown(wait=False)
+        last()
 
     def _open(self) -> ThreadPoolExecutor:
         if self._executor is None or self._pid != os.getpid():
-            threads: set[int] = set()  # not self: a thread that held the stream would keep it from being forgotten
-            started = ThreadPoolExecutor(1, "kvpage-transfer", lambda: threads.add(threading.get_ident()))
-            self._executor, self._threads, self._pid = started, threads, os.getpid()
+            self._executor, self._pid = ThreadPoolExecutor(1, "kvpage-transfer"), os.getpid()
         return self._executor
 
 

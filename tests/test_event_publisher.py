@@ -9,6 +9,7 @@ import msgpack
 import pytest
 import zmq
 from mirror_router import MirrorRouter
+from waiting import until
 
 from kvpage import BlockPool, PrefixTree
 from kvpage.events import EventConfig, publisher
@@ -275,7 +276,23 @@ def test_a_forgotten_publisher_closes_itself():
     endpoint = stream.endpoint
     del stream
     gc.collect()
-    assert num_event_threads() == 0 and can_bind(endpoint)
+    until(lambda: num_event_threads() == 0 and can_bind(endpoint))
+
+
+def test_the_garbage_collector_waits_for_no_publisher(monkeypatch):
+    """It may run where a lock is held that the thread's end needs."""
+    stream, lock, send = EventPublisher(EventConfig(FREE)), threading.Lock(), publisher._Sender._send
+
+    def send_later(sender: publisher._Sender, payload: bytes) -> bool:
+        with lock:
+            return send(sender, payload)
+
+    monkeypatch.setattr(publisher._Sender, "_send", send_later)
+    with lock:
+        del stream
+        gc.collect()
+        assert num_event_threads() == 1
+    until(lambda: num_event_threads() == 0)
 
 
 def test_an_endpoint_in_use_is_refused_and_nothing_stays_open():

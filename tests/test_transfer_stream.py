@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
 import torch
+from waiting import until
 
 from kvpage import BlockPool, CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig
 from kvpage.transfer_stream import CudaStream, HostStream
@@ -31,16 +31,8 @@ def pairs(*rows) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
-def transfer_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvpage-transfer")]
-
-
-def until(condition) -> None:
-    """For what another thread is about to do."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def transfer_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvpage-transfer")}
 
 
 def nothing() -> None:
@@ -95,31 +87,14 @@ def test_close_of_an_unused_stream():
     assert log == ["last"]
 
 
-def test_close_on_the_streams_own_thread():
-    """As the garbage collector may call it: what was submitted before still comes first, and nothing hangs."""
-    stream, log, done = HostStream(), [], threading.Event()
-    gate = Gate()
-
-    def close():
-        gate()
-        stream.close(lambda: (log.append("last"), done.set()))
-        log.append("closed")
-
-    stream.submit(close)
-    assert gate.begun.wait(60)
-    stream.submit(lambda: log.append("work"))
-    gate.open.set()
-    assert done.wait(60) and log == ["closed", "work", "last"]
-
-
 def test_a_forgotten_stream_ends_its_thread():
-    before = len(transfer_threads())
+    before = transfer_threads()
     stream = HostStream()
     stream.record().wait()
-    assert len(transfer_threads()) == before + 1
+    assert len(transfer_threads() - before) == 1
     del stream
     gc.collect()
-    until(lambda: len(transfer_threads()) == before)
+    until(lambda: not transfer_threads() - before)
 
 
 def test_an_engine_swaps_beside_the_caller():
@@ -151,17 +126,42 @@ def test_a_blocking_call_waits_for_what_is_in_flight():
 
 
 def test_no_thread_before_the_first_transfer_and_none_after_the_engine():
-    before = len(transfer_threads())
+    before = transfer_threads()
     made = engine()
     made.swap_out(pairs((0, 0)))
     made.copy(pairs((0, 1)))
-    assert len(transfer_threads()) == before
+    assert not transfer_threads() - before
     transfer = made.swap_out(pairs((0, 0)), non_blocking=True)
-    assert len(transfer_threads()) == before + 1
+    assert len(transfer_threads() - before) == 1
     gone = weakref.ref(made)
     del made
-    assert gone() is None and transfer.is_done()
-    until(lambda: len(transfer_threads()) == before)
+    assert gone() is None
+    until(transfer.is_done)
+    until(lambda: not transfer_threads() - before)
+
+
+def test_no_thread_after_an_engine_that_has_nothing_in_flight():
+    before, made = transfer_threads(), engine()
+    made.swap_out(pairs((0, 0)), non_blocking=True).wait()
+    assert made.poll() == 0 and len(transfer_threads() - before) == 1
+    del made
+    until(lambda: not transfer_threads() - before)
+
+
+def test_the_garbage_collector_waits_for_nothing():
+    """It may run where a lock is held that the engine's end needs."""
+    made, pool, lock = engine(), BlockPool(7), threading.Lock()
+    pool.allocate(7)
+    made.swap_out(pairs(), non_blocking=True).wait()
+    made._transfers._stream.submit(lambda: lock.acquire() and lock.release())
+    with lock:
+        transfer = made.swap_out(pairs((6, 0)), non_blocking=True, pools=(pool, None))
+        made.itself, gone = made, weakref.ref(made)
+        del made
+        gc.collect()
+        assert gone() is None and not transfer.is_done() and pool.ref_count(6) == 2
+    until(transfer.is_done)
+    assert pool.ref_count(6) == 1
 
 
 def test_an_engine_of_a_cycle_collected_on_its_own_thread():

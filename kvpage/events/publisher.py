@@ -10,9 +10,11 @@ a gap in the sequence numbers and asks for what lacks at the replay endpoint.
 import threading
 import time
 import weakref
+from functools import partial
 
 import zmq
 
+from kvpage.close_later import close_later
 from kvpage.events.config import EventConfig
 from kvpage.events.schema import Event, EventBatch, pack
 from kvpage.events.window import EventWindow
@@ -40,7 +42,8 @@ class EventPublisher:
             raise
         self.endpoint = self._sender.endpoint
         self.replay_endpoint = self._sender.replay_endpoint
-        self._finalizer = weakref.finalize(self, _close, context, self._queue, self._sender)
+        self._end = partial(_close, context, self._queue, self._sender)
+        self._finalizer = weakref.finalize(self, close_later, self._end)
         self._sender.start()
 
     def publish(self, events: list[Event]) -> bool:
@@ -62,7 +65,8 @@ class EventPublisher:
         """Sends what waits and closes the sockets; what subscribers have not taken after a second is lost to them.
         Closing again does nothing.
         """
-        self._finalizer()
+        if self._finalizer.detach():
+            self._end()
 
 
 def _queue(context: zmq.Context, high_water_mark: int) -> tuple[zmq.Socket, zmq.Socket]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.errors import OutOfBlocks
-from kvpage.sequence_args import as_list
+from kvpage.sequence_args import as_integer, as_list
 from kvpage.serving.step import Piece
 from kvpage.tokens import Tokens, as_tokens
 
@@ -124,7 +124,7 @@ class Branches:
         if not branches:
             raise ValueError("branches must hold at least one, got none")
         self._check_left(branches)
-        counts = [[len(branch)] for branch in branches] if wanted is None else [list(each) for each in wanted]
+        counts = [[len(branch)] for branch in branches] if wanted is None else _counts(wanted)
         for branch, each in zip(branches, counts, strict=True):
             if each != sorted(each) or (each and not branch.num_computed < each[0] <= each[-1] <= len(branch)):
                 first, last = branch.num_computed + 1, len(branch)
@@ -210,3 +210,7 @@ class Branches:
             assert isinstance(piece.seq_id, Branch)
             self._manager.commit(piece.seq_id, piece.token_ids)
             piece.seq_id.num_computed = piece.end
+
+
+def _counts(wanted: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[as_integer("wanted", count) for count in as_list("wanted", each)] for each in as_list("wanted", wanted)]

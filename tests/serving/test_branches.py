@@ -187,6 +187,16 @@ def test_bad_calls_change_nothing() -> None:
             call()
         assert state(engine) == before and len(branches) == 1
     branch.append(np.array([5]))
+    for wanted, error, message in (
+        ([[torch.tensor([4, 5]), 4]], TypeError, "wanted must be an integer, got tensor"),
+        ([[4.0]], TypeError, "wanted must be an integer, got 4.0"),
+        ([4], TypeError, "wanted must be a sequence, got int"),
+        ([[5]], ValueError, r"wanted must be ascending, in \[4, 4\] for this branch, got \[5\]"),
+        ([], ValueError, ""),
+    ):
+        with pytest.raises(error, match=message):
+            branches.compute([branch], wanted)
+        assert state(engine) == before and branch.num_computed == 3
     branch.append([VOCAB])
     with pytest.raises(ValueError, match="ids in"):
         branches.compute([branch])

@@ -1,0 +1,11 @@
+"""until: waits for what another thread is about to do."""
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come to be so in {seconds} s"
+        time.sleep(0.001)
