@@ -137,6 +137,18 @@ def test_modes_locks_and_space(tmp_path: Path) -> None:
         tier.contains([key(0)])
 
 
+def test_a_writer_of_another_tier_is_refused(tmp_path: Path) -> None:
+    tier, other = make(tmp_path / "a"), make(tmp_path / "b")
+    writer = other.create(key(0), 100)
+    writer.piece(0, 100)
+    with pytest.raises(ValueError, match="writers must be this tier's"):
+        tier.commit([writer])
+    assert other.commit([writer]) == [True]
+    assert (tier.contains([key(0)]), other.contains([key(0)])) == ([False], [True])
+    tier.check()
+    other.check()
+
+
 def test_writers_write_in_order_and_to_the_end(tmp_path: Path) -> None:
     tier = make(tmp_path)
     writer = tier.create(key(0), 100)
