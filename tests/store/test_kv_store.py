@@ -326,6 +326,26 @@ class Troubled(MemoryTier):
             raise TierError("gone")
 
 
+class Between(MemoryTier):
+    """Calls `then` once, within the `number`th call of the method, after its work or before it."""
+
+    def __init__(self, method: str, number: int = 1, after: bool = True) -> None:
+        super().__init__(1 << 20, pin_memory=False, name="between")
+        self.then = lambda: None
+        works, calls = getattr(self, method), []
+
+        def called(*args):
+            calls.append(method)
+            if len(calls) == number and not after:
+                self.then()
+            result = works(*args)
+            if len(calls) == number and after:
+                self.then()
+            return result
+
+        self.begin = lambda: setattr(self, method, called)
+
+
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_tier_in_trouble_is_a_miss_and_the_other_goes_on(order: int) -> None:
     rng, failing = random.Random(1), [True]
@@ -432,6 +452,64 @@ def test_threads_at_once() -> None:
     assert store.stats().hit_tokens > 100
 
 
+@pytest.mark.parametrize("call", ["store", "retrieve", "remove", "lookup", "pin"])
+def test_closing_waits_for_calls_and_refuses_others(call: str) -> None:
+    method = {"store": "commit", "retrieve": "open", "remove": "remove", "lookup": "contains", "pin": "open"}[call]
+    tier, tokens = Between(method, after=False), list(range(3 * C))
+    store, kv = make(tiers=[tier]), kv_of(tokens)
+    if call != "store":
+        store.store(tokens, kv)
+    calls = {
+        "store": lambda: store.store(tokens, kv).result(),
+        "retrieve": lambda: same(store.retrieve(tokens)[0], kv),
+        "remove": lambda: store.remove(tokens),
+        "lookup": lambda: store.lookup(tokens),
+        "pin": lambda: store.pin(tokens).num_tokens,
+    }
+    closer, refused = threading.Thread(target=store.close), []
+
+    def close() -> None:
+        closer.start()
+        closer.join(0.3)
+        for other in calls.values():
+            with pytest.raises(ValueError, match="the store is closed") as error:
+                other()
+            refused.append(error)
+
+    tier.then = close
+    tier.begin()
+    assert calls[call]() == {"store": 3, "retrieve": True, "remove": 3, "lookup": 3 * C, "pin": 3 * C}[call]
+    closer.join()
+    assert len(refused) == len(calls)
+    with pytest.raises(TierError, match="is closed"):
+        tier.contains([])
+
+
+def test_threads_that_call_while_it_is_closed() -> None:
+    tokens, kv = list(range(4 * C)), kv_of(list(range(4 * C)))
+    for _ in range(20):
+        tiers = [Placed(MemoryTier(1 << 20, pin_memory=False)), Placed(MemoryTier(1 << 20), is_written_back=True)]
+        store, started, errors = make(tiers=tiers), threading.Barrier(4), []
+
+        def work(store: KVStore = store, started: threading.Barrier = started, errors: list = errors) -> None:
+            started.wait()
+            try:
+                while True:
+                    store.store(tokens, kv, blocking=False).result()
+                    assert same(store.retrieve(tokens)[0], kv)
+            except ValueError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        store.close()
+        for thread in threads:
+            thread.join()
+        assert errors == ["the store is closed"] * 3
+
+
 # --- writing back, and other codecs' records -------------------------------------------------------------------------
 
 
@@ -485,26 +563,6 @@ def test_what_was_removed_meanwhile_is_not_written_back(clear: bool) -> None:
     assert large.stats().num_records == (0 if clear else 1)
     small.check()
     store.close()
-
-
-class Between(MemoryTier):
-    """Calls `then` once, within the `number`th call of the method, after its work or before it."""
-
-    def __init__(self, method: str, number: int = 1, after: bool = True) -> None:
-        super().__init__(1 << 20, pin_memory=False, name="between")
-        self.then = lambda: None
-        works, calls = getattr(self, method), []
-
-        def called(*args):
-            calls.append(method)
-            if len(calls) == number and not after:
-                self.then()
-            result = works(*args)
-            if len(calls) == number and after:
-                self.then()
-            return result
-
-        self.begin = lambda: setattr(self, method, called)
 
 
 @pytest.mark.parametrize("change", ["remove", "clear", "store"])
