@@ -24,7 +24,7 @@ import numpy as np
 
 from kvpage._C import PartMatch
 from kvpage.block_check import check_blocks, own_ids
-from kvpage.block_moves import BlockMoves
+from kvpage.block_moves import BlockMove, BlockMoves
 from kvpage.block_space import BlockSpace, HostPolicy
 from kvpage.block_stats import BlockStats
 from kvpage.block_table import BlockTables, Ids, Slots
@@ -87,8 +87,16 @@ class BlockManager:
         self._swapped: dict[SeqId, SwappedState] = {}
 
     def take_moves(self) -> BlockMoves:
-        """What has to be copied before the next step, in order, for CacheEngine.move. Each is handed out once."""
+        """What has to be copied before the next step, in order, for CacheEngine.move. Each is handed out once: if it is
+        not done, what the blocks hold is not what the manager takes them for. `do_moves` keeps it until it is.
+        """
         return self.space.take_moves()
+
+    def do_moves(self, each: Callable[[BlockMove], object]) -> None:
+        """Has what is to be copied done, one move after the other. What `each` raises comes through; then that move and
+        those behind it stay, and come first the next time.
+        """
+        self.space.do_moves(each)
 
     # --- a sequence's life -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
     copy      (device, device)    a part of a block that another sequence goes on from
 
 A later move may read or overwrite what an earlier one has written; so they are done one after the other, before the
-next step writes anything.
+next step writes anything. One that fails is done again, before all else: the tree counts on it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -61,17 +61,31 @@ class BlockMoves:
     def num_blocks(self, kind: Kind) -> int:
         return sum(len(added.pairs) for added in self._added if added.kind == kind)
 
+    def do(self, each: Callable[[BlockMove], object]) -> None:
+        """Does them in their order. One for which `each` raises is to be done still, whole, and so are those behind it:
+        what is written before they are done, or read, is not what the blocks are taken for.
+        """
+        while self._added:
+            move, num_added = self._first(0)
+            each(move)
+            del self._added[:num_added]
+
     def __iter__(self) -> Iterator[BlockMove]:
-        last: BlockMove | None = None
-        for added in self._added:
-            if last and last.kind == added.kind and _are_independent(last, added.pairs):
-                last = BlockMove(last.kind, np.concatenate([last.pairs, added.pairs]))
-                continue
-            if last:
-                yield last
-            last = BlockMove(added.kind, added.pairs)
-        if last:
-            yield last
+        begin = 0
+        while begin < len(self._added):
+            move, num_added = self._first(begin)
+            yield move
+            begin += num_added
+
+    def _first(self, begin: int) -> tuple[BlockMove, int]:
+        """What can be done at once from there on, and how many were added for it."""
+        move = BlockMove(self._added[begin].kind, self._added[begin].pairs)
+        for end in range(begin + 1, len(self._added)):
+            added = self._added[end]
+            if added.kind != move.kind or not _are_independent(move, added.pairs):
+                return move, end - begin
+            move = BlockMove(move.kind, np.concatenate([move.pairs, added.pairs]))
+        return move, len(self._added) - begin
 
     def __bool__(self) -> bool:
         return bool(self._added)

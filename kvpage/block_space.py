@@ -4,13 +4,13 @@ take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demot
 give(m)   a match's blocks from the host come back, the rest is free blocks
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
-from kvpage.block_moves import BlockMoves, Kind
+from kvpage.block_moves import BlockMove, BlockMoves, Kind
 from kvpage.block_table import Ids
 from kvpage.errors import OutOfBlocks
 from kvpage.load_or_compute import LoadOrCompute
@@ -101,6 +101,9 @@ class BlockSpace:
     def take_moves(self) -> BlockMoves:
         moves, self._moves = self._moves, BlockMoves()
         return moves
+
+    def do_moves(self, each: Callable[[BlockMove], object]) -> None:
+        self._moves.do(each)
 
     def move(self, kind: Kind, pairs: Iterable[tuple[int, int]]) -> None:
         self._moves.add(kind, pairs)

@@ -4,7 +4,7 @@ It knows block ids and nothing of tokens, sequences or who uses which block: tha
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, overload
 
@@ -12,7 +12,7 @@ import torch
 
 from kvpage import _C
 from kvpage.block_mover import BlockMover, copy_mover, no_mover, swap_mover
-from kvpage.block_moves import BlockMoves
+from kvpage.block_moves import BlockMove
 from kvpage.calibration import Calibration, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes, check_configs
 from kvpage.kv_scales import KVScales
@@ -153,7 +153,7 @@ class CacheEngine:
         self._transfers.order_current()
         self._copy.run(src_to_dsts)
 
-    def move(self, moves: BlockMoves) -> None:
+    def move(self, moves: Iterable[BlockMove]) -> None:
         """Does what a BlockManager asks for, in its order."""
         do: dict[str, Callable[[torch.Tensor], object]] = {
             "swap_out": self.swap_out,

@@ -41,6 +41,28 @@ def test_neighbouring_moves_are_one_unless_they_depend_on_each_other():
     assert moves.num_blocks("swap_out") == 3 and len(moves) == 7
 
 
+def test_a_move_that_fails_stays_with_those_behind_it():
+    moves, done, fails = BlockMoves(), [], [True]
+    for kind, pair in (("copy", (1, 2)), ("copy", (3, 4)), ("copy", (2, 5)), ("swap_out", (5, 0))):
+        moves.add(kind, [pair])
+
+    def each(move):
+        done.append((move.kind, move.pairs.tolist()))
+        if move.pairs.tolist() == [[2, 5]] and fails.pop():
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        moves.do(each)
+    assert done == [("copy", [[1, 2], [3, 4]]), ("copy", [[2, 5]])]
+    assert listed(moves) == [("copy", [[2, 5]]), ("swap_out", [[5, 0]])]
+    moves.add("swap_out", [(6, 1)])
+    fails.append(False)
+    del done[:]
+    moves.do(each)
+    assert done == [("copy", [[2, 5]]), ("swap_out", [[5, 0], [6, 1]])]
+    assert not moves and len(moves) == 0
+
+
 def test_the_engine_carries_moves_out_in_order():
     config = CacheConfig(block_size=2, num_gpu_blocks=4, num_cpu_blocks=3)
     engine = CacheEngine(config, ModelConfig(2, 1, ("full_attention",) * 2, torch.float32))

@@ -14,7 +14,7 @@ Whatever goes wrong, or takes longer than the deadline, is a prompt that is comp
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from kvpage.cache_engine import CacheEngine
 from kvpage.serving.attention import row_dtype
 from kvpage.serving.blend_pass import BlendCounts
 from kvpage.serving.requests import Request
+from kvpage.started_pool import started_pool
 
 GRACE = 1e-3  # seconds: what is in memory has come by then, and is admitted a step earlier
 
@@ -86,7 +87,7 @@ class BlendLink:
         self._dtype = row_dtype(dtype, cache.layout)
         self._lookups: dict[Request, _Lookup] = {}
         self._keeps: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpage-blend")
+        self._thread = started_pool(1, "kvpage-blend")
 
     @property
     def is_busy(self) -> bool:

@@ -261,7 +261,9 @@ class Engine:
         blend.drain()
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request."""
+        """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request;
+        RuntimeError during a step, as in a hook of the model or a signal's handler.
+        """
         if request_id not in self._loop.requests:
             raise KeyError(f"request_id must be that of an unfinished request, got {request_id!r}")
         return self._loop.abort(self._loop.requests[request_id])
@@ -303,7 +305,7 @@ class Engine:
         and `stream` included. Empty if none is complete yet, or there is nothing to do.
 
         If the model raises, its exception comes through, and the batch's requests are back in the queue: nothing of it
-        is cached, no token is lost, and the next step computes it again.
+        is cached, no token is lost, and the next step computes it again. RuntimeError within another step.
         """
         self._loop.step()
         outputs, self._loop.outputs = self._loop.outputs, []
@@ -358,7 +360,7 @@ class Engine:
             self._loop.step_until(sink, [request])
             return sink.popleft()
 
-        return TokenStream(take, lambda: self._loop.abort_unfinished([request]), lambda: self._loop.drop(request))
+        return TokenStream(take, lambda: self._loop.drop(request))
 
     # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
 
@@ -416,7 +418,7 @@ class Engine:
                 if finished:
                     progress(len(finished))
         finally:
-            self._loop.abort_unfinished(requests)
+            self._loop.drop(*requests)
         return [outputs[request.request_id] for request in requests]
 
     def _warming(self, tokens: Tokens, namespace: bytes) -> Prompt:

@@ -4,6 +4,7 @@ pieces ─► due moves of blocks ─► Step: slots, block tables ─► ModelR
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from kvpage.block_manager import BlockManager
+from kvpage.block_moves import BlockMove, Kind
 from kvpage.cache_engine import CacheEngine
 from kvpage.serving.blend_pass import BlendCounts, BlendPass
 from kvpage.serving.blender import Blender
@@ -55,13 +57,18 @@ class PieceRunner:
         return Computed(logits, blended)
 
     def move_blocks(self) -> None:
-        """Does what the manager has gathered: copies, and swaps between the tiers."""
-        moves, rule = self._manager.take_moves(), self._manager.space.rule
-        begin = time.monotonic()
-        self.meter.move(moves)
-        if rule and self._cache.device.type == "cpu" and moves.num_blocks("swap_in"):
-            num_blocks = sum(moves.num_blocks(kind) for kind in ("swap_out", "swap_in", "copy"))
-            rule.saw_transfer(num_blocks * rule.block_bytes, time.monotonic() - begin)
+        """Does what the manager has gathered: copies, and swaps between the tiers. What fails is done again the next
+        time, before anything else is written.
+        """
+        rule, begin, done = self._manager.space.rule, time.monotonic(), Counter[Kind]()
+
+        def move(one: BlockMove) -> None:
+            self.meter.move(one)
+            done[one.kind] += len(one.pairs)
+
+        self._manager.do_moves(move)
+        if rule and self._cache.device.type == "cpu" and done["swap_in"]:
+            rule.saw_transfer(done.total() * rule.block_bytes, time.monotonic() - begin)
 
     def _begin_blend(self, step: Step, pieces: Sequence[Piece]) -> BlendPass | None:
         if not any(piece.reuse for piece in pieces):

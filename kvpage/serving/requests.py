@@ -176,6 +176,11 @@ class Request:
             self.finish_reason = "length"
         return self.finish_reason
 
+    def take_back(self) -> None:
+        """Of a request that runs, when its step fails: forgets a new token that nobody has got."""
+        if self.num_tokens > self.num_room > 0:
+            self.num_tokens, self.finish_reason = self.num_room, None
+
     def forks(self) -> list["Request"]:
         """The requests that it will become besides itself, each with a seed of its own. They have no blocks, and it
         does not know of them: the scheduler's fork is what makes them real.

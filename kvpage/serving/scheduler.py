@@ -18,7 +18,7 @@ which has a deadline; with nothing running it is admitted, for everything is fre
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Scheduler:
-    """Requests in two lists, their blocks in `manager`. A batch ends in `complete` or in `requeue`.
+    """Requests in two lists, their blocks in `manager`. A batch ends in `complete`, and where it fails in `requeue`.
 
     window: of the attention of all layers; None if one of them sees everything.
     """
@@ -131,11 +131,14 @@ class Scheduler:
         self.running += forks
         request.samples += forks
 
-    def requeue(self, batch: Batch) -> None:
-        """The batch was not computed: its requests go back to the queue, and nothing of it can be found."""
-        for chunk in batch.chunks:
-            self._stop(chunk.request)
-            self._queue(chunk.request)
+    def requeue(self, requests: Iterable[Request]) -> None:
+        """A batch was not computed, or came to nothing: those of its requests that run go back to the queue, to compute
+        again what is not cached.
+        """
+        for request in requests:
+            if request in self.running:
+                self._stop(request)
+                self._queue(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is. What it has committed stays findable."""

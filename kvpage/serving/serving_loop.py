@@ -54,7 +54,9 @@ class ServingLoop:
         self.num_arrivals += 1
 
     def abort(self, request: Request) -> RequestOutput:
-        """Ends an unfinished one now; what came of it."""
+        """Ends an unfinished one now; what came of it. RuntimeError during a step."""
+        if self._is_stepping:
+            raise RuntimeError(f"abort must not be called during a step, got request {request.request_id!r}")
         del self.requests[request.request_id]
         for one in request.samples:
             if one.finish_reason is None:
@@ -64,21 +66,18 @@ class ServingLoop:
         request.is_aborted = True
         return request.output()
 
-    def abort_unfinished(self, requests: Sequence[Request]) -> None:
-        """Those of them that have not finished."""
-        for request in requests:
-            if self.requests.get(request.request_id) is request:
-                self.abort(request)
-
-    def drop(self, request: Request) -> None:
-        """Aborts one that nobody waits for any more; in the middle of a step, when that is over."""
-        self._dropped.append(request)
+    def drop(self, *requests: Request) -> None:
+        """Aborts those of them that have not finished, for whom nobody waits any more; during a step, when that is
+        over.
+        """
+        self._dropped += requests
         if not self._is_stepping:
             self._abort_dropped()
 
     def step(self) -> None:
-        """Computes one batch. If the model raises, its requests are back in the queue, and nothing of it is cached."""
-        self._process.check()
+        """Computes one batch. If the model raises, its requests are back in the queue, and nothing of it is cached.
+        RuntimeError within another step, as of a hook of the model.
+        """
         with self._step():
             self._compute_batch()
 
@@ -100,6 +99,9 @@ class ServingLoop:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Inside, requests leave the scheduler only as the step itself wants; what else came up is done after it."""
+        self._process.check()
+        if self._is_stepping:
+            raise RuntimeError("a step must not begin before the one under way has ended")
         self._is_stepping = True
         try:
             yield
@@ -110,7 +112,9 @@ class ServingLoop:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            self.abort_unfinished([self._dropped.pop()])
+            request = self._dropped.pop()
+            if self.requests.get(request.request_id) is request:
+                self.abort(request)
 
     def _compute_batch(self) -> None:
         batch = self._schedule()
@@ -119,17 +123,21 @@ class ServingLoop:
         due = [chunk.request for chunk in batch.chunks if chunk.is_last]
         forks = {request: request.forks() for request in due if request.num_forks_due}
         sampled = due + [fork for each in forks.values() for fork in each]
-        begin = time.monotonic()
+        begin, untaken = time.monotonic(), [*(chunk.request for chunk in batch.chunks), *sampled[len(due) :]]
         try:
             tokens = sample(_with_forks(self._run(batch), due, forks), sampled)
-        except BaseException:  # an interrupt too must leave no request without its blocks
-            self.scheduler.requeue(batch)
+            now = time.monotonic()
+            self._saw(batch, now - begin)
+            self._complete(batch, due, forks)
+            untaken = sampled[::-1]
+            for request, token in zip(sampled, tokens, strict=True):
+                self._take_token(request, token, now)
+                untaken.pop()
+        except BaseException:  # an interrupt too must leave no request without its blocks, or without its next token
+            for request in untaken:
+                request.take_back()
+            self.scheduler.requeue(untaken)
             raise
-        now = time.monotonic()
-        self._saw(batch, now - begin)
-        self._complete(batch, due, forks)
-        for request, token in zip(sampled, tokens, strict=True):
-            self._take_token(request, token, now)
 
     def _schedule(self) -> Batch:
         while True:

@@ -12,7 +12,7 @@ tree all the same, and what it writes until then are blocks of its own.
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,11 +22,12 @@ import numpy.typing as npt
 import torch
 
 from kvpage._C import Match
-from kvpage.block_manager import BlockManager
+from kvpage.block_manager import Allocation, BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.errors import OutOfBlocks
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.requests import Request
+from kvpage.started_pool import started_pool
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -34,8 +35,8 @@ TokenIds = npt.NDArray[np.int32]
 class BlockStore(Protocol):
     """What StoreLink asks of a store; `kvpage.store.KVStore` is one. Called in other threads.
 
-    None of them raises for what is the store's own trouble: that is a miss. An exception that comes nevertheless is
-    counted, and a miss, too.
+    None of them raises for what is the store's own trouble: that is a miss. An exception that comes nevertheless, and
+    an answer that is no count, is counted, and a miss, too.
     """
 
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
@@ -61,8 +62,8 @@ class StoreLinkStats:
     num_lookups, num_lookup_tokens, num_found_tokens: prompts asked for, their tokens, and what the store had of them
         beyond what was cached. num_loaded_tokens: that came into blocks. num_refused_tokens: found and left, because
         computing was expected to be faster. num_late: loads that their requests did not wait for. num_errors:
-        exceptions out of the store. num_stored_tokens: that it held after storing. num_skipped: prompts that were not
-        stored because too many were on their way.
+        exceptions out of the store, and answers that are no counts. num_stored_tokens: that it held after storing.
+        num_skipped: prompts that were not stored because too many were on their way.
     load_seconds, store_seconds: of the threads.
     """
 
@@ -132,8 +133,8 @@ class StoreLink:
         self._late: list[_Load] = []
         self._saves: list[_Save] = []
         self._asked: set[Request] = set()
-        self._loaders = ThreadPoolExecutor(2, thread_name_prefix="kvpage-load")
-        self._savers = ThreadPoolExecutor(1, thread_name_prefix="kvpage-save")
+        self._loaders = started_pool(2, "kvpage-load")
+        self._savers = started_pool(1, "kvpage-save")
 
     def ask(self, waiting: Iterable[Request]) -> None:
         """Goes on with what is under way, and asks the store for the first of the waiting requests."""
@@ -192,7 +193,11 @@ class StoreLink:
             self.stats.store_seconds += time.perf_counter() - begin
             return num_stored
 
-        self._saves.append(_Save(match, self._savers.submit(store)))
+        try:
+            self._saves.append(_Save(match, self._savers.submit(store)))
+        except BaseException:
+            self._manager.tree.release(match)
+            raise
 
     def forget(self, request: Request) -> None:
         """The request has ended; what is under way for it goes on for others."""
@@ -250,12 +255,18 @@ class StoreLink:
         assert load.future is not None
         result = self._result(load.future)
         load.future = None
-        is_awaited = load.request in self._loads
-        if load.has_blocks:
-            self._finish(load, result)
-        elif is_awaited and self._begin(load, result):
-            return
-        if is_awaited:
+        has_begun = False
+        try:
+            if load.has_blocks:
+                self._finish(load, result)
+            elif load.request in self._loads:
+                has_begun = self._begin(load, result)
+        finally:
+            if not has_begun:
+                self._over(load)
+
+    def _over(self, load: _Load) -> None:
+        if self._loads.get(load.request) is load:
             del self._loads[load.request]
         else:
             self._late.remove(load)
@@ -275,8 +286,17 @@ class StoreLink:
             given = self._manager.allocate(load, load.tokens[:num_tokens], load.namespace)
         except OutOfBlocks:
             return False
-        self._move()
+        try:
+            load.future = self._into_blocks(load, num_tokens, given)
+        except BaseException:
+            self._manager.release(load)
+            raise
         load.has_blocks, load.num_cached = True, given.num_cached_tokens
+        return True
+
+    def _into_blocks(self, load: _Load, num_tokens: int, given: Allocation) -> "Future[int]":
+        self._move()
+        size = self._manager.block_size
         start, block_ids, stream = given.num_cached_tokens // size * size, given.block_ids, self._stream()
 
         def load_blocks() -> int:
@@ -290,23 +310,26 @@ class StoreLink:
                 self.rule.saw_transfer((end - start) // size * self.rule.block_bytes, seconds)
             return end
 
-        load.future = self._loaders.submit(load_blocks)
-        return True
+        return self._loaders.submit(load_blocks)
 
     def _finish(self, load: _Load, num_loaded: int) -> None:
         """What has come can be found; the rest of the blocks is free again."""
         end = num_loaded // self._manager.block_size * self._manager.block_size
-        if end > load.num_cached:
-            self._manager.commit(load, load.tokens[load.num_cached : end])
-            self.stats.num_loads += 1
-            self.stats.num_loaded_tokens += end - load.num_cached
-        self._manager.release(load)
+        try:
+            if end > load.num_cached:
+                self._manager.commit(load, load.tokens[load.num_cached : end])
+                self.stats.num_loads += 1
+                self.stats.num_loaded_tokens += end - load.num_cached
+        finally:
+            self._manager.release(load)
 
     def _result(self, future: "Future[int]") -> int:
-        if future.exception() is not None:
-            self.stats.num_errors += 1
-            return 0
-        return future.result()
+        """What a call of the store has returned; 0 for an exception, and for what is no count."""
+        count = None if future.exception() else future.result()
+        if isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 0:
+            return int(count)
+        self.stats.num_errors += 1
+        return 0
 
     def _stream(self) -> Callable[[], AbstractContextManager[Any]]:
         """What a thread runs in: on a GPU a stream of its own, behind what this thread has started until now."""

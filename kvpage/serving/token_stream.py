@@ -9,12 +9,12 @@ class TokenStream(Iterator[int]):
     """An iterator over a request's generated tokens. The request lives as long as it: closed, dropped or ended by an
     exception before its last token, it aborts the request, also before the first.
 
-    take: computes until there is a token, and returns it. abort: ends the request if it has not finished; close calls
-    it. drop: the same for a stream that nobody holds any more: the garbage collector calls it when it likes.
+    take: computes until there is a token, and returns it. drop: ends the request if it has not finished; for `close`,
+    and for the garbage collector, which calls it when it likes.
     """
 
-    def __init__(self, take: Callable[[], StepOutput], abort: Callable[[], object], drop: Callable[[], object]) -> None:
-        self._take, self._abort, self._drop = take, abort, drop
+    def __init__(self, take: Callable[[], StepOutput], drop: Callable[[], object]) -> None:
+        self._take, self._drop = take, drop
         self._is_over = False
 
     def __next__(self) -> int:
@@ -29,10 +29,10 @@ class TokenStream(Iterator[int]):
         return token.token_id
 
     def close(self) -> None:
-        """Aborts the request, if it has not finished. There are no more tokens then."""
+        """Aborts the request, if it has not finished; during a step, when that is over. No more tokens come then."""
         if not self._is_over:
             self._is_over = True
-            self._abort()
+            self._drop()
 
     def __del__(self) -> None:
         if not self._is_over:

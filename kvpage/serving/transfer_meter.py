@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpage.block_moves import BlockMoves, Kind
+from kvpage.block_moves import BlockMove, Kind
 from kvpage.cache_engine import CacheEngine
 
 KINDS: tuple[Kind, ...] = ("swap_out", "swap_in", "copy")
@@ -37,12 +37,12 @@ class TransferMeter:
     def stats(self) -> dict[Kind, TransferStats]:
         return dict(self._stats)
 
-    def move(self, moves: BlockMoves) -> None:
+    def move(self, move: BlockMove) -> None:
         """What CacheEngine.move does, and raises."""
         self._read_due()
-        for kind, pairs in moves:
-            seconds = self._timed(kind, torch.from_numpy(pairs))
-            self._stats[kind] = self._stats[kind].plus(len(pairs), len(pairs) * self._block_bytes, seconds)
+        kind, pairs = move
+        seconds = self._timed(kind, torch.from_numpy(pairs))
+        self._stats[kind] = self._stats[kind].plus(len(pairs), len(pairs) * self._block_bytes, seconds)
 
     def _timed(self, kind: Kind, pairs: torch.Tensor) -> float:
         do = getattr(self._cache, kind)

@@ -7,6 +7,7 @@ wanted          [ start ........... end ]           as far as the blocks reach; 
 import functools
 
 from kvpage.store.block_io import BlockChunk, BlockChunks
+from kvpage.store.calls import Calls
 from kvpage.store.chunk_io import read_record
 from kvpage.store.layer_load import LayerLoad, OpenChunk
 from kvpage.store.record_kinds import RecordKinds
@@ -47,8 +48,10 @@ class BlockLoad:
         last = min((self._first + num_chunks) * self._size, self.end)
         return max(last, self.start) if num_chunks else self.start
 
-    def by_layers(self, tiers: TierStack) -> LayerLoad:
-        """A load that has begun, of the leading chunks whose records' heads are right."""
+    def by_layers(self, tiers: TierStack, calls: Calls) -> LayerLoad:
+        """A load that has begun, of the leading chunks whose records' heads are right. It is one of the calls until it
+        has come to its end.
+        """
         self.finish()  # what the blocks were before
         opened: list[tuple[Placed, Key, OpenChunk]] = []
         readers = tiers.open_leading(self.keys)
@@ -71,7 +74,8 @@ class BlockLoad:
             return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)
 
         chunks = [one for _, _, one in opened]
-        return LayerLoad(chunks, self.start, self._blocks.num_layers, take, lambda n: tiers.count(hit_tokens=n))
+        num_layers = self._blocks.num_layers
+        return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), calls)
 
     def _open(self, index: int, reader: Reader) -> OpenChunk:
         chunk = self._chunk(index)

@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
+
+from kvpage.started_pool import started_pool
 
 T = TypeVar("T")
 
@@ -13,8 +15,8 @@ class ChunkThreads:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-chunk")
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvpage-store")
+        self._pool = started_pool(num_threads, "kvpage-chunk")
+        self._worker = started_pool(1, "kvpage-store")
         self._lock = threading.Lock()
         self._pending: set[Future[int]] = set()
 

@@ -111,7 +111,7 @@ class DiskTier(Tier):
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         """False for those that the disk did not take, if it took others; TierError if it took none."""
-        mine = [writer for writer in writers if isinstance(writer, DiskWriter) and writer.is_open]
+        mine = [one for one in writers if isinstance(one, DiskWriter) and one.owner is self and one.is_open]
         if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
             raise ValueError("writers must be this tier's, not closed, each given once")
         for writer in mine:

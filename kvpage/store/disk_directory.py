@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, open_file
+from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, is_gone, open_file
 from kvpage.store.disk_space import Drive, Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
@@ -34,7 +34,7 @@ class Directory:
         self._slot_bytes, self._segment_bytes, self._retry_seconds = slot_bytes, segment_bytes, retry_seconds
         self._dropped: list[Space] = []
         self._grows_from = 0.0
-        self._lock_fd = -1
+        self._lock_path, self._lock_fd = path / "lock", -1
 
     def open(self) -> None:
         """Takes the lock, finds the segments and what they hold. Of more than its share the oldest are deleted, and so
@@ -70,8 +70,10 @@ class Directory:
         return (entry for space in self.spaces for entry in space.entries)
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted it: its files are still there for us, and lost afterwards. OSError."""
-        return os.fstat(self._lock_fd).st_nlink == 0
+        """Whether somebody has deleted or moved it: its files are still there for us, and lost afterwards; a directory
+        that took its place is not locked by us. OSError.
+        """
+        return is_gone(self._lock_path, self._lock_fd)
 
     def grow(self, num_bytes: int) -> Space | None:
         """Another segment, for a record of so many bytes. None if there may be none; OSError if there cannot be: then
@@ -162,7 +164,7 @@ class Directory:
             segment.path.unlink()
 
     def _free_name(self) -> Path:
-        taken = {space.segment.path.name for space in self.spaces}
+        taken = {space.segment.path.name for space in self.spaces}.union(os.listdir(self.path))
         return self.path / next(name for name in (f"{n:04}.segment" for n in range(10**8)) if name not in taken)
 
 

@@ -41,7 +41,10 @@ class Index:
         return entry
 
     def next_generation(self) -> int:
-        self.generation += 1
+        """Higher than all that were found here, and, as far as clocks go forward, than those of directories that are
+        opened together with these another time.
+        """
+        self.generation = max(self.generation + 1, time.time_ns() // 1000)
         return self.generation
 
     def add(self, entry: Entry) -> None:

@@ -116,7 +116,7 @@ class DiskWriter(Writer):
         self.entry = entry
         self.key, self.num_bytes = entry.key, entry.run.num_bytes
         self.is_open = True
-        self._owner = owner
+        self.owner = owner
         self._end = 0  # of the pieces
         self._buffer = buffer
         self._begin = 0  # of the buffer, in the run
@@ -135,7 +135,7 @@ class DiskWriter(Writer):
         tail = self._buffer[: total - num_written] if num_written else self._buffer[filled:total]
         entry, digests = self.entry, []
         place = entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
-        self._owner.on_disk(entry, lambda: digests.append(entry.space.segment.write_runs(*place)))
+        self.owner.on_disk(entry, lambda: digests.append(entry.space.segment.write_runs(*place)))
         self._begin, self._filled = self._begin + num_written, total - num_written
         self._end += num_bytes
         return digests[0]
@@ -164,15 +164,15 @@ class DiskWriter(Writer):
 
     def close(self) -> None:
         if self.is_open:
-            self._end_with(self._owner.give_up)
+            self._end_with(self.owner.give_up)
 
     def leave(self) -> None:
         """After it was committed."""
-        self._end_with(self._owner.let_go)
+        self._end_with(self.owner.let_go)
 
     def _end_with(self, end: Callable[[Entry], None]) -> None:
         self.is_open = False
-        self._owner.buffers.give(self._buffer)
+        self.owner.buffers.give(self._buffer)
         del self._buffer
         end(self.entry)
 
@@ -189,7 +189,7 @@ class DiskWriter(Writer):
     def _write_out(self, num_bytes: int) -> None:
         """Whole slots; what is behind them moves to the front. After a TierError all is as it was."""
         data, entry = self._buffer[:num_bytes], self.entry
-        self._owner.on_disk(entry, lambda: entry.space.segment.write(entry.run, self._begin, data))
+        self.owner.on_disk(entry, lambda: entry.space.segment.write(entry.run, self._begin, data))
         rest = max(self._filled - num_bytes, 0)
         self._buffer[:rest] = self._buffer[num_bytes : num_bytes + rest]
         self._begin, self._filled = self._begin + num_bytes, rest
@@ -199,5 +199,5 @@ class DiskWriter(Writer):
         if self._filled + num_bytes > len(self._buffer):
             buffer = new_buffer(self._filled + num_bytes)
             buffer[: self._filled] = self._buffer[: self._filled]
-            self._owner.buffers.give(self._buffer)
+            self.owner.buffers.give(self._buffer)
             self._buffer = buffer

@@ -77,6 +77,18 @@ def open_file(path: Path, flags: int = 0) -> int:
         raise
 
 
+def is_gone(path: Path, fd: int) -> bool:
+    """Whether the path leads to no file any more, or to another one than the descriptor: it was deleted, or moved.
+    OSError.
+    """
+    here = os.fstat(fd)
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+
+
 class Segment:
     """One file. Not thread-safe in its closing alone: nobody may be reading or writing then."""
 
@@ -187,8 +199,8 @@ class Segment:
         os.fsync(self._fd)
 
     def is_deleted(self) -> bool:
-        """Whether no name leads to it any more. OSError."""
-        return os.fstat(self._fd).st_nlink == 0
+        """Whether its name does not lead to it any more. OSError."""
+        return is_gone(self.path, self._fd)
 
     def close(self) -> None:
         """Twice is fine."""

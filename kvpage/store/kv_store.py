@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.own_process import OwnProcess
 from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.store.block_io import BlockChunks, ChunkPlans
 from kvpage.store.block_load import BlockLoad
+from kvpage.store.calls import Calls, one_call
 from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
 from kvpage.store.chunk_threads import num_leading
 from kvpage.store.config import KVStoreConfig
@@ -66,11 +66,11 @@ class KVStore:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._plans = ChunkPlans()
-        self._is_closed = False
-        self._process = OwnProcess("the store")
+        self.calls = Calls("the store")
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
+    @one_call
     def store(
         self,
         tokens: Tokens,
@@ -112,6 +112,7 @@ class KVStore:
 
         return _done(run()) if blocking else self._tiers.later(run)
 
+    @one_call
     def retrieve(
         self,
         tokens: Tokens,
@@ -144,6 +145,7 @@ class KVStore:
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
+    @one_call
     def store_blocks(
         self,
         tokens: Tokens,
@@ -162,8 +164,9 @@ class KVStore:
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
         blocks.check_room(len(array))
         self._put(array, 0, blocks.chunk, skip_existing, namespace)
-        return self.lookup(array, namespace)
+        return self._lookup(array, namespace)
 
+    @one_call
     def load_blocks(
         self,
         tokens: Tokens,
@@ -184,6 +187,7 @@ class KVStore:
         self._tiers.count(hit_tokens=loaded - start)
         return loaded
 
+    @one_call
     def load_layers(
         self,
         tokens: Tokens,
@@ -195,16 +199,17 @@ class KVStore:
         """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
         blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
         """
-        return self._load(tokens, engine, block_table, start, namespace).by_layers(self._tiers)
+        load = self._load(tokens, engine, block_table, start, namespace)
+        return load.by_layers(self._tiers, self.calls)
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
+    @one_call
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """How many leading tokens the store has, or had a moment ago."""
-        array = self._checked(tokens, namespace)
-        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._keys.of(array, namespace)))
-        return min(num_chunks * self.config.chunk_size, len(array))
+        return self._lookup(self._checked(tokens, namespace), namespace)
 
+    @one_call
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
         """Keeps what `lookup` would find until the pin is released; in remote tiers by fetching it."""
         array = self._checked(tokens, namespace)
@@ -215,31 +220,32 @@ class KVStore:
         """Twice is fine."""
         pin.release()
 
+    @one_call
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Forgets the tokens' chunks in every tier; how many there were in the one that had most."""
         return self._tiers.remove(self._keys.of(self._checked(tokens, namespace), namespace))
 
+    @one_call
     def clear(self) -> None:
         """Forgets everything, of every model, in every tier."""
-        self._checked((), b"")
         self._tiers.clear()
 
+    @one_call
     def flush(self, sync: bool = False) -> None:
         """Waits for what is written in the background; with `sync`, until it would survive a loss of power."""
-        self._checked((), b"")
         check_flag("sync", sync)
         self._tiers.flush(sync)
 
     def stats(self) -> KVStoreStats:
-        self._process.check()
+        self.calls.check()
         return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
 
     def close(self) -> None:
-        """Flushes, and closes the tiers. Twice is fine; anything else afterwards raises ValueError. In a forked process
-        nothing happens: the tiers are the parent's.
+        """Waits for the calls and the loads of layers that are under way, flushes, and closes the tiers. Twice is fine;
+        anything but `stats` and `unpin` afterwards, and meanwhile, raises ValueError. In a forked process nothing
+        happens: the tiers are the parent's.
         """
-        if not self._is_closed and self._process.is_here:
-            self._is_closed = True
+        if self.calls.close():
             self._tiers.close()
 
     def __enter__(self) -> "KVStore":
@@ -283,10 +289,11 @@ class KVStore:
         self._tiers.count(query_tokens=load.end - start)
         return load
 
+    def _lookup(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
+        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._keys.of(tokens, namespace)))
+        return min(num_chunks * self.config.chunk_size, len(tokens))
+
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
-        self._process.check()
-        if self._is_closed:
-            raise ValueError("the store is closed")
         check_namespace(namespace)
         return as_tokens(tokens)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvpage.sequence_args import as_integer
 from kvpage.store.block_io import BlockChunk
+from kvpage.store.calls import Calls
 from kvpage.store.chunk_io import Codec, RecordKind, check_kind, check_raw, decode, read_head, read_piece
 from kvpage.store.record import CorruptRecord
 from kvpage.store.stretches import digests_of
@@ -54,7 +55,8 @@ class LayerLoad:
     """Made by KVStore.load_layers; `close` it, or use it in `with`. wait, result and close are for one thread.
 
     start: the first token asked for. num_tokens: up to which token all layers are expected to come. num_layers.
-    take(layer, number of chunks): takes a layer of the leading chunks; how many of them were right.
+    take(layer, number of chunks): takes a layer of the leading chunks; how many of them were right. calls: of the
+    store, which is closed after the thread has ended. RuntimeError if there cannot be one: then the chunks are closed.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LayerLoad:
         num_layers: int,
         take: Callable[[int, int], int],
         loaded: Callable[[int], None],
+        calls: Calls,
     ) -> None:
         self.start, self.num_layers = start, num_layers
         self._chunks, self._take, self._loaded = list(chunks), take, loaded
@@ -72,8 +75,14 @@ class LayerLoad:
         self._error: BaseException | None = None
         self._is_closed = False
         self._changed = threading.Condition()
+        self._calls = calls
         self._thread = threading.Thread(target=self._run, name="kvpage-layers", daemon=True)
-        self._thread.start()
+        self._calls.enter()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._end_call()
+            raise
 
     def wait(self, layer: int, timeout: float | None = None) -> int:
         """Up to which token the layer and all before it are in the blocks: num_tokens, or fewer after a corrupt record;
@@ -129,8 +138,12 @@ class LayerLoad:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            for chunk in self._chunks:
-                chunk.reader.close()
+            self._end_call()
+
+    def _end_call(self) -> None:
+        for chunk in self._chunks:
+            chunk.reader.close()
+        self._calls.leave()
 
     def _end(self, num_chunks: int) -> int:
         return self._chunks[num_chunks - 1].end if num_chunks else self.start

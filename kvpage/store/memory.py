@@ -33,6 +33,8 @@ class _MemoryReader(Reader):
         self._is_open = True
 
     def piece(self, begin: int, end: int) -> memoryview:
+        if not self._is_open:
+            raise ValueError("a reader must not be closed, this one is")
         return self._tier._bytes(self._entry, begin, end)
 
     def close(self) -> None:
@@ -45,17 +47,29 @@ class _MemoryWriter(Writer):
     is_in_memory = True
 
     def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
-        self._tier, self.entry = tier, entry
+        self.tier, self.entry = tier, entry
         self.key, self.num_bytes = entry.key, entry.num_bytes
         self.is_open = True
+        self._end = 0  # of the pieces
 
     def piece(self, begin: int, end: int) -> memoryview:
-        return self._tier._bytes(self.entry, begin, end)
+        if not self.is_open:
+            raise ValueError("a writer must not be closed, this one is")
+        if not self._end == begin <= end <= self.num_bytes:
+            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
+        view = self.tier._bytes(self.entry, begin, end)
+        self._end = end
+        return view
+
+    def check_whole(self) -> None:
+        """ValueError if pieces are missing."""
+        if self._end != self.num_bytes:
+            raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._tier._give_up(self.entry)
+            self.tier._give_up(self.entry)
 
 
 class MemoryTier(Tier):
@@ -101,7 +115,12 @@ class MemoryTier(Tier):
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            return [self._commit(writer) for writer in writers]
+            mine = [one for one in writers if isinstance(one, _MemoryWriter) and one.tier is self and one.is_open]
+            if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+                raise ValueError("writers must be this tier's, not closed, each given once")
+            for writer in mine:
+                writer.check_whole()
+            return [self._commit(writer) for writer in mine]
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         with self._lock:
@@ -171,9 +190,7 @@ class MemoryTier(Tier):
                 return begin
         return None
 
-    def _commit(self, writer: Writer) -> bool:
-        if not isinstance(writer, _MemoryWriter) or not writer.is_open:
-            raise ValueError("writers must be this tier's, and not closed")
+    def _commit(self, writer: _MemoryWriter) -> bool:
         writer.is_open = False
         self._forget(writer.key)
         entry = writer.entry

@@ -9,10 +9,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, write_record
 from kvpage.store.chunk_threads import ChunkThreads, num_leading
+from kvpage.store.copies import Change, Copies, Copy
 from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
 from kvpage.store.tier import Key, Reader, TierError, TierStats
 from kvpage.store.tiers import Placed
@@ -22,13 +23,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Back:
-    """A record on its way into a tier that is written back. reader: keeps it in the tier where it is."""
+class _Back(NamedTuple):
+    """A record on its way into a tier that is written back. at: the tier's number. reader: keeps it where it is."""
 
-    __slots__ = ("placed", "key", "reader")
-
-    def __init__(self, placed: Placed, key: Key, reader: Reader) -> None:
-        self.placed, self.key, self.reader = placed, key, reader
+    at: int
+    key: Key
+    reader: Reader
+    copy: Copy
 
 
 class TierStack:
@@ -39,24 +40,38 @@ class TierStack:
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.threads = ChunkThreads(num_threads)
-        self._writing_back = threading.Lock()
-        self._backs: set[_Back] = set()  # that are still wanted
+        self.copies = Copies(len(self.tiers))
+        self._replacing = threading.Lock()
 
     # --- writing ---
 
     def put(self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], skip_existing: bool) -> int:
         """Writes records into the tiers that lack them (or into all); how many were new to one. record(index): what to
         write. For a tier that is written back they are kept where they are until it has them; what cannot be kept is
-        written at once.
+        written at once. Written into all, a record is in none of them any more that did not take it, and nothing older
+        comes back: but for a tier that is out of reach, which keeps what it has.
         """
-        there = [self.contains(one, keys) if skip_existing else [False] * len(keys) for one in self.tiers]
-        lacking = [[one for one, has in zip(self.tiers, there, strict=True) if not has[i]] for i in range(len(keys))]
+        if skip_existing:
+            there = [self.contains(one, keys) for one in self.tiers]
+            lacking = [[at for at, has in enumerate(there) if not has[index]] for index in range(len(keys))]
+            return self._put(keys, lacking, record, None)
+        with self._replacing, self.copies.change(keys) as change:
+            return self._put(keys, [list(range(len(self.tiers)))] * len(keys), record, change)
+
+    def _put(
+        self,
+        keys: Sequence[Key],
+        lacking: Sequence[Sequence[int]],
+        record: Callable[[int], tuple[RecordKind, Source]],
+        change: Change | None,
+    ) -> int:
+        """lacking: the numbers of the tiers to write each into. change: of records that may be there."""
         wanted = [index for index in range(len(keys)) if lacking[index]]
         num_threads = self.threads.each(len(wanted))
         backs: list[_Back] = []
 
         def put_one(index: int) -> bool:
-            return self._put_one(keys[index], lacking[index], lambda: record(index), num_threads, backs)
+            return self._put_one(keys[index], lacking[index], lambda: record(index), num_threads, backs, change)
 
         try:
             num_written = sum(self.threads.map(put_one, wanted))
@@ -105,20 +120,33 @@ class TierStack:
         located = self.locate(keys)
         count = num_leading(tier is not None for tier in located)
         for begin in range(0, count, WINDOW):
-            window = range(begin, min(begin + WINDOW, count))
-            readers = self.open([keys[index] for index in window], [located[index] for index in window])
-            num_threads = self.threads.each(len(window))
-
-            def read_one(
-                index: int, begin: int = begin, readers: list[Reader | None] = readers, num_threads: int = num_threads
-            ) -> bool:
-                reader, at = readers[index - begin], located[index] or 0
-                return self._read_one(keys[index], at, reader, lambda found: read(index, found, num_threads))
-
-            num_read = num_leading(self.threads.map(read_one, window))
-            if num_read < len(window):
+            end = min(begin + WINDOW, count)
+            num_read = self._read_window(keys[begin:end], located[begin:end], begin, read)
+            if num_read < end - begin:
                 return begin + num_read
         return count
+
+    def _read_window(
+        self,
+        keys: Sequence[Key],
+        located: Sequence[int | None],
+        begin: int,
+        read: Callable[[int, Reader, int], None],
+    ) -> int:
+        """How many leading ones were read. begin: the index of the first."""
+        copy, num_threads = self.copies.begin(keys), self.threads.each(len(keys))
+        try:
+            readers = self.open(keys, located)
+
+            def read_one(index: int) -> bool:
+                def take(found: Reader) -> None:
+                    read(begin + index, found, num_threads)
+
+                return self._read_one(keys[index], located[index] or 0, readers[index], copy, take)
+
+            return num_leading(self.threads.map(read_one, range(len(keys))))
+        finally:
+            self.copies.end(copy)
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
         """What `read` makes of the first tier's record that it does not find corrupt; None if there is none."""
@@ -159,16 +187,14 @@ class TierStack:
 
     def remove(self, keys: Sequence[Key]) -> int:
         """How many there were, in the tier that had most."""
-        with self._writing_back:
-            gone = set(keys)
-            self._backs = {back for back in self._backs if back.key not in gone}
-        return max(self.ask(one, one.tier.remove, keys, one.deadline) or 0 for one in self.tiers)
+        with self.copies.change(keys):
+            return max(self._remove(at, keys) for at in range(len(self.tiers)))
 
     def clear(self) -> None:
-        with self._writing_back:
-            self._backs.clear()
-        for one in self.tiers:
-            self.ask(one, one.tier.clear)
+        with self.copies.change(None):
+            for at, one in enumerate(self.tiers):
+                self.copies.settle(at)
+                self.ask(one, one.tier.clear)
 
     def flush(self, sync: bool) -> None:
         self.threads.drain()
@@ -204,25 +230,38 @@ class TierStack:
         opened = self.ask(one, one.tier.open, keys, one.deadline) or []
         return opened if len(opened) == len(keys) else [None] * len(keys)
 
+    def _remove(self, at: int, keys: Sequence[Key]) -> int:
+        """Amid a change of these keys."""
+        self.copies.settle(at)
+        return self.ask(self.tiers[at], self.tiers[at].tier.remove, keys, self.tiers[at].deadline) or 0
+
     def _put_one(
         self,
         key: Key,
-        lacking: Sequence[Placed],
+        lacking: Sequence[int],
         record: Callable[[], tuple[RecordKind, Source]],
         num_threads: int,
-        backs: "list[_Back]",
+        backs: list[_Back],
+        change: Change | None,
     ) -> bool:
         """Whether a tier has it that had not, or will have it."""
         made: tuple[RecordHead, Source] | None = None
         is_new = False
-        for one in lacking:
-            if one.is_written_back and one is not self.tiers[0]:
-                back = self._keep(one, key)
+        for at in lacking:
+            if self.tiers[at].is_written_back and at:
+                if change:
+                    self._remove(at, [key])
+                back = self._keep(at, key, change)
                 if back is not None:
                     backs.append(back)
                     continue
             made = made or encoded(*record())
-            is_new = self._write(one, *made, num_threads) or is_new
+            if change:
+                self.copies.settle(at)
+            is_written = self._write(self.tiers[at], *made, num_threads)
+            if change and not is_written:
+                self._remove(at, [key])
+            is_new = is_written or is_new
         return is_new
 
     def _write(self, one: Placed, head: RecordHead, payload: Source, num_threads: int) -> bool:
@@ -236,44 +275,47 @@ class TierStack:
 
         return self.ask(one, put) or False
 
-    def _keep(self, one: Placed, key: Key) -> "_Back | None":
+    def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
         """The record in a faster tier, which stays there until it is written back; None if none has it."""
-        for source in self.tiers[: self.tiers.index(one)]:
+        copy = self.copies.begin([key], change)
+        for source in self.tiers[:at]:
             for reader in self._open(source, [key]):
                 if reader is not None:
-                    back = _Back(one, key, reader)
-                    with self._writing_back:
-                        self._backs.add(back)
-                    return back
+                    return _Back(at, key, reader, copy)
+        self.copies.end(copy)
         return None
 
-    def _write_back(self, backs: "Sequence[_Back]") -> int:
+    def _write_back(self, backs: Sequence[_Back]) -> int:
         return sum([self._copy_back(back) for back in backs])
 
-    def _copy_back(self, back: "_Back") -> bool:
+    def _copy_back(self, back: _Back) -> bool:
         """Unless it was removed meanwhile."""
-        with back.reader:
-            is_there = self._copy_to(back.placed, back.key, back.reader, lambda: back in self._backs)
-        with self._writing_back:
-            self._backs.discard(back)
-        return is_there
+        try:
+            with back.reader:
+                return self._copy_to(back.at, back.key, back.reader, back.copy)
+        finally:
+            self.copies.end(back.copy)
 
-    def _copy_to(self, one: Placed, key: Key, reader: Reader, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+    def _copy_to(self, at: int, key: Key, reader: Reader, under_way: Copy) -> bool:
+        one = self.tiers[at]
+
         def copy() -> bool:
-            writer = one.tier.create(key, reader.num_bytes)
+            writer = one.tier.create(key, reader.num_bytes) if self.copies.is_wanted(under_way, key) else None
             if writer is None:
                 return False
             with writer:
                 copy_record(reader, writer, key)
-                with self._writing_back:  # who removes the record does so before, and it is not wanted, or afterwards
-                    return is_wanted() and one.tier.commit([writer], one.deadline)[0]
+                with self.copies.finish(at, under_way, key) as is_wanted:
+                    return is_wanted and one.tier.commit([writer], one.deadline)[0]
 
         try:
             return self.ask(one, copy) or False
         except CorruptRecord:  # it will be found out by whoever reads it
             return False
 
-    def _read_one(self, key: Key, located: int, reader: Reader | None, read: Callable[[Reader], None]) -> bool:
+    def _read_one(
+        self, key: Key, located: int, reader: Reader | None, copy: Copy, read: Callable[[Reader], None]
+    ) -> bool:
         """From the tier where it was seen, or else from a slower one."""
         for at in range(located, len(self.tiers)):
             one = self.tiers[at]
@@ -282,13 +324,13 @@ class TierStack:
                 continue
             with found:
                 if self.verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
-                    self._promote(at, key, found)
+                    self._promote(at, key, found, copy)
                     return True
         return False
 
-    def _promote(self, at: int, key: Key, reader: Reader) -> None:
-        for one in self.tiers[:at]:
-            if one.promotes and self._copy_to(one, key, reader):
+    def _promote(self, at: int, key: Key, reader: Reader, copy: Copy) -> None:
+        for faster in range(at):
+            if self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
                 self.count(promoted_chunks=1)
 
 

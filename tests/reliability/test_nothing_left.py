@@ -26,6 +26,8 @@ THREAD_SECONDS = 5.0  # less than threads wait for more to do
 
 def objects_left(use: Callable[[], object]) -> Counter[str]:
     """By type, what each of NUM_TIMES calls of `use` leaves at least; caches fill once and are not in every one's."""
+    gc.collect()
+    time.sleep(0.1)  # the threads of what other tests have forgotten end
     num_threads = threading.active_count()
     use()
     before, grown = _count(num_threads), []

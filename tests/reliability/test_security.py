@@ -19,7 +19,7 @@ from store_records import get, key, put, record, trailer
 
 import kvpage
 from kvpage import BlockManager, CacheConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError
 from kvpage.store.backend import Backend
 from kvpage.store.disk import DiskTier
@@ -335,8 +335,12 @@ def test_an_engine_is_its_processs_own():
     model = transformers.LlamaForCausalLM(config).eval()
     engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=16))
     [before] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-    answer = in_child(lambda: engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4)))
-    assert answer.startswith("RuntimeError: the engine must be used in process")
+    for call in (
+        lambda: engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4)),
+        lambda: engine.beam_search([[1, 2, 3]], BeamSearchParams(num_beams=2)),
+        lambda: engine.compute([]),
+    ):
+        assert in_child(call).startswith("RuntimeError: the engine must be used in process")
     [after] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     assert after.token_ids == before.token_ids
 

@@ -7,7 +7,7 @@ import torch
 from serving.models import VOCAB, generate_each, generate_padded, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, RequestOutput, SamplingParams
 
 B = 4
 PROMPTS = make_prompts([6, 11, 3])
@@ -221,6 +221,35 @@ def test_streams_that_the_collector_drops_during_a_step() -> None:
     assert not engine.has_unfinished and engine.stats().num_used_blocks == 0
 
 
+def test_what_a_hook_or_a_signal_asks_for_during_a_step() -> None:
+    """Aborts and steps are refused, a stream's end waits for the step's, and new requests are welcome."""
+    engine = make_engine()
+    ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    stream, refused = engine.stream(PROMPTS[0], PARAMS), []
+
+    def hook(module: torch.nn.Module, args: tuple) -> None:
+        handle.remove()
+        for call in (
+            lambda: engine.abort(ids[1]),
+            engine.step,
+            lambda: engine.generate(PROMPTS, PARAMS),
+            lambda: next(stream),
+            lambda: engine.beam_search(PROMPTS, BeamSearchParams(num_beams=2)),
+        ):
+            with pytest.raises(RuntimeError, match="during a step|before the one under way has ended") as error:
+                call()
+            refused.append(error)
+        stream.close()
+        ids.append(engine.add_request(PROMPTS[0], PARAMS, "late"))
+
+    handle = model_of(engine).model.layers[1].register_forward_pre_hook(hook)
+    outputs = drain(engine)
+    assert len(refused) == 5 and list(stream) == []
+    assert [outputs[one].token_ids for one in ids] == [*expected(), expected()[0]]
+    engine.manager.check()
+    assert engine.stats().num_used_blocks == 0
+
+
 def test_abort_running_and_waiting() -> None:
     engine = make_engine(max_num_seqs=1)
     running, waiting = (engine.add_request(prompt, PARAMS) for prompt in PROMPTS[:2])
@@ -391,6 +420,37 @@ def test_a_failed_step_is_computed_again(num_steps_before: int, error: BaseExcep
         outputs += engine.step()
     tokens = [[output.token_id for output in outputs if output.request_id == request_id] for request_id in ids]
     assert tokens == expected()
+    assert engine.stats().num_used_blocks == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_before", [0, 1, 5])
+@pytest.mark.parametrize("where", ["keep", "save", "save_generated", "complete"])
+def test_what_fails_after_the_model_is_done_costs_a_step(where: str, num_before: int, n: int) -> None:
+    """A request whose token was sampled and not given out computes it again."""
+    params = [SamplingParams(max_tokens=8, n=n, temperature=0.7, seed=seed) for seed in range(3)]
+    alone = [[sample.token_ids for sample in output.samples] for output in make_engine().generate(PROMPTS, params)]
+    engine = make_engine(max_num_batched_tokens=8)
+    owner = engine.scheduler if where == "complete" else engine._loop.links
+    works, calls = getattr(owner, where), []
+
+    def fails(*args: object) -> None:
+        calls.append(where)
+        if len(calls) == num_before + 1:
+            raise Interruption("boom")
+        works(*args)
+
+    setattr(owner, where, fails)
+    ids = [engine.add_request(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    outputs, num_raised = {}, 0
+    for _ in range(100):
+        try:
+            outputs |= {one.request_id: one.output for one in engine.step() if one.output}
+        except Interruption:
+            num_raised += 1
+        engine.manager.check()
+    assert num_raised == int(len(calls) > num_before) and not engine.has_unfinished
+    assert [[sample.token_ids for sample in outputs[one].samples] for one in ids] == alone
     assert engine.stats().num_used_blocks == 0
 
 

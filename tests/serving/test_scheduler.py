@@ -96,7 +96,7 @@ class Simulation:
         for chunk in batch.chunks:
             self.read(chunk.request, chunk.end)
         if fails:
-            self.scheduler.requeue(batch)
+            self.scheduler.requeue(chunk.request for chunk in batch.chunks)
             self.num_failures += 1
         else:
             self.complete(batch)
@@ -212,10 +212,10 @@ def test_the_youngest_is_preempted_and_finds_its_blocks_again() -> None:
 def test_a_batch_that_failed_is_scheduled_again() -> None:
     scheduler = make_scheduler(64)
     scheduler.add(make_request(0, [1, 2, 3, 4, 5], max_tokens=2))
-    scheduler.requeue(scheduler.schedule())
+    scheduler.requeue(chunk.request for chunk in scheduler.schedule().chunks)
     assert scheduler.manager.num_free_blocks == 64
     assert plan(run_step(scheduler)) == [("r0", 0, 5)]
-    scheduler.requeue(scheduler.schedule())
+    scheduler.requeue(chunk.request for chunk in scheduler.schedule().chunks)
     assert plan(run_step(scheduler)) == [("r0", 4, 6)]
     assert not scheduler.running and not scheduler.waiting
 

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from serving.models import generate_each, make_model, make_prompts
@@ -209,6 +210,77 @@ def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
     assert engine.stats().store.num_errors == 3
     engine.close()
     engine.manager.check()
+
+
+@pytest.mark.parametrize("answer", [None, "8", -8, 2.5, True, 1 << 70])
+@pytest.mark.parametrize("name", ["lookup", "load_blocks", "store_blocks"])
+def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: object) -> None:
+    store = DictStore()
+    serve(make_engine(store), expected)
+    answered = getattr(store, name)
+    engine = make_engine(store)
+    link = engine._links.store
+    setattr(store, name, lambda *args, **named: (answered(*args, **named), answer)[1])
+    cached = serve(engine, expected)
+    if name != "store_blocks" and answer != 1 << 70:
+        assert cached == [0] * len(PROMPTS)
+    assert (link.stats.num_errors > 0) == (answer != 1 << 70)
+
+
+def test_a_count_may_be_a_numpy_integer(expected) -> None:
+    store = DictStore()
+    serve(make_engine(store), expected)
+    answered = store.lookup
+    store.lookup = lambda *args, **named: np.int64(answered(*args, **named))
+    assert serve(make_engine(store), expected)[0] == 5 * CHUNK
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+@pytest.mark.parametrize("where", ["_loaders", "_savers", "_move"])
+def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, where: str, num_before: int) -> None:
+    """The step raises; then all goes on, no block and no pin is lost, and closing comes to its end."""
+    store = DictStore()
+    serve(make_engine(store), expected)
+    engine = make_engine(store if where != "_savers" else DictStore())
+    link, calls = engine._links.store, []
+    owner, name = (link, "_move") if where == "_move" else (getattr(link, where), "submit")
+    works = getattr(owner, name)
+
+    def fails(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == num_before + 1:
+            raise RuntimeError("boom")
+        return works(*args)
+
+    setattr(owner, name, fails)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, PARAMS)
+    outputs, num_raised = {}, 0
+    for _ in range(100):
+        try:
+            outputs |= {one.request_id: one.output.token_ids for one in engine.step() if one.output}
+        except RuntimeError:
+            num_raised += 1
+    assert num_raised == int(len(calls) > num_before)
+    assert list(dict(sorted(outputs.items())).values()) == expected and not engine.has_unfinished
+    engine.close()
+    engine.manager.check()
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_threads_that_cannot_be_had_are_missed_at_once(monkeypatch) -> None:
+    """Not amid serving, where the job of a thread that could not start would stay queued, and run one day."""
+    starts, threads = threading.Thread.start, threading.active_count()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvpage-load_1"):
+            raise RuntimeError("can't start new thread")
+        starts(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make_engine(DictStore())
+    assert threading.active_count() == threads
 
 
 def test_half_a_load_is_used(expected) -> None:

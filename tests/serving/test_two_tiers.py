@@ -1,6 +1,7 @@
 """A device tier so small that blocks leave it, come back and are swapped all the time: the tokens stay the same."""
 
 import pytest
+import torch
 from serving.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -48,6 +49,33 @@ def rounds(engine: Engine, expected: list[list[int]], num_rounds: int = 3) -> No
         outputs = engine.generate(PROMPTS, PARAMS)
         assert [output.token_ids for output in outputs] == expected
     engine.manager.check()
+
+
+@pytest.mark.parametrize("kind", ["swap_in", "swap_out", "copy"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(expected, kind: str, is_done: bool) -> None:
+    """The tree takes its blocks for what is to be copied into them, whatever becomes of the step."""
+    engine = make_engine(14, 40, max_num_batched_tokens=24, load_or_compute=False, max_num_seqs=4)
+    works, calls = getattr(engine.cache, kind), []
+
+    def fails(pairs: torch.Tensor) -> None:
+        calls.append(pairs)
+        if is_done or len(calls) % 3:
+            works(pairs)
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+
+    setattr(engine.cache, kind, fails)
+    for _ in range(3):
+        ids, outputs = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], {}
+        while engine.has_unfinished:
+            try:
+                outputs |= {one.request_id: one.output.token_ids for one in engine.step() if one.output}
+            except KeyboardInterrupt:
+                engine.manager.check()
+        assert [outputs[request_id] for request_id in ids] == expected
+    engine.manager.check()
+    assert len(calls) > 6 and engine.stats().num_used_blocks == 0
 
 
 @pytest.mark.parametrize("after_hits", [None, 0, 1])

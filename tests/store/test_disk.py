@@ -137,6 +137,18 @@ def test_modes_locks_and_space(tmp_path: Path) -> None:
         tier.contains([key(0)])
 
 
+def test_a_writer_of_another_tier_is_refused(tmp_path: Path) -> None:
+    tier, other = make(tmp_path / "a"), make(tmp_path / "b")
+    writer = other.create(key(0), 100)
+    writer.piece(0, 100)
+    with pytest.raises(ValueError, match="writers must be this tier's"):
+        tier.commit([writer])
+    assert other.commit([writer]) == [True]
+    assert (tier.contains([key(0)]), other.contains([key(0)])) == ([False], [True])
+    tier.check()
+    other.check()
+
+
 def test_writers_write_in_order_and_to_the_end(tmp_path: Path) -> None:
     tier = make(tmp_path)
     writer = tier.create(key(0), 100)
@@ -220,6 +232,33 @@ def test_of_two_records_of_a_key_the_newer_counts(tmp_path: Path, monkeypatch) -
     tier = make(tmp_path, SEGMENT_BYTES)
     assert get(tier, [key(0)]) == [new]
     tier.check()
+
+
+def test_directories_that_come_back_bring_nothing_older(tmp_path: Path) -> None:
+    """What was written while they were left out counts, whatever each directory had counted up to."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    tier = make(old)
+    for seed in range(5):
+        put(tier, {key(n): record(key(n), seed=seed) for n in range(3)})
+    tier.close()
+    tier = make(new)
+    put(tier, {key(n): record(key(n), seed=9) for n in range(2)})
+    tier.close()
+    tier = DiskTier([old, new], 8 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+    assert get(tier, [key(n) for n in range(3)]) == [record(key(n), seed=9 if n < 2 else 4) for n in range(3)]
+    tier.check()
+
+
+def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path, monkeypatch) -> None:
+    for seed, now in enumerate((1e9, 1e8, 0.0, -5.0)):
+        tier = make(tmp_path)
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        monkeypatch.setattr(time, "time_ns", lambda now=now: int(now * 1e9))
+        put(tier, {key(0): record(key(0), seed=seed)})
+        tier.close()
+        tier = make(tmp_path)
+        assert get(tier, [key(0)]) == [record(key(0), seed=seed)]
+        tier.close()
 
 
 def test_a_smaller_capacity_deletes_segments(tmp_path: Path) -> None:

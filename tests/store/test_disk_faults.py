@@ -176,6 +176,64 @@ def test_deleted_while_open(tmp_path: Path, what: str) -> None:
     assert get(tier, [key(0), key(5)]) == [None, record(key(5), 9000)]
 
 
+@pytest.mark.parametrize("successor", ["none", "empty", "another tier's", "a link"])
+def test_moved_while_open(tmp_path: Path, successor: str) -> None:
+    """What is stored from then on is where others find it, and never in a directory that somebody else has."""
+    path, moved = tmp_path / "tier", tmp_path / "moved"
+    tier = make(path, capacity=4 * SEGMENT_BYTES)
+    put(tier, {key(0): record(key(0), 9000)})
+    (reader,) = tier.open([key(0)])
+    path.rename(moved)
+    if successor == "empty":
+        path.mkdir()
+    elif successor == "a link":
+        path.symlink_to(tmp_path / "linked", target_is_directory=True)
+        (tmp_path / "linked").mkdir()
+    elif successor == "another tier's":
+        other = make(path, capacity=SEGMENT_BYTES)
+        put(other, {key(9): record(key(9), 9000)})
+        files = {file: file.read_bytes() for file in path.iterdir()}
+        assert tier.create(key(1), 9000) is None and tier.stats().errors > 0
+        assert {file: file.read_bytes() for file in path.iterdir()} == files
+        assert get(other, [key(9)]) == [record(key(9), 9000)]
+        other.close()
+    for number in range(1, 14):
+        assert put(tier, {key(number): record(key(number), 9000)}) == [True]
+    with pytest.raises(TierError), reader:
+        reader.piece(0, 1)
+    tier.check()
+    with pytest.raises(ValueError, match="must be open once"):
+        make(path)
+    old = make(moved)
+    assert get(old, [key(0), key(1)]) == [record(key(0), 9000), None]
+    old.close()
+    assert tier.contains([key(0)]) == [False]
+    tier.close()
+    again = make(path, capacity=4 * SEGMENT_BYTES)
+    assert get(again, [key(number) for number in range(1, 14)]) == [record(key(n), 9000) for n in range(1, 14)]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_segment_that_was_moved(tmp_path: Path, is_replaced: bool) -> None:
+    """It is not written to any more; a file that is in its place is left alone until the tier is opened again."""
+    tier = make(tmp_path / "a", capacity=SEGMENT_BYTES)
+    put(tier, {key(0): record(key(0), 9000)})
+    first, moved = tmp_path / "a" / "0000.segment", tmp_path / "0000.segment"
+    first.rename(moved)
+    before = moved.read_bytes()
+    if is_replaced:
+        first.write_bytes(b"somebody else's")
+    for number in range(1, 4):
+        assert put(tier, {key(number): record(key(number), 9000)}) == [True]
+    assert tier.contains([key(n) for n in range(4)]) == [False, True, True, True]
+    assert moved.read_bytes() == before
+    assert not is_replaced or first.read_bytes() == b"somebody else's"
+    tier.check()
+    tier.close()
+    tier = make(tmp_path / "a", capacity=SEGMENT_BYTES)
+    assert get(tier, [key(n) for n in range(4)]) == [None] + [record(key(n), 9000) for n in range(1, 4)]
+
+
 def test_a_directory_that_cannot_be_made_again(tmp_path: Path) -> None:
     tier = make(tmp_path / "parent" / "tier")
     put(tier, {key(0): record(key(0), 9000)})

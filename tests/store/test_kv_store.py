@@ -326,6 +326,26 @@ class Troubled(MemoryTier):
             raise TierError("gone")
 
 
+class Between(MemoryTier):
+    """Calls `then` once, within the `number`th call of the method, after its work or before it."""
+
+    def __init__(self, method: str, number: int = 1, after: bool = True) -> None:
+        super().__init__(1 << 20, pin_memory=False, name="between")
+        self.then = lambda: None
+        works, calls = getattr(self, method), []
+
+        def called(*args):
+            calls.append(method)
+            if len(calls) == number and not after:
+                self.then()
+            result = works(*args)
+            if len(calls) == number and after:
+                self.then()
+            return result
+
+        self.begin = lambda: setattr(self, method, called)
+
+
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_tier_in_trouble_is_a_miss_and_the_other_goes_on(order: int) -> None:
     rng, failing = random.Random(1), [True]
@@ -432,6 +452,64 @@ def test_threads_at_once() -> None:
     assert store.stats().hit_tokens > 100
 
 
+@pytest.mark.parametrize("call", ["store", "retrieve", "remove", "lookup", "pin"])
+def test_closing_waits_for_calls_and_refuses_others(call: str) -> None:
+    method = {"store": "commit", "retrieve": "open", "remove": "remove", "lookup": "contains", "pin": "open"}[call]
+    tier, tokens = Between(method, after=False), list(range(3 * C))
+    store, kv = make(tiers=[tier]), kv_of(tokens)
+    if call != "store":
+        store.store(tokens, kv)
+    calls = {
+        "store": lambda: store.store(tokens, kv).result(),
+        "retrieve": lambda: same(store.retrieve(tokens)[0], kv),
+        "remove": lambda: store.remove(tokens),
+        "lookup": lambda: store.lookup(tokens),
+        "pin": lambda: store.pin(tokens).num_tokens,
+    }
+    closer, refused = threading.Thread(target=store.close), []
+
+    def close() -> None:
+        closer.start()
+        closer.join(0.3)
+        for other in calls.values():
+            with pytest.raises(ValueError, match="the store is closed") as error:
+                other()
+            refused.append(error)
+
+    tier.then = close
+    tier.begin()
+    assert calls[call]() == {"store": 3, "retrieve": True, "remove": 3, "lookup": 3 * C, "pin": 3 * C}[call]
+    closer.join()
+    assert len(refused) == len(calls)
+    with pytest.raises(TierError, match="is closed"):
+        tier.contains([])
+
+
+def test_threads_that_call_while_it_is_closed() -> None:
+    tokens, kv = list(range(4 * C)), kv_of(list(range(4 * C)))
+    for _ in range(20):
+        tiers = [Placed(MemoryTier(1 << 20, pin_memory=False)), Placed(MemoryTier(1 << 20), is_written_back=True)]
+        store, started, errors = make(tiers=tiers), threading.Barrier(4), []
+
+        def work(store: KVStore = store, started: threading.Barrier = started, errors: list = errors) -> None:
+            started.wait()
+            try:
+                while True:
+                    store.store(tokens, kv, blocking=False).result()
+                    assert same(store.retrieve(tokens)[0], kv)
+            except ValueError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        store.close()
+        for thread in threads:
+            thread.join()
+        assert errors == ["the store is closed"] * 3
+
+
 # --- writing back, and other codecs' records -------------------------------------------------------------------------
 
 
@@ -465,7 +543,7 @@ def test_what_is_to_be_written_back_is_not_evicted_before() -> None:
     for tokens in (first, second):
         assert same(store.retrieve(tokens)[0], kv_of(tokens))
     store.flush()
-    assert not store._tiers._backs and all(entry.num_readers == 0 for entry in small._entries.values())
+    assert store._tiers.copies.num_under_way == 0 and all(entry.num_readers == 0 for entry in small._entries.values())
     store.close()
 
 
@@ -485,6 +563,111 @@ def test_what_was_removed_meanwhile_is_not_written_back(clear: bool) -> None:
     assert large.stats().num_records == (0 if clear else 1)
     small.check()
     store.close()
+
+
+@pytest.mark.parametrize("change", ["remove", "clear", "store"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_promotion_brings_nothing_back_that_was_removed_or_replaced(change: str, number: int) -> None:
+    """Its reader was open before."""
+    fast, slow = MemoryTier(1 << 20, pin_memory=False), Between("open", number)
+    store, tokens, other = make(tiers=[fast, slow]), list(range(C)), kv_of(list(range(C)), namespace=b"other")
+    store.store(tokens, kv_of(tokens))
+    fast.clear()
+    changes = {
+        "remove": lambda: store.remove(tokens),
+        "clear": store.clear,
+        "store": lambda: store.store(tokens, other, skip_existing=False),
+    }
+    slow.then = changes[change]
+    slow.begin()
+    store.retrieve(tokens)
+    assert store.lookup(tokens) == (C if change == "store" else 0)
+    assert same(store.retrieve(tokens)[0], other if change == "store" else other[:, :, :0])
+    fast.clear()
+    assert same(store.retrieve(tokens)[0], other if change == "store" else other[:, :, :0])
+    assert store._tiers.copies.num_under_way == 0
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("fails", ["create", "commit"])
+@pytest.mark.parametrize("troubled", [0, 1])
+def test_what_could_not_be_replaced_is_gone(write_back: bool, fails: str, troubled: int) -> None:
+    """Else the older one would come back as soon as the newer is evicted from where it was written."""
+    tiers = [MemoryTier(1 << 20, pin_memory=False) for _ in range(2)]
+    store = make(tiers=[Placed(tiers[0]), Placed(tiers[1], is_written_back=write_back)])
+    tokens, other = list(range(C)), kv_of(list(range(C)), namespace=b"other")
+    store.store(tokens, kv_of(tokens))
+    store.flush()
+    works, no = getattr(tiers[troubled], fails), {"create": None, "commit": [False]}[fails]
+    setattr(tiers[troubled], fails, lambda *args: no)
+    assert store.store(tokens, other, skip_existing=False).result() == 1
+    store.flush()
+    setattr(tiers[troubled], fails, works)
+    tiers[1 - troubled].clear()
+    assert store.lookup(tokens) == 0 and store.retrieve(tokens)[0] == ()
+    store.store(tokens, other, skip_existing=False)
+    assert same(store.retrieve(tokens)[0], other)
+    for tier in tiers:
+        tier.check()
+
+
+def test_of_replacements_at_once_all_tiers_have_the_same() -> None:
+    """The second comes when the first tier has the first one's, and the second tier has not."""
+    fast, slow = MemoryTier(1 << 20, pin_memory=False), Between("create", after=False)
+    store, tokens = make(tiers=[fast, slow]), list(range(C))
+    versions = [kv_of(tokens, namespace=b"%d" % number) for number in range(2)]
+    second = threading.Thread(target=lambda: store.store(tokens, versions[1], skip_existing=False))
+    slow.then = lambda: (second.start(), second.join(0.5))
+    slow.begin()
+    store.store(tokens, versions[0], skip_existing=False)
+    second.join()
+    assert same(store.retrieve(tokens)[0], versions[1])
+    fast.clear()
+    assert same(store.retrieve(tokens)[0], versions[1])
+
+
+@pytest.mark.parametrize("change", ["remove", "clear"])
+def test_what_is_removed_while_it_is_being_written_back_is_gone(change: str) -> None:
+    fast, slow, at_work = MemoryTier(1 << 20, pin_memory=False), Between("commit", after=False), threading.Event()
+    store, tokens = make(tiers=[Placed(fast), Placed(slow, is_written_back=True)]), list(range(C))
+    remover = threading.Thread(target=(store.clear if change == "clear" else lambda: store.remove(tokens)))
+    slow.then = lambda: (remover.start(), remover.join(0.5), at_work.set())
+    slow.begin()
+    store.store(tokens, kv_of(tokens))
+    assert at_work.wait(20)
+    remover.join()
+    store.flush()
+    assert store.lookup(tokens) == 0
+    slow.check()
+
+
+@pytest.mark.parametrize("call", ["store", "retrieve"])
+def test_a_slow_tier_that_is_written_back_keeps_nobody_waiting(call: str) -> None:
+    go, is_slow = threading.Event(), threading.Event()
+    fast, middle = (MemoryTier(1 << 20, pin_memory=False) for _ in range(2))
+    slow = Between("commit", after=False)
+    slow.then = lambda: (is_slow.set(), go.wait(20))
+    store = make(tiers=[Placed(fast), Placed(middle), Placed(slow, is_written_back=True)])
+    tokens, others = list(range(C)), list(range(100, 100 + C))
+    store.store(others, kv_of(others))
+    store.flush()
+    fast.clear()
+    slow.begin()
+    store.store(tokens, kv_of(tokens))
+    assert is_slow.wait(20)
+    done = []
+    calls = {
+        "store": lambda: done.append(store.store([7] * C, kv_of([7] * C)).result() == 1),
+        "retrieve": lambda: done.append(same(store.retrieve(others)[0], kv_of(others))),
+    }
+    thread = threading.Thread(target=calls[call], daemon=True)
+    thread.start()
+    thread.join(10)
+    assert done == [True]
+    go.set()
+    store.flush()
+    assert slow.stats().num_records == 2 + (call == "store")
+    assert fast.stats().num_records == 2
 
 
 @pytest.mark.parametrize("written, read", [("raw", "zstd"), ("zstd", "raw")])

@@ -151,6 +151,39 @@ def test_closing_ends_it() -> None:
         load.close()
 
 
+def test_a_store_is_closed_when_its_loads_are_over() -> None:
+    """What comes after it writes into nobody's blocks."""
+    store, tier, load = slow_load()
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    closer.join(0.3)
+    assert load.wait(0, timeout=10) == C and closer.is_alive()
+    tier.go.set()
+    closer.join(10)
+    assert load.result(timeout=10) == C and not closer.is_alive()
+    assert all(entry.num_readers == 0 for entry in tier._entries.values())
+
+
+def test_without_a_thread_nothing_stays_open(monkeypatch) -> None:
+    engine, tier = make_engine(seed=1), MemoryTier(1 << 20, pin_memory=False)
+    with make(engine, tier) as store:
+        store.store_blocks(TOKENS, engine, IDS)
+        starts = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name == "kvpage-layers":
+                raise RuntimeError("can't start new thread")
+            starts(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                store.load_layers(TOKENS, make_engine(), TARGET_IDS)
+        assert all(entry.num_readers == 0 for entry in tier._entries.values())
+        with store.load_layers(TOKENS, make_engine(), TARGET_IDS) as load:
+            assert load.result() == len(TOKENS)
+
+
 def test_arguments() -> None:
     engine = make_engine()
     before = all_bytes(engine)

@@ -141,10 +141,63 @@ def test_what_is_not_committed_is_not_there_and_gives_its_room_back() -> None:
         assert tier.contains([key(0)]) == [False] and tier.open([key(0)]) == [None]
         assert tier.create(key(1), 2 * UNIT) is None
     assert put(tier, {key(1): record(key(1), 8000)}) == [True]
-    with pytest.raises(ValueError, match="writers must be this tier's, and not closed"):
+    with pytest.raises(ValueError, match="writers must be this tier's, not closed, each given once"):
         tier.commit([writer])
     writer.close()
     tier.check()
+
+
+def test_a_refused_commit_publishes_nothing() -> None:
+    tier, other = MemoryTier(8 * UNIT, pin_memory=False), MemoryTier(8 * UNIT, pin_memory=False)
+    data = record(key(0))
+    whole, foreign = tier.create(key(0), len(data)), other.create(key(1), len(data))
+    part, closed = tier.create(key(2), 100), tier.create(key(3), 100)
+    for writer in (whole, foreign):
+        writer.piece(0, len(data))[:] = data
+    part.piece(0, 99)
+    closed.close()
+    for writers in ([whole, foreign], [whole, closed], [whole, whole]):
+        with pytest.raises(ValueError, match="writers must be this tier's, not closed, each given once"):
+            tier.commit(writers)
+    with pytest.raises(ValueError, match="must be written to its end, 99 of 100 bytes are"):
+        tier.commit([whole, part])
+    assert tier.contains([key(n) for n in range(4)]) == [False] * 4
+    assert tier.commit([whole]) == other.commit([foreign]) == [True]
+    assert get(tier, [key(0)]) == get(other, [key(1)]) == [data]
+    part.close()
+    tier.check()
+    other.check()
+
+
+def test_what_is_closed_reaches_nobody_elses_bytes() -> None:
+    """Its place belongs to another record by then."""
+    tier = MemoryTier(UNIT, pin_memory=False)
+    put(tier, {key(0): record(key(0))})
+    (reader,) = tier.open([key(0)])
+    reader.close()
+    given_up = tier.create(key(1), 100)
+    given_up.close()
+    committed = tier.create(key(2), 100)
+    committed.piece(0, 100)
+    tier.commit([committed])
+    put(tier, {key(3): record(key(3))})
+    for closed, message in (
+        (reader, "a reader must not be closed"),
+        (given_up, "a writer must not be closed"),
+        (committed, "a writer must not be closed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            closed.piece(0, 100)
+    assert get(tier, [key(3)]) == [record(key(3))]
+
+
+def test_writers_write_in_order_and_no_further() -> None:
+    tier = MemoryTier(UNIT, pin_memory=False)
+    writer = tier.create(key(0), 100)
+    writer.piece(0, 50)
+    for begin, end in ((0, 50), (60, 70), (50, 101), (50, 49)):
+        with pytest.raises(ValueError, match="a piece must begin at 50"):
+            writer.piece(begin, end)
 
 
 def test_a_record_larger_than_everything_evicts_nothing() -> None:
