@@ -6,6 +6,7 @@ small numbers.
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -177,6 +178,16 @@ class SlotLife:
         assert self.cache.num_pins == 0 and self.cache.num_over == 0
 
 
+@dataclass(slots=True)
+class Pinned:
+    """holds: nothing of it was removed since."""
+
+    pin: Any
+    tokens: list[int]
+    name: bytes
+    holds: bool = True
+
+
 class StoreLife:
     """KVStore over a memory tier, beside the set of the chunks that were stored: with room for all of them exactly
     these are there; with little room some of them, and bit for bit."""
@@ -189,8 +200,7 @@ class StoreLife:
         config = KVStoreConfig(self.CHUNK, (f"memory://?size={'8MiB' if self.has_room else '8KiB'}",), num_threads=1)
         self.store = KVStore(config, KVStoreMetadata("m", kv_dtype=torch.float32))
         self.there: set[tuple[bytes, tuple[int, ...]]] = set()
-        self.pins: list[Any] = []
-        self.least = 0  # tokens that pins promise
+        self.pins: list[Pinned] = []
 
     def do(self, operation: Callable[[], object]) -> None:
         operation()
@@ -244,34 +254,37 @@ class StoreLife:
     def pin(self) -> None:
         tokens, name = self.some()
         if len(self.pins) < 3:
-            self.pins.append((self.store.pin(tokens, name), tokens, name))
-            assert self.pins[-1][0].num_tokens <= self.num_there(tokens, name)
+            pin = self.store.pin(tokens, name)
+            assert pin.num_tokens <= self.num_there(tokens, name)
+            self.pins.append(Pinned(pin, tokens[: pin.num_tokens], name))
 
     def unpin(self) -> None:
         """Until then all of it can be read."""
         if self.pins:
-            pin, tokens, name = self.pins.pop(self.rng.randrange(len(self.pins)))
-            assert self.is_removed(tokens, name) or self.store.lookup(tokens, name) >= pin.num_tokens
-            pin.release()
-
-    def is_removed(self, tokens: list[int], name: bytes) -> bool:
-        return self.num_there(tokens, name) < len(tokens)
+            pinned = self.pins.pop(self.rng.randrange(len(self.pins)))
+            assert not pinned.holds or self.store.lookup(pinned.tokens, pinned.name) == len(pinned.tokens)
+            pinned.pin.release()
 
     def remove(self) -> None:
         tokens, name = self.some()
         chunks = set(self.chunks(tokens, name))
         removed = self.store.remove(tokens, name)
         assert removed == len(chunks & self.there) if self.has_room else removed <= len(chunks)
+        self.forget(chunks)
+
+    def forget(self, chunks: set[tuple[bytes, tuple[int, ...]]]) -> None:
         self.there -= chunks
+        for pinned in self.pins:
+            pinned.holds &= chunks.isdisjoint(self.chunks(pinned.tokens, pinned.name))
 
     def clear(self) -> None:
         self.store.clear()
-        self.there.clear()
+        self.forget(set(self.there))
         assert self.store.lookup([0] * self.CHUNK) == 0
 
     def end(self) -> None:
-        for pin, _, _ in self.pins:
-            pin.release()
+        for pinned in self.pins:
+            pinned.pin.release()
         self.store.close()
 
 
