@@ -159,23 +159,25 @@ class Scheduler:
         request.reuse = []
 
     def preempt_youngest(self) -> None:
-        """Takes the blocks of the request that runs and arrived last; it waits for its turn again."""
+        """Takes the blocks of the request that runs and arrived last; it waits for its turn again. If that fails it runs
+        as before.
+        """
         youngest = max(self.running, key=_arrival)
+        self._give_back(youngest)
         self.num_preemptions += 1
         self.running.remove(youngest)
-        self._give_back(youngest)
         self._queue(youngest)
 
     def _give_back(self, request: Request) -> None:
         """Frees its device blocks: what it has computed goes to the host, if there is room, or is computed again."""
         self._commit(request)
-        request.num_computed = request.num_committed = request.num_room = 0
         try:
             self.manager.swap_out(request.seq_id)
         except OutOfBlocks:
             self.manager.release(request.seq_id)
         else:
             self.num_swaps += 1
+        request.num_computed = request.num_committed = request.num_room = 0
 
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
@@ -266,10 +268,7 @@ class Scheduler:
         except OutOfBlocks:
             return False
         if self.manager.num_free_blocks < num_spare:
-            if was_swapped:
-                self._give_back(request)
-            else:
-                self.manager.release(request.seq_id)
+            self._refuse(request, was_swapped)
             return False
         request.num_computed = request.num_committed = given.num_cached_tokens
         request.num_room = len(tokens)
@@ -281,6 +280,17 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         return True
+
+    def _refuse(self, request: Request, was_swapped: bool) -> None:
+        """Takes back what a waiting request has just been given."""
+        if not was_swapped:
+            self.manager.release(request.seq_id)
+            return
+        try:
+            self._give_back(request)
+        except BaseException:
+            self.manager.release(request.seq_id)
+            raise
 
 
 class _Prefills:

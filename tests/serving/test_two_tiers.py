@@ -78,6 +78,32 @@ def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(expect
     assert len(calls) > 6 and engine.stats().num_used_blocks == 0
 
 
+@pytest.mark.parametrize("call", ["swap_out", "swap_in", "allocate", "append"])
+def test_a_manager_that_fails_costs_a_step(expected, call: str) -> None:
+    """It has changed nothing then, and every request is where it was."""
+    engine = make_engine(14, 40, max_num_batched_tokens=24, load_or_compute=False, max_num_seqs=4, share_parts=False)
+    works, calls = getattr(engine.manager, call), []
+
+    def fails(*args: object) -> object:
+        calls.append(args)
+        if len(calls) % 3 == 0:
+            raise MemoryError
+        return works(*args)
+
+    setattr(engine.manager, call, fails)
+    ids, outputs, num_raised = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], {}, 0
+    while engine.has_unfinished:
+        try:
+            outputs |= {one.request_id: one.output.token_ids for one in engine.step() if one.output}
+        except MemoryError:
+            num_raised += 1
+            engine.manager.check()
+    assert [outputs[request_id] for request_id in ids] == expected
+    assert num_raised > 0
+    engine.manager.check()
+    assert engine.stats().num_used_blocks == 0
+
+
 @pytest.mark.parametrize("after_hits", [None, 0, 1])
 def test_tokens_are_those_of_generate_while_blocks_come_and_go(expected, after_hits) -> None:
     options = {"max_num_batched_tokens": 24, "load_or_compute": False, "host_policy": HostPolicy(after_hits)}
