@@ -61,12 +61,12 @@ def generate(model, prompts: list[list[int]], max_tokens: int, num_blocks: int =
     tokens = {i: list(prompt) for i, prompt in enumerate(prompts)}
     for i, prompt in enumerate(prompts):
         cached = manager.allocate(i, prompt).num_cached_tokens
-        engine.move(manager.take_moves())
+        manager.do_moves(engine.do_move)
         tokens[i].append(forward(model, manager, engine, tokens, {i: cached})[i])
         print(f"prompt {i}: {cached} of {len(prompt)} tokens found in the cache")
     for _ in range(max_tokens - 1):
         manager.append(list(tokens))
-        engine.move(manager.take_moves())
+        manager.do_moves(engine.do_move)
         for i, token in forward(model, manager, engine, tokens, {i: len(t) - 1 for i, t in tokens.items()}).items():
             tokens[i].append(token)
     return [tokens[i][len(prompt) :] for i, prompt in enumerate(prompts)]

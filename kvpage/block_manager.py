@@ -11,10 +11,10 @@ A sequence's table has two parts:
 `commit` moves the border: blocks that the step has filled pass to the tree, under the id that the tree already has for
 the same tokens if there is one. Nothing that is not committed can be found by another sequence.
 
-What has to be copied, between the tiers or within one, gathers in the manager, in order; `take_moves` hands it out for
-CacheEngine.move, before each step:
+What has to be copied, between the tiers or within one, gathers in the manager, in order; `do_moves` has it done, by
+CacheEngine.do_move, before each step:
 
-    allocate, append, swap_in, ... ─► take_moves ─► CacheEngine.move ─► the step writes K and V ─► commit
+    allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -155,13 +155,17 @@ class CacheEngine:
 
     def move(self, moves: Iterable[BlockMove]) -> None:
         """Does what a BlockManager asks for, in its order."""
+        for move in moves:
+            self.do_move(move)
+
+    def do_move(self, move: BlockMove) -> None:
+        """One of them, for BlockManager.do_moves."""
         do: dict[str, Callable[[torch.Tensor], object]] = {
             "swap_out": self.swap_out,
             "swap_in": self.swap_in,
             "copy": self.copy,
         }
-        for kind, pairs in moves:
-            do[kind](torch.from_numpy(pairs))
+        do[move.kind](torch.from_numpy(move.pairs))
 
     def poll(self) -> int:
         """Finishes the transfers that are done, as every swap and copy does; returns how many are still in flight."""

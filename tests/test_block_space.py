@@ -74,6 +74,12 @@ def test_the_engine_carries_moves_out_in_order():
     moves.add("swap_in", [(0, 1)])
     engine.move(moves)
     assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [0, 3, 2, 1]
+    moves = BlockMoves()
+    moves.add("swap_out", [(1, 2)])
+    moves.add("copy", [(0, 1)])
+    moves.add("swap_in", [(2, 0)])
+    moves.do(engine.do_move)
+    assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [3, 0, 2, 1]
 
 
 # --- the rule ---

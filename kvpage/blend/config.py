@@ -38,7 +38,8 @@ class BlendConfig:
         now: at the n-th token the root of it counts 1 + seam / n. 0 for all alike.
     separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
         which belong to the segment, or where the text itself says. At most one of them.
-    max_bytes: of the segments' K and V that are kept in host memory.
+    max_bytes: of the segments' K and V that are kept in host memory; and of those, wherever they are kept, that are on
+        their way there: beyond it, prompts' segments are not kept, and `warm_segments` waits.
     deadline: seconds that a request waits for its segments.
     """
 

@@ -12,6 +12,7 @@ Computed in full means: nothing before it was blended. So what is kept is exact,
 Whatever goes wrong, or takes longer than the deadline, is a prompt that is computed.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -43,7 +44,8 @@ class BlendStats:
         those of the segments that there were. num_late: lookups that their requests did not wait for. num_errors:
         exceptions out of the source. num_blends, num_reused_tokens, num_recomputed_tokens: prefills that reused
         segments, their tokens that kept the segment's K and V, and those that were computed again. num_kept_segments,
-        num_kept_tokens: segments that were handed to the source, and their tokens.
+        num_kept_tokens: segments that were handed to the source, and their tokens. num_skipped_segments: that were not,
+        because too much was on its way.
     """
 
     num_lookups: int = 0
@@ -51,6 +53,7 @@ class BlendStats:
     num_found_tokens: int = 0
     num_late: int = 0
     num_errors: int = 0
+    num_skipped_segments: int = 0
     num_blends: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -75,18 +78,25 @@ class BlendLink:
     other.
 
     dtype: of the model, in which segments are kept where the cache quantises. deadline: seconds that a request waits
-        for its segments.
+        for its segments. max_bytes: of K and V on their way to the source; a segment that is longer goes alone.
     """
 
     def __init__(
-        self, source: SegmentCache, cache: CacheEngine, manager: BlockManager, dtype: torch.dtype, deadline: float
+        self,
+        source: SegmentCache,
+        cache: CacheEngine,
+        manager: BlockManager,
+        dtype: torch.dtype,
+        deadline: float,
+        max_bytes: int,
     ) -> None:
         self.source = source
         self.stats = BlendStats()
         self._cache, self._manager, self._deadline = cache, manager, deadline
+        self._max_bytes = max_bytes
         self._dtype = row_dtype(dtype, cache.layout)
         self._lookups: dict[Request, _Lookup] = {}
-        self._keeps: list[Future[None]] = []
+        self._keeps: dict[Future[None], int] = {}  # bytes
         self._thread = started_pool(1, "kvpage-blend")
 
     @property
@@ -135,12 +145,25 @@ class BlendLink:
         """Keeps what the request's prefill has computed in full; called when it is written, before it is committed."""
         end = request.reuse[0].start if request.reuse else request.num_prompt_tokens
         for span in request.wanted_spans:
-            if span.end <= end:
+            if span.end <= end and self._has_room(request, span):
                 tokens, segment = request.tokens[slice(*span)].copy(), self._segment(request, span)
-                self._keeps.append(self._thread.submit(self.source.keep, tokens, segment, request.namespace))
+                future = self._thread.submit(self.source.keep, tokens, segment, request.namespace)
+                self._keeps[future] = self._num_bytes(span)
                 self.stats.num_kept_segments += 1
                 self.stats.num_kept_tokens += len(tokens)
         request.wanted_spans, request.reusable = [], []
+
+    def _has_room(self, request: Request, span: Span) -> bool:
+        """Whether a segment can be handed to the source; for one that is to be warmed, waits until it can."""
+        num_bytes = self._num_bytes(span)
+        while self._keeps and sum(self._keeps.values()) + num_bytes > self._max_bytes:
+            if request.is_warming:
+                wait(self._keeps, return_when="FIRST_COMPLETED")
+            self._poll_keeps()
+            if not request.is_warming and sum(self._keeps.values()) + num_bytes > self._max_bytes:
+                self.stats.num_skipped_segments += 1
+                return False
+        return True
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -192,8 +215,11 @@ class BlendLink:
                 self.stats.num_late += 1
                 request.reusable, request.wanted_spans = [], []
                 del self._lookups[request]
+        self._poll_keeps()
+
+    def _poll_keeps(self) -> None:
         for future in [future for future in self._keeps if future.done()]:
-            self._keeps.remove(future)
+            del self._keeps[future]
             self.stats.num_errors += future.exception() is not None
 
     def _take(self, request: Request, future: "Future[_Found]") -> None:
@@ -207,8 +233,8 @@ class BlendLink:
 
     def _segment(self, request: Request, span: Span) -> SegmentKV:
         """K and V of the span out of the request's blocks: a copy on the host."""
-        num_layers, layout = len(self._cache.gpu_cache), self._cache.layout
-        shape = (num_layers, span.end - span.start, layout.num_kv_heads, layout.head_size)
+        shape = self._shape(span)
+        num_layers = shape[0]
         key, value = (torch.empty(shape, dtype=self._dtype, device=self._cache.device) for _ in range(2))
         table = torch.from_numpy(self._manager.block_ids(request.seq_id))[None].to(self._cache.device)
         for index in range(num_layers):
@@ -216,6 +242,14 @@ class BlendLink:
         sensitivity = None if request.copy_at is None else self._sensitivity(table, request.copy_at, value)
         positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
         return SegmentKV(key.cpu(), value.cpu(), positions, span.start == 0, sensitivity)
+
+    def _shape(self, span: Span) -> tuple[int, int, int, int]:
+        """Of the segment's K, and of its V."""
+        layout = self._cache.layout
+        return len(self._cache.gpu_cache), span.end - span.start, layout.num_kv_heads, layout.head_size
+
+    def _num_bytes(self, span: Span) -> int:
+        return 2 * math.prod(self._shape(span)) * self._dtype.itemsize
 
     def _sensitivity(self, table: torch.Tensor, copy_at: int, alone: torch.Tensor) -> torch.Tensor | None:
         """alone: V of the segment, [layers, num_tokens, kv heads, size]. None where it is no number."""

@@ -222,11 +222,11 @@ class CachedRows:
         block_size = self._manager.block_size
         places = slice(copied.num_written // block_size, -(-length // block_size))
         tables = [self._manager.block_ids(seq_id)[places] for seq_id in (row.seq_id, copied.seq_id)]
-        self._manager.do_moves(lambda move: self._engine.move([move]))
+        self._manager.do_moves(self._engine.do_move)
         self._engine.copy(torch.from_numpy(np.stack(tables, axis=1).astype(np.int64)))
 
     def _slots(self, start: int, end: int) -> RowSlots:
-        self._manager.do_moves(lambda move: self._engine.move([move]))
+        self._manager.do_moves(self._engine.do_move)
         seq_ids, num_rows = [row.seq_id for row in self._rows], len(self)
         slots = self._manager.slot_mappings(seq_ids, [start] * num_rows, [end] * num_rows).reshape(num_rows, -1)
         for row, row_slots in zip(self._rows, slots, strict=True):

@@ -51,6 +51,7 @@ from kvpage.tokens import Tokens, as_tokens
 class Prompt(NamedTuple):
     """What a request is made of. tokens to segments: see Engine.add_request. sink: where its outputs go; None for those
     that `step` returns. copy_at: where its one segment comes once more, see Engine.warm_segments.
+    is_warming: it comes from there.
     """
 
     tokens: Tokens
@@ -61,6 +62,7 @@ class Prompt(NamedTuple):
     segments: Sequence[int] | None = None
     sink: deque[StepOutput] | None = None
     copy_at: int | None = None
+    is_warming: bool = False
 
 
 class Engine:
@@ -198,9 +200,9 @@ class Engine:
             )
         if self._links.blend:
             raise ValueError("blend must be given once, the engine has it")
-        dtype, deadline = self._runner.model.dtype, blender.config.deadline
+        dtype, config = self._runner.model.dtype, blender.config
+        self._links.blend = BlendLink(segments, self.cache, self.manager, dtype, config.deadline, config.max_bytes)
         self._loop.pieces.blender = blender
-        self._links.blend = BlendLink(segments, self.cache, self.manager, dtype, deadline)
 
     def close(self) -> None:
         """Waits for what is on its way to the store and to the kept segments, publishes the last events, and closes
@@ -427,13 +429,13 @@ class Engine:
         lengths, num_twice = [len(array)], 2 * len(array)
         takes_two = num_twice < self.max_model_len and num_twice <= self.manager.num_blocks * self.manager.block_size
         if blender is None or not blender.config.uses_sensitivity or not takes_two:
-            return Prompt(array, one, namespace=namespace, segments=lengths)
+            return Prompt(array, one, namespace=namespace, segments=lengths, is_warming=True)
         twice = np.concatenate([array, array])
-        return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array))
+        return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array), is_warming=True)
 
     def _add(self, prompt: Prompt) -> Request:
         """See add_request."""
-        tokens, params, request_id, namespace, blend, segments, sink, copy_at = prompt
+        tokens, params, request_id, namespace, blend, segments, sink, copy_at, is_warming = prompt
         check_params(params)
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
@@ -446,7 +448,7 @@ class Engine:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
         spans = self._spans(array, blend, segments)
         request = Request(request_id, array, params, self._loop.num_arrivals, self.eos_token_ids, namespace, sink)
-        request.spans, request.is_blend, request.copy_at = spans, blend, copy_at
+        request.spans, request.is_blend, request.copy_at, request.is_warming = spans, blend, copy_at, is_warming
         self._loop.add(request)
         return request
 

@@ -126,6 +126,7 @@ class Request:
         self.spans: Sequence[Span] = ()  # of the prompt's segments
         self.is_blend = False  # they may be reused
         self.copy_at: int | None = None  # where its one segment comes once more, by which its sensitivity is measured
+        self.is_warming = False  # its segments are to be kept, whatever else there is to keep
         self.reusable: list[Reuse] | None = None  # segments that were found; None while nobody has looked
         self.reuse: list[Reuse] = []  # those of them that the prefill at hand reuses: it is one step
         self.wanted_spans: list[Span] = []  # to be kept when they are computed

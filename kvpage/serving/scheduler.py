@@ -159,8 +159,8 @@ class Scheduler:
         request.reuse = []
 
     def preempt_youngest(self) -> None:
-        """Takes the blocks of the request that runs and arrived last; it waits for its turn again. If that fails it runs
-        as before.
+        """Takes the blocks of the request that runs and arrived last; it waits for its turn again. If that fails, it
+        runs as before.
         """
         youngest = max(self.running, key=_arrival)
         self._give_back(youngest)

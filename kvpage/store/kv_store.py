@@ -84,8 +84,9 @@ class KVStore:
 
         kv_tensors: for each layer (K, V), or one tensor; see kvpage.store.kv_tensors. On any device.
         kv_tensors_mask: bool [num_tokens]: False for leading tokens that kv_tensors does not hold, whole chunks.
-        skip_existing: leave chunks alone that every tier has. blocking: return when it is done; otherwise what is
-            needed is copied first, and errors come out of the result.
+        skip_existing: leave chunks alone that every tier has. Otherwise they are replaced in all: a tier that does not
+            take the new one has none, but for one that is out of reach, which keeps what it has.
+        blocking: return when it is done; otherwise what is needed is copied first, and errors come out of the result.
 
         ValueError or TypeError for what does not fit together, before anything is written.
         """

@@ -688,6 +688,61 @@ def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     engine.close()
 
 
+class SlowToKeep(MemorySegments):
+    """A source that keeps nothing before it may go on. longest: of the calls that were under way or waiting."""
+
+    def __init__(self, go: bool) -> None:
+        super().__init__(1 << 20)
+        self.go, self.num_waiting, self.longest = threading.Event(), lambda: 0, 0
+        if go:
+            self.go.set()
+
+    def keep(self, tokens: np.ndarray, segment: SegmentKV, namespace: bytes = b"") -> None:
+        self.go.wait(20)
+        self.longest = max(self.longest, self.num_waiting())
+        super().keep(tokens, segment, namespace)
+
+
+def engine_over(source: SlowToKeep, num_segments: int) -> Engine:
+    """One that lets so many segments of 9 tokens be on their way."""
+    model = model_of("llama")
+    num_bytes = num_segments * 9 * 2 * 4 * model.config.num_hidden_layers * model.config.num_key_value_heads * 8
+    config = BlendConfig(ratio=0, max_bytes=num_bytes, uses_sensitivity=False)
+    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=64), blend=config, segments=source)
+    source.num_waiting = lambda: len(engine._links.blend._keeps)
+    return engine
+
+
+def test_what_a_slow_source_is_to_keep_is_bounded() -> None:
+    source = SlowToKeep(go=False)
+    engine = engine_over(source, 2)
+    prompts = [[*segment, 7] for segment in make_prompts([9] * 6, seed=9)]
+    for prompt in prompts:
+        engine.add_request(prompt, ONE, segments=[9])
+    while engine.has_unfinished:
+        engine.step()
+        assert sum(engine._links.blend._keeps.values()) <= engine._links.blend._max_bytes
+    stats = engine.stats().blend
+    assert (stats.num_kept_segments, stats.num_skipped_segments) == (2, 4)
+    source.go.set()
+    engine._links.blend.drain()
+    engine.add_request([*prompts[-1], 8], ONE, segments=[9])
+    drain(engine)
+    engine.close()
+    assert [source.find(np.array(prompt[:9], np.int32)) is not None for prompt in prompts] == [
+        number in (0, 1, 5) for number in range(6)
+    ]
+
+
+def test_all_segments_that_are_warmed_are_kept() -> None:
+    segments, source = [*make_prompts([9] * 12, seed=8), *make_prompts([40], seed=7)], SlowToKeep(go=True)
+    engine = engine_over(source, 2)
+    engine.warm_segments(segments)
+    assert all(source.find(np.array(segment, np.int32)) is not None for segment in segments)
+    assert engine.stats().blend.num_skipped_segments == 0 and source.longest <= 2
+    engine.close()
+
+
 def test_a_model_that_raises_leaves_the_request_to_blend_later() -> None:
     model, engine = model_of("llama"), make_engine(ratio=0.3)
     engine.warm_segments(SEGMENTS)

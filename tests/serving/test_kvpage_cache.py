@@ -849,3 +849,32 @@ def test_tensors_that_hold_no_numbers_are_refused() -> None:
         with pytest.raises(ValueError, match="repeats must be at most"):
             cache.batch_repeat_interleave(10**9)
     check_drained(pool)
+
+
+@pytest.mark.parametrize("kind", ["swap_in", "swap_out", "copy"])
+@pytest.mark.parametrize("first", range(3))
+def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(kind: str, first: int) -> None:
+    """The tree takes its blocks for what is to be copied into them, whatever becomes of the call."""
+    stem, config = make_prompts([18], seed=3)[0], CacheConfig(block_size=B, num_gpu_blocks=16, num_cpu_blocks=30)
+    prompts = [stem + tail for tail in make_prompts([1, 3, 5, 9, 2], seed=4)] + make_prompts([20, 5, 11], seed=5)
+    pool, calls = KVPageCachePool.from_model(model_of("llama"), config), []
+    works = getattr(pool.engine, kind)
+
+    def fails(*args: object) -> object:
+        calls.append(args)
+        if len(calls) % 4 == first:
+            raise RuntimeError("boom")
+        return works(*args)
+
+    setattr(pool.engine, kind, fails)
+    num_raised = 0
+    for prompt in prompts * 4:
+        ids = torch.tensor([prompt])
+        try:
+            with KVPageCache(pool, ids) as cache:
+                assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
+        except RuntimeError as error:
+            assert str(error) == "boom"
+            num_raised += 1
+        pool.manager.check()
+    assert num_raised > 0 and pool.manager.num_free_blocks == 16
