@@ -108,7 +108,7 @@ class PrefixCacheManager:
 
         ValueError, with nothing written, besides those of `find`: if target_slot or the slot found is not one of the
         cache's, if the prefix is longer than max_len, if n_layers is not between 1 and the number of layers, and for
-        tensors of other shapes.
+        tensors of other shapes. Slots found to be of an old version are forgotten all the same.
         """
         parts = _parts(kv_cache, n_layers)
         max_slots, max_len = parts[0].shape[:2]

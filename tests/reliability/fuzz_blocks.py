@@ -1,5 +1,6 @@
 """BlockPool and PrefixTree, SlotAllocator, SlotTree and PrefixCacheManager: ids and tokens of every kind."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -331,4 +332,9 @@ class SlotWorld:
 
     def _copy(self, tokens: Any, slot: int, allocator: Any) -> Case:
         args = {"token_ids": tokens, "target_slot": slot, "kv_cache": self.kv, "n_layers": 2, "allocator": allocator}
-        return Case("slots.copy_kv", self.manager.copy_kv, args, may_raise=(ValueError,))
+        case = Case("slots.copy_kv", self.manager.copy_kv, args, may_raise=(ValueError,))
+        if allocator is not None:  # what is of an old version is forgotten, also where the copy is refused
+            with contextlib.suppress(ValueError):
+                self.manager.find(tokens, allocator)
+            case.fixed = ("token_ids", "allocator")
+        return case
