@@ -273,7 +273,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """There are requests to compute, or outputs that `step()` has not returned yet."""
-        return bool(self._loop.requests or self._loop.outputs)
+        return self._loop.has_unfinished
 
     def stats(self) -> EngineStats:
         """May be called in another thread while the engine works; its numbers then are not all of one moment."""
@@ -350,7 +350,8 @@ class Engine:
     ) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
-        The request is queued at once; closing or dropping the iterator aborts it. ValueError for params.n > 1.
+        The request is queued at once. Closing the iterator aborts it; one that is merely forgotten does, too, by the
+        next step or when has_unfinished is asked. ValueError for params.n > 1.
         blend, segments: see add_request.
         """
         if check_params(params).n != 1:
@@ -362,7 +363,7 @@ class Engine:
             self._loop.step_until(sink, [request])
             return sink.popleft()
 
-        return TokenStream(take, lambda: self._loop.drop(request))
+        return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
 
     # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
 

@@ -35,7 +35,7 @@ class ServingLoop:
         self.requests: dict[str, Request] = {}
         self.outputs: list[StepOutput] = []
         self.num_arrivals = self.num_finished = self.num_generated_tokens = 0
-        self._dropped: list[Request] = []  # by their callers, during a step
+        self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
         self._process = OwnProcess("the engine")
         scheduler.is_held = links.holds
@@ -74,6 +74,18 @@ class ServingLoop:
         if not self._is_stepping:
             self._abort_dropped()
 
+    def forget(self, request: Request) -> None:
+        """What `drop` does, by the time anybody looks: for the garbage collector, which runs amid anything, on any
+        thread.
+        """
+        self._dropped.append(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        if not self._is_stepping:
+            self._abort_dropped()
+        return bool(self.requests or self.outputs)
+
     def step(self) -> None:
         """Computes one batch. If the model raises, its requests are back in the queue, and nothing of it is cached.
         RuntimeError within another step, as of a hook of the model.
@@ -102,6 +114,7 @@ class ServingLoop:
         self._process.check()
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
+        self._abort_dropped()
         self._is_stepping = True
         try:
             yield
@@ -112,7 +125,7 @@ class ServingLoop:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            request = self._dropped.pop()
+            request = self._dropped.popleft()
             if self.requests.get(request.request_id) is request:
                 self.abort(request)
 

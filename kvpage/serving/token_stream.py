@@ -9,12 +9,14 @@ class TokenStream(Iterator[int]):
     """An iterator over a request's generated tokens. The request lives as long as it: closed, dropped or ended by an
     exception before its last token, it aborts the request, also before the first.
 
-    take: computes until there is a token, and returns it. drop: ends the request if it has not finished; for `close`,
-    and for the garbage collector, which calls it when it likes.
+    take: computes until there is a token, and returns it. drop: ends the request if it has not finished; for `close`.
+    forget: has that done later, without a lock; for the garbage collector, which runs amid anything.
     """
 
-    def __init__(self, take: Callable[[], StepOutput], drop: Callable[[], object]) -> None:
-        self._take, self._drop = take, drop
+    def __init__(
+        self, take: Callable[[], StepOutput], drop: Callable[[], object], forget: Callable[[], object]
+    ) -> None:
+        self._take, self._drop, self._forget = take, drop, forget
         self._is_over = False
 
     def __next__(self) -> int:
@@ -36,4 +38,4 @@ class TokenStream(Iterator[int]):
 
     def __del__(self) -> None:
         if not self._is_over:
-            self._drop()
+            self._forget()

@@ -1,5 +1,6 @@
 """The engine's promises to its caller: requests, errors, aborts, streams, and a model that stays the caller's."""
 
+import threading
 from functools import cache
 
 import pytest
@@ -167,6 +168,7 @@ def test_a_stream_that_is_closed_or_dropped_leaves_nothing(num_taken: int, drop:
     assert [next(stream) for _ in range(num_taken)] == expected()[0][:num_taken]
     if drop:
         del stream
+        assert engine.has_unfinished
     else:
         stream.close()
         stream.close()
@@ -199,6 +201,22 @@ def test_a_stream_whose_step_fails_is_over() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         next(stream)
     assert list(stream) == [] and not engine.has_unfinished
+
+
+def test_the_collector_changes_nothing_by_itself() -> None:
+    """It runs amid anything, on any thread: the engine's next step aborts what it has dropped."""
+    engine = make_engine()
+    streams = [engine.stream(prompt, PARAMS) for prompt in PROMPTS[:2]]
+    assert [next(stream) for stream in streams] == [tokens[0] for tokens in expected()[:2]]
+    before = engine.stats()
+    collector = threading.Thread(target=streams.pop)
+    collector.start()
+    collector.join()
+    assert engine.stats() == before and before.num_running == 2
+    assert list(streams[0]) == expected()[0][1:]
+    assert engine.stats().num_finished == 2 and not engine.has_unfinished
+    assert engine.stats().num_used_blocks == 0
+    engine.manager.check()
 
 
 def test_streams_that_the_collector_drops_during_a_step() -> None:
