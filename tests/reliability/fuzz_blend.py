@@ -384,7 +384,7 @@ class SegmentWorld:
 
     def _keep(self, tokens: list[int]) -> Case:
         args = {"tokens": np.array(tokens, np.int32), "segment": self.segment(tokens), "namespace": b""}
-        return Case("SegmentCache.keep", self._cache().keep, args)
+        return Case("SegmentCache.keep", self._cache().keep, args, fixed=("tokens",))  # others' K and V would be theirs
 
     def _find(self, tokens: list[int]) -> Case:
         def judge(found: Any) -> None:
