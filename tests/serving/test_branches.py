@@ -192,7 +192,7 @@ def test_bad_calls_change_nothing() -> None:
         ([[4.0]], TypeError, "wanted must be an integer, got 4.0"),
         ([4], TypeError, "wanted must be a sequence, got int"),
         ([[5]], ValueError, r"wanted must be ascending, in \[4, 4\] for this branch, got \[5\]"),
-        ([], ValueError, ""),
+        ([], ValueError, "argument 2 is shorter"),
     ):
         with pytest.raises(error, match=message):
             branches.compute([branch], wanted)
