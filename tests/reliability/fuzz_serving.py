@@ -72,7 +72,7 @@ class ServingWorld:
         args = {
             "tokens": as_integers(self._prompt(), self.rng),
             "params": self._params(),
-            "request_id": str(self.num_made),
+            "request_id": f"{self.num_made}th",  # "1" made wrong may be "11"
             "namespace": b"",
         }
         if len(self.engine._loop.requests) > 6:
