@@ -17,7 +17,7 @@ made finite for the others. A block id out of range is reported, and its keys co
 import triton
 import triton.language as tl
 from kvpage.kernels.attention_rows import load_queries, load_rows, load_scales, score, widen
-from kvpage.kernels.attention_tiles import find_sequence, keys_of_split, positions_of_rows, program_of, rows_of_tile
+from kvpage.kernels.attention_tiles import find_sequence, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import report
 
 SEARCH = 128  # sequences at a time
@@ -123,7 +123,7 @@ def paged_attention_kernel(
     length = tl.minimum(asked, capacity).to(tl.int32)
     report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, BIT)
 
-    query, token, head, valid = rows_of_tile(
+    query, token, head, valid = queries_of_tile(
         first_row, first_query, num_queries, num_tokens, head_tile, kv_head, GROUP, HEADS, TILE_ROWS, TILE_TOKENS
     )
     first, last, position = positions_of_rows(

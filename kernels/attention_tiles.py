@@ -41,7 +41,7 @@ def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEAR
 
 
 @triton.jit
-def rows_of_tile(
+def queries_of_tile(
     first_row,
     first_query,
     num_queries,

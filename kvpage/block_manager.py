@@ -449,7 +449,7 @@ class BlockManager:
 
     def _check_moved(self) -> None:
         if self.space.has_moves:
-            raise RuntimeError("take_moves must be called, and its moves done, before a step")
+            raise RuntimeError("do_moves must be called before a step")
 
     def _check_new(self, seq_id: SeqId) -> None:
         if seq_id in self._sequences or seq_id in self._swapped:

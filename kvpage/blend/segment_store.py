@@ -49,9 +49,9 @@ class Kind(Enum):
         check_measurable(is_standalone, is_measured)
         return cls.MEASURED if is_measured else cls.STANDALONE if is_standalone else cls.CONTEXT
 
-    def better_or_equal(self) -> "list[Kind]":
+    def better(self) -> "list[Kind]":
         kinds = list(Kind)
-        return kinds[: kinds.index(self) + 1]
+        return kinds[: kinds.index(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class SegmentStore:
             sensitivity = check_sensitivity(sensitivity, len(array))
         parts = as_parts(kv, self.store.metadata.fmt, self.store.metadata.kv_dtype)
         tag = _tag(parts, at, array, sensitivity, self._token_dim)
-        if self._has_any(array, kind.better_or_equal()[:-1], namespace):
+        if self._has_any(array, kind.better(), namespace):
             return _done(0)
         return self.store.store(array, [*parts, tag], blocking=blocking, namespace=place)
 
@@ -141,7 +141,8 @@ class SegmentStore:
 
     def wants(self, tokens: Tokens, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
         """Whether there is none of these tokens, all of them, of this kind or a better one."""
-        return not self._has_any(as_tokens(tokens), Kind.of(is_standalone, is_measured).better_or_equal(), namespace)
+        kind = Kind.of(is_standalone, is_measured)
+        return not self._has_any(as_tokens(tokens), [*kind.better(), kind], namespace)
 
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> None:
         """Forgets the segment in every tier, however it was computed."""

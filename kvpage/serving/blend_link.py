@@ -155,15 +155,14 @@ class BlendLink:
 
     def _has_room(self, request: Request, span: Span) -> bool:
         """Whether a segment can be handed to the source; for one that is to be warmed, waits until it can."""
-        num_bytes = self._num_bytes(span)
-        while self._keeps and sum(self._keeps.values()) + num_bytes > self._max_bytes:
-            if request.is_warming:
-                wait(self._keeps, return_when="FIRST_COMPLETED")
+        most = self._max_bytes - self._num_bytes(span)
+        self._poll_keeps()
+        while request.is_warming and self._keeps and sum(self._keeps.values()) > most:
+            wait(self._keeps, return_when="FIRST_COMPLETED")
             self._poll_keeps()
-            if not request.is_warming and sum(self._keeps.values()) + num_bytes > self._max_bytes:
-                self.stats.num_skipped_segments += 1
-                return False
-        return True
+        has_room = not self._keeps or sum(self._keeps.values()) <= most
+        self.stats.num_skipped_segments += not has_room
+        return has_room
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

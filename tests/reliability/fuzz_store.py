@@ -111,14 +111,15 @@ class StoreWorld:
 
     def _load_layers(self, tokens: list[int]) -> Case:
         args = self._blocks(tokens) | {"start": 0, "namespace": b""}
-        case = Case("store.load_layers", self.block_store.load_layers, args)
+
+        def judge(load: Any) -> None:
+            assert load.result(60.0) <= len(tokens)
 
         def done(load: Any) -> None:
             assert 0 <= load.result(60.0) <= 6 * CHUNK  # of a wrong call's tokens, too
             load.close()
 
-        case.done = done
-        return case
+        return Case("store.load_layers", self.block_store.load_layers, args, judge=judge, done=done)
 
     def _layer(self, tokens: list[int]) -> Case:
         """What is asked of a load while it goes on, and after."""

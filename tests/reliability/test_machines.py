@@ -8,7 +8,7 @@ import pytest
 import slot_oracle
 import tier_oracle
 from battery_machines import search
-from machines import MACHINES
+from machines import MACHINES, StoreLife
 
 from kvpage.block_manager import BlockManager
 from kvpage.serving.scheduler import Scheduler
@@ -47,3 +47,16 @@ def test_what_is_left_out_is_noticed(monkeypatch, name, part, method):
 @pytest.mark.parametrize("name", MACHINES)
 def test_nothing_else_is_noticed(name):
     assert not is_caught(name, 3, 1)
+
+
+def test_a_pin_promises_nothing_of_what_was_removed() -> None:
+    """Found by the long form, and shrunk: what is put anew need not fit beside what the pin keeps."""
+    life = StoreLife(1)
+    life.some = lambda: ([0] * StoreLife.CHUNK, b"")
+    life.do(life.put)
+    life.do(life.pin)
+    life.do(life.clear)
+    life.some = lambda: ([0] * (4 * StoreLife.CHUNK + 1), b"")
+    life.do(life.put)
+    life.do(life.unpin)
+    life.end()
