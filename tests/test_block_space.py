@@ -248,9 +248,9 @@ def test_drop_forgets_what_nobody_else_uses():
 def test_moves_must_be_taken_before_a_step():
     manager, tokens = filled()
     manager.allocate(1, tokens)  # its last block shares three tokens with a cached one
-    with pytest.raises(RuntimeError, match="take_moves"):
+    with pytest.raises(RuntimeError, match="do_moves must be called before a step"):
         manager.slot_mapping(1, 0, 1)
-    with pytest.raises(RuntimeError, match="take_moves"):
+    with pytest.raises(RuntimeError, match="do_moves must be called before a step"):
         manager.block_tables([1])
     assert listed(manager.take_moves())[0][0] == "copy"
     assert len(manager.slot_mapping(1, 0, 1)) == 1
