@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pwritev_hook
 import pytest
 import xxhash
+from pwritev_hook import PWRITEV
 from store_records import get, key, record, write
 
 from kvpage.store import disk_directory, disk_segment
@@ -20,6 +22,7 @@ from kvpage.store.tier import TierError
 SEGMENT_BYTES = 32 * SLOT_BYTES
 CALLS = ("pwrite", "preadv", "pread", "posix_fallocate", "open", "fsync", "fstat")
 SECTOR_BYTES = 512
+PIECE_BYTES = 3 * SLOT_BYTES  # of a record's runs: it is written by several calls
 
 
 def make(*paths: Path, capacity: int = 2 * SEGMENT_BYTES, **fields) -> DiskTier:
@@ -63,22 +66,27 @@ def faulty(
 
 
 def replace_os(patch: pytest.MonkeyPatch, fake: object) -> None:
-    """What the disk tier calls from then on. The native writer calls the system itself: a plain one takes its place."""
+    """What the disk tier calls from then on. The native writer calls the system by itself: what that calls is replaced
+    where the process has begun so, and elsewhere the writer, by a plain one.
+    """
     patch.setattr(disk_segment, "os", fake)
     patch.setattr(disk_directory, "os", fake)
-    patch.setattr(disk_segment, "write_stretches", plain_write_stretches)
+    if pwritev_hook.is_loaded():
+        patch.setattr(PWRITEV, "write", lambda fd, data, offset: fake.pwrite(fd, data[:PIECE_BYTES], offset))
+    else:
+        patch.setattr(disk_segment, "write_stretches", plain_write_stretches)
 
 
 def plain_write_stretches(
     fd: int, offset: int, lead: memoryview, runs: Runs, stretch_bytes: int, tail: memoryview, num_threads: int
 ) -> bytes:
-    """As stretches.write_stretches, in pieces of 3 slots, by what stands for os.pwrite."""
+    """As stretches.write_stretches, in pieces, by what stands for os.pwrite."""
     data = b"".join(ctypes.string_at(address, count) for address, count in runs.tolist())
     stretches = [data[at : at + stretch_bytes] for at in range(0, len(data), stretch_bytes)]
     end = len(data) - len(tail)
     written = memoryview(bytes(lead) + data[:end])
-    for begin in range(0, len(written), 3 * SLOT_BYTES):
-        disk_segment.write_all(fd, written[begin : begin + 3 * SLOT_BYTES], offset + begin)
+    for begin in range(0, len(written), PIECE_BYTES):
+        disk_segment.write_all(fd, written[begin : begin + PIECE_BYTES], offset + begin)
     tail[:] = data[end:]
     return b"".join(map(xxhash.xxh3_128_digest, stretches))
 

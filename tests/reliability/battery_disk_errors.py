@@ -15,6 +15,7 @@ from pathlib import Path
 
 from battery import Advance, Battery, Figures
 from disk_faults import SLOT_BYTES, Trial, delete_at, fail_at
+from pwritev_hook import PWRITEV
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, errno.EDQUOT, None)
 NUM_DEEDS = 8
@@ -23,10 +24,11 @@ TrialAt = Callable[[Path, int, Callable[[Trial], None]], bool]
 
 def run(seed: int, count: int, advance: Advance) -> Figures:
     """A work that is begun is tried at every call, so a few more trials than `count`."""
-    figures: Figures = {"trials": 0, "works": 0, "max_kinds": len(_kinds())}
+    figures: Figures = {"trials": 0, "works": 0, "max_kinds": len(_kinds()), "native_writes": -PWRITEV.num_calls}
     with tempfile.TemporaryDirectory() as place:
         for number in itertools.count():
             if figures["trials"] >= count:
+                figures["native_writes"] += PWRITEV.num_calls
                 return figures
             for name, trial in _kinds():
                 for nth in _calls(Path(place) / "t", trial, seed, number, name):

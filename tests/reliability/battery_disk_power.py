@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from battery import Advance, Battery, Figures
 from disk_faults import SEGMENT_BYTES, PowerLog, replace_os
+from pwritev_hook import PWRITEV
 from stamps import difference, stamped
 from store_records import get, is_record, key, put
 
@@ -40,7 +41,8 @@ class Deed:
 
 
 def run(seed: int, count: int, advance: Advance) -> Figures:
-    rng, figures = random.Random(seed), {"states": 0, "verified_reads": 0, "found": 0, "torn": 0, "kept_by_sync": 0}
+    rng, figures = random.Random(seed), dict.fromkeys(("states", "verified_reads", "found", "torn", "kept_by_sync"), 0)
+    num_calls = PWRITEV.num_calls
     with tempfile.TemporaryDirectory() as place:
         for number in range(count):
             if number % STATES_EACH == 0:
@@ -53,7 +55,7 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
             figures["states"] += 1
             advance(1)
     assert figures["found"] > count and figures["torn"] > 0, "hardly anything was found or torn, which says nothing"
-    return figures
+    return figures | {"native_writes": PWRITEV.num_calls - num_calls}
 
 
 def _tier(path: Path) -> DiskTier:

@@ -61,11 +61,17 @@ def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str
     """The program made of native/<source>.cpp and the core; kind: of SANITIZERS. Raises with what the compiler said."""
     flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind == "memory" else [])]
     paths = [*(CSRC / f"{each}.cpp" for each in CORE), *(NATIVE / f"{each}.cpp" for each in sources)]
-    CACHE.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(functools.partial(_object, flags), paths))
     program = CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}"
     return _made(program, [*flags, *link_flags, *map(str, objects)])
+
+
+def library(name: str) -> Path:
+    """native/<name>.cpp as a shared library, to be loaded before a program."""
+    flags, source = [*FLAGS, "-fPIC", "-shared"], NATIVE / f"{name}.cpp"
+    digest = _digest(_version(), *flags, source.read_text())
+    return _made(CACHE / f"{name}-{digest}.so", [*flags, str(source), "-ldl"])
 
 
 def _object(flags: list[str], source: Path) -> Path:
@@ -78,6 +84,7 @@ def _made(target: Path, arguments: list[str]) -> Path:
     """Whole or not there: another process may build the same."""
     if target.exists():
         return target
+    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as place:
         made = Path(place) / "made"
         done = subprocess.run([compiler(), *arguments, "-o", str(made)], capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """The native writer of stretches against a plain one: every byte of the file, digests, and what a file answers."""
 
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pwritev_hook
 import pytest
 import xxhash
 
@@ -184,51 +186,41 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
     assert done.stdout == "full\n", done.stderr
 
 
-SHORT = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdatomic.h>
-#include <sys/uio.h>
+class Short:
+    """Interrupted, then one byte, then half a piece, and so on."""
 
-/* Interrupted, then one byte, then half a run, and so on. */
-ssize_t pwritev(int fd, const struct iovec* runs, int count, off_t offset) {
-  static atomic_int calls;
-  ssize_t (*real)(int, const struct iovec*, int, off_t) = dlsym(RTLD_NEXT, "pwritev");
-  const int call = atomic_fetch_add(&calls, 1) % 5;
-  struct iovec first = runs[0];
-  if (call == 0) return errno = EINTR, -1;
-  if (call == 1) return first.iov_len = 1, real(fd, &first, 1, offset);
-  if (call == 2) return first.iov_len = (first.iov_len + 1) / 2, real(fd, &first, 1, offset);
-  if (call == 3) return real(fd, runs, (count + 1) / 2, offset);
-  return real(fd, runs, count, offset);
-}
-"""
-NOTHING = SHORT[: SHORT.index("/*")] + "ssize_t pwritev(int fd, const struct iovec* r, int n, off_t o) { return 0; }\n"
+    def __init__(self) -> None:
+        self.num_calls = itertools.count()
+
+    def __call__(self, fd: int, data: bytes, offset: int) -> int:
+        kind = next(self.num_calls) % 4
+        if kind == 0:
+            raise InterruptedError(errno.EINTR, "interrupted")
+        return os.pwrite(fd, data[: [0, 1, (len(data) + 1) // 2, len(data)][kind]], offset)
 
 
-def preloaded(folder: Path, source: str, test: str) -> None:
-    """Runs a test of this file with another pwritev than the system's."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    (folder / "shim.c").write_text(source)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_stretch_writer as t; t.{test}"
-    environment = {**os.environ, "LD_PRELOAD": str(folder / "shim.so")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)
+def with_pwritev(replacement: str, test: str) -> None:
+    """Runs a test of this file with another pwritev than the system's, in a process of its own."""
+    if pwritev_hook.missing():
+        pytest.skip(pwritev_hook.missing())
+    here = Path(__file__).parent
+    folders = [str(here), str(here.parent), str(here.parent / "reliability")]
+    code = f"import sys; sys.path[:0] = {folders}; import test_stretch_writer as t; "
+    code += f"t.pwritev_hook.PWRITEV.write = {replacement}; t.{test}; assert t.pwritev_hook.PWRITEV.num_calls"
+    done = subprocess.run([sys.executable, "-c", code], env=pwritev_hook.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_short_writes_go_on(tmp_path: Path, num_threads: int) -> None:
     runs = "t.cut(t.random.Random(3), 13 * t.PIECE, 90_000)"
-    preloaded(tmp_path, SHORT, f"check(t.Path({str(tmp_path / 'f')!r}), 4096, 99, {runs}, t.PIECE, 9, {num_threads})")
+    with_pwritev("t.Short()", f"check(t.Path({str(tmp_path / 'f')!r}), 4096, 99, {runs}, t.PIECE, 9, {num_threads})")
 
 
 def test_a_file_that_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     call = f"fails(t.os.open({str(tmp_path / 'f')!r}, t.os.O_WRONLY), t.errno.EIO)"
-    preloaded(tmp_path, NOTHING, call)
+    with_pwritev("lambda fd, data, offset: 0", call)
 
 
 # --- arguments ---
