@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.errors import OutOfBlocks
+from kvpage.interrupts import uninterrupted
 from kvpage.sequence_args import as_integer, as_list
 from kvpage.serving.step import Piece
 from kvpage.tokens import Tokens, as_tokens
@@ -59,6 +60,8 @@ class Branches:
 
     They come before requests: where blocks lack, running requests are preempted, the youngest first, and go on later.
 
+    Ctrl-C amid a call leaves no block without an owner: what a call has made by then is ended by `close`.
+
     reclaim: asked before that to give back blocks that it can do without; False if it cannot.
     """
 
@@ -75,6 +78,7 @@ class Branches:
         """It has not ended."""
         return branch in self._live
 
+    @uninterrupted
     def start(self, tokens: Tokens, namespace: bytes = b"") -> Branch:
         """A branch of `tokens`, at least one, with what of them is cached; the rest is for `compute`.
 
@@ -92,6 +96,7 @@ class Branches:
         self._live.add(branch)
         return branch
 
+    @uninterrupted
     def fork(self, branch: Branch, num_tokens: int | None = None) -> Branch:
         """Another branch with the same tokens, or the first `num_tokens` of them, in the same blocks.
 
@@ -137,6 +142,7 @@ class Branches:
             logits.append(computed)
         return torch.cat(logits)
 
+    @uninterrupted
     def release(self, branches: Iterable[Branch]) -> None:
         """Ends them. What they have cached can be found until it is evicted. KeyError for one that has ended,
         ValueError for one that is named twice, and none ends then.
@@ -155,7 +161,10 @@ class Branches:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            self.close()  # Ctrl-C may have come before its first line
 
     # --- inside ---
 
@@ -176,6 +185,7 @@ class Branches:
                 raise ValueError(f"a branch must have tokens left to compute, one of {branch.num_tokens} has none")
             self.engine.check_tokens(branch.token_ids[branch.num_computed :])
 
+    @uninterrupted
     def _give_room(self, branches: Sequence[Branch]) -> None:
         counts = [branch.num_tokens - branch.num_room for branch in branches]
         while True:
@@ -205,6 +215,7 @@ class Branches:
                 start = end
         return passes
 
+    @uninterrupted
     def _commit(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             assert isinstance(piece.seq_id, Branch)

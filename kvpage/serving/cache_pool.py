@@ -12,6 +12,7 @@ from kvpage.block_manager import BlockManager
 from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ParallelConfig
+from kvpage.interrupts import uninterrupted
 from kvpage.kv_scales import KVScales
 from kvpage.serving.cache_check import verify_pool
 from kvpage.serving.cached_rows import CachedRows, TokenRows
@@ -111,6 +112,7 @@ class KVPageCachePool:
 
     # --- for KVPageCache ---------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def make_rows(self) -> CachedRows:
         """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
         while self.forgotten:

@@ -24,6 +24,7 @@ import torch
 
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
+from kvpage.interrupts import uninterrupted
 
 TokenRow = npt.NDArray[np.int32]
 """[num_tokens]."""
@@ -62,7 +63,7 @@ class CachedRows:
     """One batch over the blocks of `manager` and the tensors of `engine`; `seq_ids` gives each row a name of its own.
 
     Each method gives all or nothing: one that raises (OutOfBlocks, ValueError) has changed nothing but how recently
-    cached blocks were used, and which rows are committed.
+    cached blocks were used, and which rows are committed. Ctrl-C is raised behind it.
     """
 
     def __init__(self, manager: BlockManager, engine: CacheEngine, seq_ids: Iterator[int]) -> None:
@@ -83,6 +84,7 @@ class CachedRows:
         """Whether the row's tokens tell its K and V, so that others find them."""
         return not self._rows[row].is_private
 
+    @uninterrupted
     def open(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> None:
         """Blocks for rows of these tokens, with what is cached of each. There must be no rows yet.
 
@@ -90,6 +92,7 @@ class CachedRows:
         """
         self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace), tokens
 
+    @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
         """Makes these rows, of which nothing is computed, ones that are not findable and have found nothing."""
         hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
@@ -107,6 +110,7 @@ class CachedRows:
         if not np.array_equal(known, tokens[:, : known.shape[1]]):
             raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
 
+    @uninterrupted
     def begin(self, tokens: TokenRows, start: int) -> RowSlots:
         """Room for every row's tokens from `start` on: [num_rows, at least 1]. `start` is at most the length."""
         self.commit()
@@ -117,11 +121,13 @@ class CachedRows:
             row.room += count
         return self._slots(start, end)
 
+    @uninterrupted
     def finish(self, tokens: TokenRows, start: int) -> None:
         """The tokens that `begin` was given are written, in all layers."""
         self.length = start + tokens.shape[1]
         self._tokens = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, self.length :]], axis=1)
 
+    @uninterrupted
     def commit(self) -> None:
         """What is computed can be found from now on, in whole blocks."""
         for row, tokens in zip(self._rows, self._tokens, strict=True):
@@ -129,6 +135,7 @@ class CachedRows:
                 self._manager.commit(row.seq_id, tokens[row.num_written : self.length])
                 row.num_written = self.length
 
+    @uninterrupted
     def crop(self, length: int) -> None:
         """Forgets every row's tokens from the `length`th on. What was committed stays in the tree, for who finds it.
 
@@ -142,6 +149,7 @@ class CachedRows:
         self._rearrange(range(len(self)), kept, self._tokens[:, :length], length)
         self.length = length
 
+    @uninterrupted
     def select(self, indices: Sequence[int]) -> None:
         """Row i becomes what row indices[i] was; rows named more than once share blocks, those not named are given up.
 
@@ -153,6 +161,7 @@ class CachedRows:
         is_first = [index not in indices[:place] for place, index in enumerate(indices)]
         self._rearrange(indices, is_first, self._tokens, self.length)
 
+    @uninterrupted
     def release(self) -> None:
         """Commits what is computed and gives all rows up. What was committed can be found until it is evicted."""
         self.commit()

@@ -24,6 +24,7 @@ from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig
 from kvpage.events import EventConfig
+from kvpage.interrupts import HeldInterrupts
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
@@ -357,13 +358,14 @@ class Engine:
         if check_params(params).n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}")
         sink: deque[StepOutput] = deque()
-        request = self._add(Prompt(tokens, params, blend=blend, segments=segments, sink=sink))
 
         def take() -> StepOutput:
             self._loop.step_until(sink, [request])
             return sink.popleft()
 
-        return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
+        with HeldInterrupts():
+            request = self._add(Prompt(tokens, params, blend=blend, segments=segments, sink=sink))
+            return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
 
     # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
 
@@ -411,8 +413,9 @@ class Engine:
         outputs: dict[str, RequestOutput] = {}
         requests: list[Request] = []
         try:
-            for prompt in prompts:
-                requests.append(self._add(prompt._replace(sink=sink)))
+            with HeldInterrupts():
+                for prompt in prompts:
+                    requests.append(self._add(prompt._replace(sink=sink)))
             while len(outputs) < len(requests):
                 self._loop.step_until(sink, requests)
                 finished = {output.request_id: output.output for output in sink if output.output}

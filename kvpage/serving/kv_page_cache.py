@@ -11,6 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpage.errors import OutOfBlocks
+from kvpage.interrupts import HeldInterrupts, uninterrupted
 from kvpage.sequence_args import as_integer, check_namespace
 from kvpage.serving.cached_rows import CachedRows, RowSlots, TokenRows
 from kvpage.serving.forward_hooks import ForwardHooks
@@ -74,13 +75,14 @@ class KVPageCache(Cache):
         pool.check_tokens(tokens)
         pool.check_length(tokens.shape[1])
         self._pool, self._namespace = pool, namespace
-        self._rows = pool.make_rows()
-        self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace)
-        self._rows.skip_found()
         self._step: _Step | None = None
-        self._held = Held(self._rows, ForwardHooks(pool.model, self))
-        self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held)
-        self._finalizer.atexit = False
+        self._rows = pool.make_rows()
+        with HeldInterrupts():
+            self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace)
+            self._rows.skip_found()
+            self._held = Held(self._rows, ForwardHooks(pool.model, self))
+            self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held)
+            self._finalizer.atexit = False
 
     def __enter__(self) -> "KVPageCache":
         return self
@@ -90,6 +92,7 @@ class KVPageCache(Cache):
     ) -> None:
         self.release()
 
+    @uninterrupted
     def release(self) -> None:
         """Makes what is computed findable, and gives the blocks up. The cache is at its end; again is fine."""
         self._step = None
@@ -112,10 +115,11 @@ class KVPageCache(Cache):
             rows = key_states, value_states  # nothing was in the cache
         else:
             rows = layer.read(key_states, value_states, step.slots)
-        step.layers_left.remove(layer_idx)
-        if not step.layers_left:
-            self._rows.finish(step.tokens, step.slots.start)
-            self._step = None
+        with HeldInterrupts():
+            step.layers_left.remove(layer_idx)
+            if not step.layers_left:
+                self._rows.finish(step.tokens, step.slots.start)
+                self._step = None
         return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -216,6 +220,7 @@ class KVPageCache(Cache):
     def is_in_forward(self) -> bool:
         return self._step is not None
 
+    @uninterrupted
     def begin_forward(self, arguments: Mapping[str, Any]) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
         rows = self._rows

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from kvpage.interrupts import interruptible
 from kvpage.serving.attention import StepMissing, current_step
 from kvpage.serving.implementation import AttentionSwitch
 from kvpage.serving.step import Step
@@ -74,12 +75,14 @@ class ModelRunner:
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
         if self._passes_step:
             try:
-                return self.model(**inputs, kvpage=step).logits
+                with interruptible():
+                    return self.model(**inputs, kvpage=step).logits
             except StepMissing:  # raised before anything is written, in the first forward: the check at load
                 self._passes_step = False
         token = current_step.set(step)
         try:
-            return self.model(**inputs).logits
+            with interruptible():
+                return self.model(**inputs).logits
         finally:
             current_step.reset(token)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvpage.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.own_process import OwnProcess
 from kvpage.serving.links import Links
 from kvpage.serving.piece_runner import PieceRunner
@@ -48,11 +49,19 @@ class ServingLoop:
         return f"request-{number}"
 
     def add(self, request: Request) -> None:
-        """Queues it; its `arrival` is the number of those before it. What Scheduler.add raises changes nothing."""
-        self.scheduler.add(request)
-        self.requests[request.request_id] = request
-        self.num_arrivals += 1
+        """Queues it; its `arrival` is the number of those before it. What Scheduler.add raises changes nothing, and so
+        does Ctrl-C.
+        """
+        try:
+            with HeldInterrupts():
+                self.scheduler.add(request)
+                self.requests[request.request_id] = request
+                self.num_arrivals += 1
+        except KeyboardInterrupt:
+            self.drop(request)
+            raise
 
+    @uninterrupted
     def abort(self, request: Request) -> RequestOutput:
         """Ends an unfinished one now; what came of it. RuntimeError during a step."""
         if self._is_stepping:
@@ -82,7 +91,7 @@ class ServingLoop:
 
     @property
     def has_unfinished(self) -> bool:
-        if not self._is_stepping:
+        if self._dropped and not self._is_stepping:
             self._abort_dropped()
         return bool(self.requests or self.outputs)
 
@@ -110,19 +119,23 @@ class ServingLoop:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Inside, requests leave the scheduler only as the step itself wants; what else came up is done after it."""
+        """Inside, requests leave the scheduler only as the step itself wants; what else came up is done after it.
+        Ctrl-C is raised after it, too, but for one that comes while the model computes.
+        """
         self._process.check()
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
-        self._abort_dropped()
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
+        with HeldInterrupts():
             self._abort_dropped()
-            self.telemetry.tell()
+            self._is_stepping = True
+            try:
+                yield
+            finally:
+                self._is_stepping = False
+                self._abort_dropped()
+                self.telemetry.tell()
 
+    @uninterrupted
     def _abort_dropped(self) -> None:
         while self._dropped:
             request = self._dropped.popleft()
@@ -158,7 +171,8 @@ class ServingLoop:
             batch = self.scheduler.schedule()
             if batch.chunks or not self.scheduler.waiting:
                 return batch
-            self.links.wait()
+            with interruptible():
+                self.links.wait()
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """The logits of the next token of each request whose chunk is its last."""

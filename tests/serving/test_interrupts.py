@@ -1,0 +1,315 @@
+"""Ctrl-C at any line of kvpage's Python: no block is lost, no request stuck, no token wrong, and what was interrupted
+goes on or is aborted, as its call says.
+"""
+
+import gc
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from serving.models import generate_each, make_model, make_prompts
+
+import kvpage
+from kvpage import CacheConfig
+from kvpage.interrupts import HeldInterrupts, interruptible, uninterrupted
+from kvpage.serving import (
+    BeamSearchParams,
+    Branches,
+    Engine,
+    KVPageCache,
+    KVPageCachePool,
+    SamplingParams,
+)
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.memory import MemoryTier
+
+B, MAX_TOKENS = 4, 5
+NUM_TRIALS = 8
+ROOT = str(Path(kvpage.__file__).parent)
+STEM = make_prompts([4 * B + 2], seed=3)[0]
+PROMPTS = [STEM + tail for tail in make_prompts([1, 3, B + 1, 2 * B], seed=4)] + make_prompts([5 * B, 2], seed=5)
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
+DRAWN = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=2)
+BEAMS = BeamSearchParams(max_tokens=3, num_beams=3)
+WITH = {"__enter__", "__exit__"}  # between whose lines and those of the block Ctrl-C may always come
+needs_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
+)
+pytestmark = needs_main_thread
+
+
+class CtrlC:
+    """Counts the lines of kvpage's Python that are run inside; at the nth, Ctrl-C."""
+
+    def __init__(self, nth: int | None = None) -> None:
+        self.nth, self.num_lines = nth, 0
+        self.place = ""
+
+    def __enter__(self) -> "CtrlC":
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable | None:
+        if not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        if event == "line" and frame.f_code.co_name not in WITH:
+            self.num_lines += 1
+            if self.num_lines == self.nth:
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def make_engine(**options: object) -> Engine:
+    """So few blocks that requests are preempted, and come and go between the tiers."""
+    config = CacheConfig(block_size=B, num_gpu_blocks=16, num_cpu_blocks=12)
+    options = {"max_num_batched_tokens": 24, "load_or_compute": False, "max_num_seqs": 4} | options
+    return Engine.from_model(make_model("llama"), config, **options)
+
+
+@cache
+def expected() -> list[list[list[int]]]:
+    """Of each prompt the tokens of each sample: greedy ones, then drawn ones."""
+    alone = Engine.from_model(make_model("llama"), CacheConfig(block_size=B, num_gpu_blocks=200))
+    each = [*[PARAMS] * len(PROMPTS), *[DRAWN] * len(PROMPTS)]
+    greedy = generate_each(make_model("llama"), PROMPTS, MAX_TOKENS)
+    found = [[sample.token_ids for sample in one.samples] for one in alone.generate(PROMPTS * 2, each)]
+    assert [[tokens] for tokens in greedy] == found[: len(PROMPTS)]
+    return found
+
+
+@cache
+def expected_beams() -> list[list[int]]:
+    alone = Engine.from_model(make_model("llama"), CacheConfig(block_size=B, num_gpu_blocks=200))
+    return [one.token_ids for one in alone.beam_search(PROMPTS[:2], BEAMS)]
+
+
+def generate(engine: Engine) -> None:
+    each = [*[PARAMS] * len(PROMPTS), *[DRAWN] * len(PROMPTS)]
+    found = engine.generate(PROMPTS * 2, each)
+    assert [[sample.token_ids for sample in one.samples] for one in found] == expected()
+
+
+def stream(engine: Engine) -> None:
+    streams = [engine.stream(prompt, PARAMS) for prompt in PROMPTS[:3]]
+    assert [list(one) for one in streams] == [tokens for (tokens,) in expected()[:3]]
+
+
+def search(engine: Engine) -> None:
+    assert [one.token_ids for one in engine.beam_search(PROMPTS[:2], BEAMS)] == expected_beams()
+
+
+def steer(engine: Engine) -> None:
+    with Branches(engine) as branches:
+        first = branches.start(PROMPTS[0])
+        branches.compute([first])
+        second = branches.fork(first)
+        first.append([1])
+        second.append([2, 3])
+        branches.compute([first, second])
+        branches.release([first])
+
+
+@pytest.mark.parametrize("work", [generate, stream, search, steer])
+def test_what_is_interrupted_leaves_nothing(work: Callable[[Engine], None]) -> None:
+    num_lines, rng, num_raised = count_lines(work), random.Random(work.__name__), 0
+    for _ in range(NUM_TRIALS):
+        engine = make_engine()
+        with CtrlC(rng.randint(1, num_lines)) as ctrl_c:
+            try:
+                work(engine)
+            except KeyboardInterrupt:
+                num_raised += 1
+        check(engine, ctrl_c.place)
+    assert num_raised > NUM_TRIALS * 0.9
+
+
+def test_with_a_store() -> None:
+    """What is on its way to it and from it."""
+    expected()
+    rng, num_raised, num_lines, nth = random.Random(1), 0, 0, None
+    for _ in range(NUM_TRIALS + 1):
+        engine = make_engine()
+        with KVStore(KVStoreConfig(2 * B), metadata_of(engine.cache, "m"), [MemoryTier(1 << 20)]) as store:
+            engine.use_store(store)
+            with CtrlC(nth) as ctrl_c:
+                try:
+                    generate(engine)
+                except KeyboardInterrupt:
+                    num_raised += 1
+            num_lines = num_lines or ctrl_c.num_lines
+            nth = rng.randint(1, num_lines)
+            engine.close()
+            check(engine, ctrl_c.place)
+            other = make_engine(store=store)
+            check(other, ctrl_c.place)
+            other.close()
+    assert num_raised > NUM_TRIALS / 2  # how many lines there are depends on the store's threads
+
+
+def test_a_step_that_is_interrupted_loses_no_token() -> None:
+    """By one who goes on."""
+    num_lines, rng, num_raised = count_lines(run_steps), random.Random(0), 0
+    for _ in range(NUM_TRIALS):
+        engine = make_engine()
+        with CtrlC(rng.randint(1, num_lines)) as ctrl_c:
+            num_raised += run_steps(engine)
+        check(engine, ctrl_c.place)
+    assert num_raised > NUM_TRIALS * 0.9
+
+
+def test_caches_of_generate() -> None:
+    """Those that are dropped, and those that are used again."""
+    model = make_model("llama")
+    pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=40))
+    prompts = torch.tensor([PROMPTS[0], PROMPTS[0][:-1] + [7]])
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
+    alone = model.generate(prompts, **options).tolist()
+
+    def work() -> None:
+        with KVPageCache(pool, prompts) as cache:
+            assert model.generate(prompts, past_key_values=cache, **options).tolist() == alone
+
+    work()
+    with CtrlC() as counted:
+        work()
+    rng, num_raised = random.Random(2), 0
+    for _ in range(NUM_TRIALS):
+        with CtrlC(rng.randint(1, counted.num_lines)) as ctrl_c:
+            try:
+                work()
+            except KeyboardInterrupt:
+                num_raised += 1
+        gc.collect()
+        work()
+        pool.manager.check()
+        assert pool.manager.num_free_blocks == pool.manager.num_blocks, ctrl_c.place
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert num_raised > NUM_TRIALS * 0.9
+
+
+def count_lines(work: Callable[[Engine], object]) -> int:
+    expected(), expected_beams()  # of these no line counts
+    engine = make_engine()
+    with CtrlC() as counted:
+        work(engine)
+    return counted.num_lines
+
+
+def run_steps(engine: Engine) -> int:
+    """How often it was interrupted."""
+    each = [*[PARAMS] * len(PROMPTS), *[DRAWN] * len(PROMPTS)]
+    outputs, num_raised = {}, 0
+    for number, (prompt, params) in enumerate(zip(PROMPTS * 2, each, strict=True)):
+        while True:
+            try:
+                engine.add_request(prompt, params, f"r{number}")
+                break
+            except KeyboardInterrupt:
+                num_raised += 1
+    while True:
+        try:
+            if not engine.has_unfinished:
+                break
+            for one in engine.step():
+                if one.output:
+                    outputs[one.request_id] = [sample.token_ids for sample in one.output.samples]
+        except KeyboardInterrupt:
+            num_raised += 1
+    assert [outputs[f"r{number}"] for number in range(len(each))] == expected()
+    return num_raised
+
+
+def check(engine: Engine, place: str) -> None:
+    """It has nothing under way, and works."""
+    engine.manager.check()
+    assert not engine.has_unfinished, place
+    stats = engine.stats()
+    assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0), place
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [[one.token_ids] for one in found] == expected()[: len(PROMPTS)], place
+    engine.manager.check()
+
+
+# --- HeldInterrupts --------------------------------------------------------------------------------------------------
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_held_until_the_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+        press()
+        with HeldInterrupts():
+            done.append(1)
+        done.append(2)
+    assert done == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with HeldInterrupts():
+        done.append(3)
+
+
+def test_the_second_one_is_raised_at_once_and_once() -> None:
+    with HeldInterrupts():
+        with pytest.raises(KeyboardInterrupt):
+            press()
+            press()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_may_be_interrupted() -> None:
+    with HeldInterrupts():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            press()
+        press()
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            raise AssertionError("the one before is raised first")
+        with interruptible():
+            pass
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        press()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_and_ctrl_c() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, HeldInterrupts():
+        press()
+        raise ValueError("boom")
+    assert str(caught.value.__context__) == "boom"
+
+
+def test_other_handlers_and_threads_are_left_alone() -> None:
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *call: seen.append(call))
+    try:
+        with HeldInterrupts(), interruptible():
+            press()
+            assert len(seen) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def work() -> None:
+        with HeldInterrupts(), interruptible():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    with HeldInterrupts() as held:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert isinstance(seen.pop(), HeldInterrupts) and held is None
+    assert uninterrupted(max)(3, 5) == 5 and uninterrupted(make_engine).__name__ == "make_engine"
