@@ -5,6 +5,7 @@ ours, a function of Python's takes its place:
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import traceback
@@ -51,7 +52,7 @@ class PWritev:
         try:
             return self._write(fd, data, offset)
         except OSError as error:
-            return -error.errno
+            return -(error.errno or errno.EIO)
         except BaseException:
             traceback.print_exc()
             os.abort()
@@ -62,12 +63,19 @@ PWRITEV = PWritev()
 
 def missing() -> str | None:
     """Why no process can begin with it here."""
+    if any(mark in str(native_build.CACHE) for mark in " :"):
+        return f"needs a path without spaces and colons, of which LD_PRELOAD is made, got {native_build.CACHE}"
     found = shutil.which(native_build.compiler())
     return None if found else f"needs a C++ compiler, there is no {native_build.compiler()}"
 
 
 def is_loaded() -> bool:
     return hasattr(ctypes.CDLL(None), "kvpage_test_hook_pwritev")
+
+
+def was_asked_for() -> bool:
+    """Whether this process began with environment(): then it is loaded, or cannot be loaded here."""
+    return "pwritev_hook" in os.environ.get("LD_PRELOAD", "")
 
 
 def environment() -> dict[str, str]:

@@ -28,6 +28,7 @@ from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.blend.spans import Span
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
+from kvpage.interrupts import uninterrupted
 from kvpage.serving.attention import row_dtype
 from kvpage.serving.blend_pass import BlendCounts
 from kvpage.serving.requests import Request
@@ -205,6 +206,7 @@ class BlendLink:
         self.stats.num_lookups += 1
         self.stats.num_lookup_tokens += sum(end - start for start, end in spans)
 
+    @uninterrupted
     def _poll(self) -> None:
         now = time.monotonic()
         for request, lookup in [*self._lookups.items()]:

@@ -60,7 +60,7 @@ class Branches:
 
     They come before requests: where blocks lack, running requests are preempted, the youngest first, and go on later.
 
-    Ctrl-C amid a call leaves no block without an owner: what a call has made by then is ended by `close`.
+    Ctrl-C amid a call leaves no block without an owner: what the call has made by then is ended by `close`.
 
     reclaim: asked before that to give back blocks that it can do without; False if it cannot.
     """
@@ -135,11 +135,11 @@ class Branches:
                 first, last = branch.num_computed + 1, len(branch)
                 raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
         self._give_room(branches)
-        logits = []
-        for pieces in self._passes(branches, counts):
-            computed = self.engine.compute(pieces)
+        logits, passes = [], self._passes(branches, counts)
+        for pieces in passes:
+            logits.append(self.engine.compute(pieces))
+        for pieces in passes:
             self._commit(pieces)
-            logits.append(computed)
         return torch.cat(logits)
 
     @uninterrupted

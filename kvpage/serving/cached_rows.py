@@ -121,11 +121,11 @@ class CachedRows:
             row.room += count
         return self._slots(start, end)
 
-    @uninterrupted
     def finish(self, tokens: TokenRows, start: int) -> None:
         """The tokens that `begin` was given are written, in all layers."""
-        self.length = start + tokens.shape[1]
-        self._tokens = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, self.length :]], axis=1)
+        end = start + tokens.shape[1]
+        known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
+        self.length, self._tokens = end, known
 
     @uninterrupted
     def commit(self) -> None:

@@ -24,7 +24,7 @@ from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig
 from kvpage.events import EventConfig
-from kvpage.interrupts import HeldInterrupts
+from kvpage.interrupts import HeldInterrupts, uninterrupted
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
@@ -209,6 +209,11 @@ class Engine:
         """Waits for what is on its way to the store and to the kept segments, publishes the last events, and closes
         what `events` has opened; the engine goes on without. Without any of these there is nothing to close.
         """
+        self._links.drain()
+        self._close()
+
+    @uninterrupted
+    def _close(self) -> None:
         if self._links.store:
             self.scheduler.reclaimers.remove(self._links.store.reclaim)
         self._links.close()
@@ -242,7 +247,15 @@ class Engine:
         and segments that are no lengths, longer than the prompt, or neither given nor found by the BlendConfig;
         TypeError for params, an id or a namespace of another type.
         """
-        return self._add(Prompt(tokens, params, request_id, namespace, blend, segments)).request_id
+        request = None
+        try:
+            with HeldInterrupts():
+                request = self._add(Prompt(tokens, params, request_id, namespace, blend, segments))
+            return request.request_id
+        except KeyboardInterrupt:  # nobody would know of it
+            if request:
+                self._loop.drop(request)
+            raise
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
         """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them. What is kept
@@ -398,6 +411,7 @@ class Engine:
         """
         return self._loop.compute(pieces)
 
+    @uninterrupted
     def make_room(self) -> bool:
         """Preempts the youngest request that runs; False if none does."""
         if not self.scheduler.running:

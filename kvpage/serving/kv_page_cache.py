@@ -50,7 +50,7 @@ class KVPageCache(Cache):
     It has to be released, by `with` or `release`; one that is merely forgotten gives its blocks back when the pool's
     next cache is made. Until then it listens to the model's forward, for the tokens that K and V are of. A forward that
     raises is as if it had not been; what was computed before it stays, here and, after the release, for others to find.
-    Not thread-safe: a pool and its caches, one thread.
+    So is one that Ctrl-C ends, from the next forward or `crop` on. Not thread-safe: a pool and its caches, one thread.
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
@@ -115,11 +115,7 @@ class KVPageCache(Cache):
             rows = key_states, value_states  # nothing was in the cache
         else:
             rows = layer.read(key_states, value_states, step.slots)
-        with HeldInterrupts():
-            step.layers_left.remove(layer_idx)
-            if not step.layers_left:
-                self._rows.finish(step.tokens, step.slots.start)
-                self._step = None
+        step.layers_left.remove(layer_idx)
         return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -143,6 +139,7 @@ class KVPageCache(Cache):
         OutOfBlocks, and nothing is removed, where that needs a copy of a block that others may read and there is none.
         """
         length, num_tokens = self._rows.length, as_integer("num_tokens", num_tokens)
+        self._step = None  # of a forward that was interrupted
         if num_tokens > 0 or (num_tokens == 0 and _CROPS_TO_LENGTH):
             self._rows.crop(min(num_tokens, length))
         else:
@@ -150,23 +147,24 @@ class KVPageCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] was. OutOfBlocks, with nothing changed, where copies need blocks."""
-        self._rows.select(as_indices("beam_idx", beam_idx).tolist())
+        self._select(as_indices("beam_idx", beam_idx).tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order. `indices` may be a mask."""
         indices = as_numbers("indices", indices, 1)
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else as_indices("indices", indices)
-        self._rows.select(rows.tolist())
+        self._select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one copy after the other. OutOfBlocks, with nothing changed."""
         repeats = as_integer("repeats", repeats)
         if repeats > self._pool.manager.num_blocks:
             raise ValueError(f"repeats must be at most as many as there are blocks, got {repeats}")
-        self._rows.select([row for row in range(len(self._rows)) for _ in range(repeats)])
+        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def reset(self) -> None:
         """Forgets all rows: the next forward begins anew, with as many as it has."""
+        self._step = None
         self._rows.release()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -220,6 +218,10 @@ class KVPageCache(Cache):
     def is_in_forward(self) -> bool:
         return self._step is not None
 
+    @property
+    def has_written(self) -> bool:
+        return self._step is not None and len(self._step.layers_left) < len(self._pool.layers)
+
     @uninterrupted
     def begin_forward(self, arguments: Mapping[str, Any]) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
@@ -241,11 +243,21 @@ class KVPageCache(Cache):
             rows.select(range(0, len(rows), repeats))
             raise
 
+    def finish_forward(self) -> None:
+        """What every layer has written counts from now on."""
+        step = self._step
+        if step and not step.layers_left:
+            self._rows.finish(step.tokens, step.slots.start)
+        self._step = None
+
     def end_forward(self) -> None:
-        """There still is a step only if the forward has raised."""
         self._step = None
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _select(self, indices: list[int]) -> None:
+        self._step = None
+        self._rows.select(indices)
 
     def _hide(self, is_whole: list[bool]) -> None:
         """Rows that padding has come into leave what others can find, as long as nothing of them is computed."""

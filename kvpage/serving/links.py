@@ -61,6 +61,11 @@ class Links:
         for link in self._all():
             link.forget(request)
 
+    def drain(self) -> None:
+        """Waits for what is on its way. Whatever interrupts it, it may be called again."""
+        for link in self._all():
+            link.drain()
+
     def close(self) -> None:
         """Waits for what is on its way, and lets go of both."""
         for link in self._all():

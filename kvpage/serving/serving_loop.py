@@ -48,18 +48,12 @@ class ServingLoop:
             number += 1
         return f"request-{number}"
 
+    @uninterrupted
     def add(self, request: Request) -> None:
-        """Queues it; its `arrival` is the number of those before it. What Scheduler.add raises changes nothing, and so
-        does Ctrl-C.
-        """
-        try:
-            with HeldInterrupts():
-                self.scheduler.add(request)
-                self.requests[request.request_id] = request
-                self.num_arrivals += 1
-        except KeyboardInterrupt:
-            self.drop(request)
-            raise
+        """Queues it; its `arrival` is the number of those before it. What Scheduler.add raises changes nothing."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.num_arrivals += 1
 
     @uninterrupted
     def abort(self, request: Request) -> RequestOutput:

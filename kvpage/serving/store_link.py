@@ -25,6 +25,7 @@ from kvpage._C import Match
 from kvpage.block_manager import Allocation, BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.errors import OutOfBlocks
+from kvpage.interrupts import interruptible, uninterrupted
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.requests import Request
 from kvpage.started_pool import started_pool
@@ -161,11 +162,13 @@ class StoreLink:
         """Waits for a load that has blocks, so that these can be evicted; False if there is none."""
         for load in [*self._loads.values(), *self._late]:
             if load.has_blocks and load.future:
-                wait([load.future])
+                with interruptible():
+                    wait([load.future])
                 self._poll()
                 return True
         if self._saves:
-            wait([self._saves[0].future])
+            with interruptible():
+                wait([self._saves[0].future])
             self._poll()
             return True
         return False
@@ -236,6 +239,7 @@ class StoreLink:
         self._manager.tree.release(match)
         return len(load.tokens) - 1 - match.num_tokens
 
+    @uninterrupted
     def _poll(self) -> None:
         now = time.monotonic()
         for load in [*self._loads.values(), *self._late]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from kvpage.interrupts import uninterrupted
 from kvpage.serving.requests import StepOutput
 
 
@@ -24,12 +25,13 @@ class TokenStream(Iterator[int]):
             raise StopIteration
         try:
             token = self._take()
+            self._is_over = token.output is not None
         except BaseException:  # an interrupt too
             self.close()
             raise
-        self._is_over = token.output is not None
         return token.token_id
 
+    @uninterrupted
     def close(self) -> None:
         """Aborts the request, if it has not finished; during a step, when that is over. No more tokens come then."""
         if not self._is_over:

@@ -127,7 +127,7 @@ def report(outcomes: list[Outcome]) -> None:
 
 def begin_again_with_hook() -> None:
     """With the library by which the native writer's calls can be made to fail, where there is a compiler to make it."""
-    if pwritev_hook.is_loaded():
+    if pwritev_hook.was_asked_for():
         pwritev_hook.forget()
     elif pwritev_hook.missing() is None:
         os.execve(sys.executable, sys.orig_argv, pwritev_hook.environment())

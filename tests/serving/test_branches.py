@@ -139,25 +139,35 @@ def test_a_decode_that_finds_no_blocks_beside_branches_says_so() -> None:
     assert tokens == make_engine().generate([prompt], SamplingParams(max_tokens=8))[0].token_ids
 
 
-def test_what_the_model_raises_loses_nothing() -> None:
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("wanted", [None, [[2, 3], [1, 6]]])
+def test_what_the_model_raises_loses_nothing(nth: int, wanted: list[list[int]] | None) -> None:
+    """In any of its passes, of 4, 2 + 2, 4 and 2 tokens: the same call again gives what it would have given."""
     engine = make_engine(max_num_batched_tokens=4)
     branches = Branches(engine)
-    branch = branches.start(make_prompts([10])[0])
+    both = [branches.start(prompt) for prompt in make_prompts([6, 8])]
     calls: list[int] = []
 
-    def fail_second(module: object, args: tuple) -> None:
+    def fail_once(module: object, args: tuple) -> None:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == nth:
             raise RuntimeError("boom")
 
-    engine._runner.model.model.register_forward_pre_hook(fail_second)
+    hook = engine._runner.model.model.register_forward_pre_hook(fail_once)
     with pytest.raises(RuntimeError, match="boom"):
-        branches.compute([branch])
-    with pytest.raises(ValueError, match="fork needs all 10 tokens to be computed, 4 are"):
-        branches.fork(branch)
-    logits = branches.compute([branch])
-    assert len(calls) == 4  # 4, [4], 4 and 2 tokens
-    check_logits(engine, [branch], logits)
+        branches.compute(both, wanted)
+    with pytest.raises(ValueError, match="fork needs all 6 tokens to be computed, 0 are"):
+        branches.fork(both[0])
+    engine.manager.check()
+    logits = branches.compute(both, wanted)
+    hook.remove()
+    assert len(calls) == nth + 4
+    if wanted is None:
+        check_logits(engine, both, logits)
+    else:
+        alone = Branches(make_engine())
+        again = alone.compute([alone.start(prompt) for prompt in make_prompts([6, 8])], wanted)
+        torch.testing.assert_close(logits, again, rtol=1e-4, atol=1e-5)
 
 
 def test_bad_calls_change_nothing() -> None:

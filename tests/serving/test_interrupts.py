@@ -1,13 +1,15 @@
-"""Ctrl-C at any line of kvpage's Python: no block is lost, no request stuck, no token wrong, and what was interrupted
-goes on or is aborted, as its call says.
+"""Ctrl-C at lines of kvpage's Python: no block is lost, no request stuck, no token wrong, and what was interrupted goes
+on or is aborted, as its call says.
 """
 
 import gc
+import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -43,6 +45,14 @@ needs_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
 )
 pytestmark = needs_main_thread
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler() -> Iterator[None]:
+    """Which a process that was begun in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class CtrlC:
@@ -147,6 +157,7 @@ def test_with_a_store() -> None:
             with CtrlC(nth) as ctrl_c:
                 try:
                     generate(engine)
+                    engine.close()
                 except KeyboardInterrupt:
                     num_raised += 1
             num_lines = num_lines or ctrl_c.num_lines
@@ -201,7 +212,7 @@ def test_caches_of_generate() -> None:
 
 
 def count_lines(work: Callable[[Engine], object]) -> int:
-    expected(), expected_beams()  # of these no line counts
+    work(make_engine())  # what is done once in a process does not count
     engine = make_engine()
     with CtrlC() as counted:
         work(engine)
@@ -241,6 +252,44 @@ def check(engine: Engine, place: str) -> None:
     found = engine.generate(PROMPTS, PARAMS)
     assert [[one.token_ids] for one in found] == expected()[: len(PROMPTS)], place
     engine.manager.check()
+
+
+def test_a_cache_that_goes_on() -> None:
+    """After Ctrl-C the same cache takes other tokens, and others find what is really there."""
+    model = make_model("llama")
+    prompt = torch.tensor([PROMPTS[0]])
+    others = [torch.cat([prompt, torch.tensor([[9, token]])], 1) for token in (1, 2)]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    alone = [model.generate(asked, **options).tolist() for asked in (prompt, *others)]
+    long = [torch.tensor([[*tokens[0], 1]]) for tokens in alone]
+    answers = [model.generate(asked, **options).tolist() for asked in long]
+
+    def make_cache() -> KVPageCache:
+        pool = KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=60))
+        return KVPageCache(pool, prompt)
+
+    def work(cache: KVPageCache) -> None:
+        assert model.generate(prompt, past_key_values=cache, **options).tolist() == alone[0]
+
+    work(make_cache())
+    counted_cache = make_cache()
+    with CtrlC() as counted:
+        work(counted_cache)
+    rng = random.Random(3)
+    for _ in range(NUM_TRIALS):
+        cache = make_cache()
+        with CtrlC(rng.randint(1, counted.num_lines)) as ctrl_c, suppress(KeyboardInterrupt):
+            work(cache)
+        for asked, wanted in zip(others, alone[1:], strict=True):
+            cache.crop(min(prompt.shape[1] - 1, cache._rows.length))
+            assert model.generate(asked, past_key_values=cache, **options).tolist() == wanted, ctrl_c.place
+        cache.release()
+        for asked, wanted in zip(long, answers, strict=True):
+            with KVPageCache(cache._pool, asked) as other:
+                assert model.generate(asked, past_key_values=other, **options).tolist() == wanted, ctrl_c.place
+        manager = cache._pool.manager
+        manager.check()
+        assert manager.num_free_blocks == manager.num_blocks, ctrl_c.place
 
 
 # --- HeldInterrupts --------------------------------------------------------------------------------------------------
@@ -307,9 +356,58 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
         with HeldInterrupts(), interruptible():
             seen.append(signal.getsignal(signal.SIGINT))
 
-    with HeldInterrupts() as held:
+    with HeldInterrupts():
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert isinstance(seen.pop(), HeldInterrupts) and held is None
+        assert seen.pop() is signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert uninterrupted(max)(3, 5) == 5 and uninterrupted(make_engine).__name__ == "make_engine"
+
+
+def test_a_handler_that_was_put_in_its_place_stays() -> None:
+    with HeldInterrupts():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interruptible():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_handler_that_outlives_its_block_is_pythons() -> None:
+    """As a debugger keeps it and puts it back, or another signal's handler that raises."""
+    with HeldInterrupts():
+        kept = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, kept)
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    done = []
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+        press()
+        done.append(1)
+    assert done == [1]
+
+
+def test_a_child_of_a_fork_is_not_held() -> None:
+    with HeldInterrupts():
+        child = os.fork()
+        if not child:
+            try:
+                press()
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_without_pythons_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Python was begun by another program, in another thread: nothing is held, and nothing fails."""
+
+    def run() -> None:
+        monkeypatch.setattr(threading, "main_thread", threading.current_thread)
+        with HeldInterrupts(), interruptible():
+            done.append(1)
+
+    done = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == [1]

@@ -627,6 +627,59 @@ def test_a_forward_after_one_that_raised() -> None:
     check_drained(pool)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt("broken")])
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"])
+def test_other_tokens_after_a_forward_that_did_not_end(where: str, error: BaseException) -> None:
+    """As many of them: they are written as theirs, and what was not computed is found by nobody. torch calls no hooks
+    behind KeyboardInterrupt.
+    """
+    pool, ids = make_pool("llama"), rows_of(*make_prompts([2 * B + 2]))
+    ended, other, more = rows_of([7, 8, 9]), rows_of([3, 4, 5]), rows_of([1, 2, 6])
+    model = model_of("llama")
+
+    def breaks(module: torch.nn.Module, args: tuple) -> None:
+        hook.remove()
+        raise error
+
+    with KVPageCache(pool, ids) as cache:
+        logits_of("llama", ids, cache)
+        hook = model.get_submodule(where).register_forward_pre_hook(breaks)
+        with pytest.raises(type(error), match="broken"):
+            logits_of("llama", ended, cache)
+        found = logits_of("llama", other, cache)
+        assert cache.get_seq_length() == 2 * B + 5
+        torch.testing.assert_close(found, logits_of("llama", torch.cat([ids, other], 1))[:, -3:], rtol=1e-4, atol=1e-5)
+        logits_of("llama", more, cache)
+    for tokens, num_found in ((ended, 2 * B + 2), (other, 2 * B + 7)):
+        asked = torch.cat([ids, tokens, more], 1)
+        with KVPageCache(pool, asked) as cache:
+            assert cache.get_seq_length() == num_found
+            assert torch.equal(generate("llama", asked, cache), generate("llama", asked))
+    check_drained(pool)
+
+
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"])
+def test_a_generate_that_was_interrupted_goes_on_from_a_crop(where: str) -> None:
+    pool, ids = make_pool("llama"), rows_of(*make_prompts([2 * B + 2]))
+    calls = []
+
+    def breaks(module: torch.nn.Module, args: tuple) -> None:
+        calls.append(module)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    with KVPageCache(pool, ids) as cache:
+        hook = model_of("llama").get_submodule(where).register_forward_pre_hook(breaks)
+        with pytest.raises(KeyboardInterrupt):
+            generate("llama", ids, cache)
+        hook.remove()
+        cache.crop(ids.shape[1] + 1)
+        known = generate("llama", ids)[:, : ids.shape[1] + 1]
+        asked = torch.cat([known, rows_of([5])], 1)
+        assert torch.equal(generate("llama", asked, cache), generate("llama", asked))
+    check_drained(pool)
+
+
 def broken(module: torch.nn.Module, args: tuple) -> None:
     raise RuntimeError("broken")
 

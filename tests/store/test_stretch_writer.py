@@ -199,28 +199,33 @@ class Short:
         return os.pwrite(fd, data[: [0, 1, (len(data) + 1) // 2, len(data)][kind]], offset)
 
 
-def with_pwritev(replacement: str, test: str) -> None:
-    """Runs a test of this file with another pwritev than the system's, in a process of its own."""
+def with_pwritev(folder: Path, replacement: str, test: str) -> None:
+    """Runs a test of this file with another pwritev than the system's, in a process of its own. folder: where it runs,
+    since Python would look for kvpage there.
+    """
     if pwritev_hook.missing():
         pytest.skip(pwritev_hook.missing())
     here = Path(__file__).parent
     folders = [str(here), str(here.parent), str(here.parent / "reliability")]
     code = f"import sys; sys.path[:0] = {folders}; import test_stretch_writer as t; "
     code += f"t.pwritev_hook.PWRITEV.write = {replacement}; t.{test}; assert t.pwritev_hook.PWRITEV.num_calls"
-    done = subprocess.run([sys.executable, "-c", code], env=pwritev_hook.environment(), capture_output=True, text=True)
+    command, environment = [sys.executable, "-c", code], pwritev_hook.environment()
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_short_writes_go_on(tmp_path: Path, num_threads: int) -> None:
     runs = "t.cut(t.random.Random(3), 13 * t.PIECE, 90_000)"
-    with_pwritev("t.Short()", f"check(t.Path({str(tmp_path / 'f')!r}), 4096, 99, {runs}, t.PIECE, 9, {num_threads})")
+    with_pwritev(
+        tmp_path, "t.Short()", f"check(t.Path({str(tmp_path / 'f')!r}), 4096, 99, {runs}, t.PIECE, 9, {num_threads})"
+    )
 
 
 def test_a_file_that_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     call = f"fails(t.os.open({str(tmp_path / 'f')!r}, t.os.O_WRONLY), t.errno.EIO)"
-    with_pwritev("lambda fd, data, offset: 0", call)
+    with_pwritev(tmp_path, "lambda fd, data, offset: 0", call)
 
 
 # --- arguments ---
