@@ -24,7 +24,7 @@ from kvpage.block_space import HostPolicy
 from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig
 from kvpage.events import EventConfig
-from kvpage.interrupts import HeldInterrupts, uninterrupted
+from kvpage.interrupts import HeldInterrupts, made_or_undone, uninterrupted
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
@@ -247,15 +247,8 @@ class Engine:
         and segments that are no lengths, longer than the prompt, or neither given nor found by the BlendConfig;
         TypeError for params, an id or a namespace of another type.
         """
-        request = None
-        try:
-            with HeldInterrupts():
-                request = self._add(Prompt(tokens, params, request_id, namespace, blend, segments))
-            return request.request_id
-        except KeyboardInterrupt:  # nobody would know of it
-            if request:
-                self._loop.drop(request)
-            raise
+        prompt = Prompt(tokens, params, request_id, namespace, blend, segments)
+        return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
         """Computes each by itself, and keeps it: a segment that knows of no context serves in all of them. What is kept

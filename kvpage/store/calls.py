@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpage.interrupts import HeldInterrupts, interruptible
 from kvpage.own_process import OwnProcess
 
 P = ParamSpec("P")
@@ -42,16 +43,15 @@ class Calls:
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuses calls from now on, and waits for those under way. False if it was closed before, and in a forked
+        """Refuses calls from now on, and waits for those under way, as often as it is called. False in a forked
         process.
         """
         if not self._process.is_here:
             return False
         with self._changed:
-            if self._is_closed:
-                return False
             self._is_closed = True
-            self._changed.wait_for(lambda: self._num_under_way == 0)
+            with interruptible():
+                self._changed.wait_for(lambda: self._num_under_way == 0)
         return True
 
     def __enter__(self) -> None:
@@ -70,11 +70,13 @@ S = TypeVar("S", bound=HasCalls)
 
 
 def one_call(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that counts as a call of its owner while it runs."""
+    """A method that counts as a call of its owner while it runs. Ctrl-C is raised behind it: what threads still write
+    for it is somebody's blocks.
+    """
 
     @functools.wraps(method)
     def counted(self: S, *args: P.args, **named: P.kwargs) -> T:
-        with self.calls:
+        with HeldInterrupts(), self.calls:
             return method(self, *args, **named)
 
     return counted

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from kvpage.interrupts import interruptible
 from kvpage.started_pool import started_pool
 
 T = TypeVar("T")
@@ -57,8 +58,9 @@ class ChunkThreads:
     def drain(self) -> None:
         """Until nothing is left in the background."""
         while pending := self._left():
-            for future in pending:
-                future.exception()
+            with interruptible():
+                for future in pending:
+                    future.exception()
 
     def close(self) -> None:
         self._worker.shutdown()

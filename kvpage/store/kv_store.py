@@ -8,6 +8,7 @@
 Every read gives nothing, or exactly what was stored under that key. A tier's trouble is a miss, never an exception.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.interrupts import made_or_undone, uninterrupted
 from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.store.block_io import BlockChunks, ChunkPlans
 from kvpage.store.block_load import BlockLoad
@@ -67,6 +69,7 @@ class KVStore:
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._plans = ChunkPlans()
         self.calls = Calls("the store")
+        self._closing, self._is_closed = threading.Lock(), False
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
@@ -188,7 +191,6 @@ class KVStore:
         self._tiers.count(hit_tokens=loaded - start)
         return loaded
 
-    @one_call
     def load_layers(
         self,
         tokens: Tokens,
@@ -200,8 +202,8 @@ class KVStore:
         """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
         blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
         """
-        load = self._load(tokens, engine, block_table, start, namespace)
-        return load.by_layers(self._tiers, self.calls)
+        load = tokens, engine, block_table, start, namespace
+        return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -210,12 +212,9 @@ class KVStore:
         """How many leading tokens the store has, or had a moment ago."""
         return self._lookup(self._checked(tokens, namespace), namespace)
 
-    @one_call
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
         """Keeps what `lookup` would find until the pin is released; in remote tiers by fetching it."""
-        array = self._checked(tokens, namespace)
-        readers = [reader for _, reader in self._tiers.open_leading(self._keys.of(array, namespace))]
-        return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
+        return made_or_undone(lambda: self._pin(tokens, namespace), Pin.release)
 
     def unpin(self, pin: Pin) -> None:
         """Twice is fine."""
@@ -241,13 +240,17 @@ class KVStore:
         self.calls.check()
         return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
 
+    @uninterrupted
     def close(self) -> None:
         """Waits for the calls and the loads of layers that are under way, flushes, and closes the tiers. Twice is fine;
         anything but `stats` and `unpin` afterwards, and meanwhile, raises ValueError. In a forked process nothing
         happens: the tiers are the parent's.
         """
         if self.calls.close():
-            self._tiers.close()
+            with self._closing:
+                if not self._is_closed:
+                    self._tiers.close()
+                    self._is_closed = True
 
     def __enter__(self) -> "KVStore":
         return self
@@ -275,6 +278,16 @@ class KVStore:
             return self._kinds.of(keys[index], made.shape, namespace), made
 
         return self._tiers.put(keys, record, skip_existing)
+
+    @one_call
+    def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
+        array = self._checked(tokens, namespace)
+        readers = [reader for _, reader in self._tiers.open_leading(self._keys.of(array, namespace))]
+        return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
+
+    @one_call
+    def _begin_layers(self, *load: Any) -> LayerLoad:
+        return self._load(*load).by_layers(self._tiers, self.calls)
 
     def _load(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvpage.interrupts import uninterrupted
 from kvpage.store.tier import Reader
 
 
@@ -12,6 +13,7 @@ class Pin:
         self.num_tokens = num_tokens
         self._readers = list(readers)
 
+    @uninterrupted
     def release(self) -> None:
         """Twice is fine."""
         for reader in self._readers:

@@ -6,19 +6,16 @@ import gc
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
+from ctrl_c import CtrlC
 from serving.models import generate_each, make_model, make_prompts
 
-import kvpage
 from kvpage import CacheConfig
 from kvpage.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.serving import (
@@ -34,13 +31,11 @@ from kvpage.store.memory import MemoryTier
 
 B, MAX_TOKENS = 4, 5
 NUM_TRIALS = 8
-ROOT = str(Path(kvpage.__file__).parent)
 STEM = make_prompts([4 * B + 2], seed=3)[0]
 PROMPTS = [STEM + tail for tail in make_prompts([1, 3, B + 1, 2 * B], seed=4)] + make_prompts([5 * B, 2], seed=5)
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 DRAWN = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=2)
 BEAMS = BeamSearchParams(max_tokens=3, num_beams=3)
-WITH = {"__enter__", "__exit__"}  # between whose lines and those of the block Ctrl-C may always come
 needs_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
 )
@@ -53,33 +48,6 @@ def pythons_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-class CtrlC:
-    """Counts the lines of kvpage's Python that are run inside; at the nth, Ctrl-C."""
-
-    def __init__(self, nth: int | None = None) -> None:
-        self.nth, self.num_lines = nth, 0
-        self.place = ""
-
-    def __enter__(self) -> "CtrlC":
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable | None:
-        if not frame.f_code.co_filename.startswith(ROOT):
-            return None
-        if event == "line" and frame.f_code.co_name not in WITH:
-            self.num_lines += 1
-            if self.num_lines == self.nth:
-                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
 
 
 def make_engine(**options: object) -> Engine:

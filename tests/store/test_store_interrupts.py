@@ -1,0 +1,134 @@
+"""Ctrl-C amid the calls of a KVStore: no thread writes into the caller's tensors afterwards, no record stays pinned,
+and the store works and closes.
+"""
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ctrl_c import CtrlC
+from store_engines import TOKENS, C, make_engine, tokens_of
+
+from kvpage import CacheEngine
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.calls import Calls
+from kvpage.store.disk import SLOT_BYTES, DiskTier
+from kvpage.store.memory import MemoryTier
+
+NUM_TRIALS = 50
+TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
+MEMORY_BYTES = 1 << 14  # fewer than are stored
+
+pytestmark = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
+)
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler() -> Iterator[None]:
+    """Which a process that was begun in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Subject:
+    """A store of two tiers, and an engine whose K and V go there and come back."""
+
+    def __init__(self, path: Path) -> None:
+        self.source, self.target = make_engine(seed=1), make_engine(seed=2)
+        disk = DiskTier([path], 64 * SLOT_BYTES, segment_bytes=32 * SLOT_BYTES)
+        self.memory = MemoryTier(MEMORY_BYTES, pin_memory=False)
+        config = KVStoreConfig(C, num_threads=2)
+        self.store = KVStore(config, metadata_of(self.source, "m"), [self.memory, disk])
+
+    def work(self) -> None:
+        store, wanted = self.store, tokens_of(self.source, TABLE, 0, len(TOKENS))
+        store.store_blocks(TOKENS, self.source, TABLE)
+        store.store(TOKENS[:C], store.retrieve(TOKENS[:C], return_tuple=False)[0], skip_existing=False).result()
+        store.flush()
+        with store.pin(TOKENS) as pin:
+            assert pin.num_tokens == store.lookup(TOKENS) == len(TOKENS)
+        for load in (self.load_blocks, self.load_layers):
+            load()
+            assert torch.equal(tokens_of(self.target, OTHER, 0, len(TOKENS)), wanted)
+            fill(self.target)
+        store.remove(TOKENS)
+        assert store.lookup(TOKENS) == 0
+
+    def load_blocks(self) -> None:
+        assert self.store.load_blocks(TOKENS, self.target, OTHER) == len(TOKENS)
+
+    def load_layers(self) -> None:
+        with self.store.load_layers(TOKENS, self.target, OTHER) as load:
+            assert load.result() == len(TOKENS)
+
+    def check(self, place: str) -> None:
+        fill(self.target)
+        before = tokens_of(self.target, OTHER, 0, len(TOKENS)).clone()
+        self.memory.check()
+        assert not any(entry.num_readers for entry in self.memory._entries.values()), place
+        assert torch.equal(tokens_of(self.target, OTHER, 0, len(TOKENS)), before), place
+        self.work()
+        closing = threading.Thread(target=self.store.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), place
+
+
+def press() -> None:
+    """As the terminal does; the main thread may be waiting."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def fill(engine: CacheEngine) -> None:
+    for layer in engine.gpu_cache:
+        layer.fill_(3)
+
+
+def test_the_store_works_and_closes_after_ctrl_c(tmp_path: Path) -> None:
+    rng, num_raised, num_lines = random.Random(0), 0, 0
+    for trial in range(NUM_TRIALS + 2):  # the first runs what is run once in a process, the second is counted
+        subject = Subject(tmp_path / str(trial))
+        with CtrlC(rng.randint(1, num_lines) if num_lines else None) as ctrl_c:
+            try:
+                subject.work()
+            except KeyboardInterrupt:
+                num_raised += 1
+        num_lines = num_lines or (ctrl_c.num_lines if trial else 0)
+        subject.check(ctrl_c.place)
+    assert num_raised > NUM_TRIALS / 2  # threads decide how many lines there are
+
+
+def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
+    calls = Calls("the store")
+    calls.enter()
+    timer = threading.Timer(0.05, press)
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        calls.close()
+    with pytest.raises(ValueError, match="closed"):
+        calls.enter()
+    calls.leave()
+    assert calls.close() and calls.close()
+
+
+def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
+    """While it waits for what is written in the background."""
+    subject = Subject(tmp_path / "s")
+    begun, go = threading.Event(), threading.Event()
+    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    begun.wait()
+    timer = threading.Timer(0.05, press)
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        subject.store.close()
+    go.set()
+    subject.store.close()
+    subject.store.close()
+    with pytest.raises(ValueError, match="closed"):
+        subject.store.lookup(TOKENS)
