@@ -1,8 +1,10 @@
 """ForwardHooks: tell a cache which forwards of a model are given it, with what, and when they end."""
 
 import inspect
+import sys
 import weakref
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,20 +17,18 @@ from kvpage.serving.forward_inputs import named_arguments
 class ForwardListener(Protocol):
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward has begun, and its last K and V are yet to come."""
+        """Whether a forward has begun whose call is on the stack still: see is_on_stack."""
 
-    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
-        """The model has been called with the listener as its past_key_values. What this raises, the call raises."""
-
-    @property
-    def has_written(self) -> bool:
-        """Whether K and V of the forward under way have come already."""
+    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
+        """The model has been called with the listener as its past_key_values, by torch in that frame. What this raises,
+        the call raises.
+        """
 
     def finish_forward(self) -> None:
         """The call has returned."""
 
     def end_forward(self) -> None:
-        """The call has raised, or was interrupted some time ago. Again is fine."""
+        """The call has raised. Again is fine."""
 
 
 class ForwardHooks:
@@ -41,8 +41,7 @@ class ForwardHooks:
     def __init__(self, model: PreTrainedModel, listener: ForwardListener) -> None:
         self._listener = weakref.ref(listener)
         self._handles: list[RemovableHandle] = []
-        self._outermost: torch.nn.Module | None = None  # of the last forward; and its input_ids:
-        self._tokens: weakref.ref[torch.Tensor] | None = None
+        self._outermost: torch.nn.Module | None = None  # of the last forward
         modules = {id(module): module for module in (model, model.base_model, model.get_decoder())}
         for module in modules.values():
             if module is not None:
@@ -53,37 +52,25 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _is_within(self, module: torch.nn.Module, tokens: torch.Tensor | None) -> bool:
-        """Whether it is called by the outermost, of the forward that has begun: with the same tokens, or embedded
-        ones.
-        """
-        if module is self._outermost:
-            return False
-        begun = self._tokens() if self._tokens else None
-        return tokens is None or tokens is begun or (begun is not None and torch.equal(tokens, begun))
-
     def _hook(self, module: torch.nn.Module) -> None:
         signature = inspect.signature(module.forward)
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             listener = self._listener()
-            if listener is None:
+            if listener is None or listener.is_in_forward:
                 return
             arguments = named_arguments(signature, args, kwargs)
             is_given = arguments.get("past_key_values") is listener
-            if not is_given:
-                return
-            tokens = arguments.get("input_ids")
-            if listener.is_in_forward:
-                if not listener.has_written and self._is_within(module, tokens):
-                    return
-                listener.end_forward()  # torch calls no hooks behind KeyboardInterrupt
-            self._outermost, self._tokens = module, None if tokens is None else weakref.ref(tokens)
-            listener.begin_forward(arguments)
+            if is_given:
+                self._outermost = module
+                listener.begin_forward(arguments, sys._getframe(1))
 
-        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             listener = self._listener()
             if listener is None:
+                return
+            is_given = named_arguments(signature, args, kwargs).get("past_key_values") is listener
+            if not is_given:
                 return
             if output is None:  # it has raised
                 listener.end_forward()
@@ -91,4 +78,12 @@ class ForwardHooks:
                 listener.finish_forward()
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+
+def is_on_stack(frame: FrameType) -> bool:
+    """Whether its call has not ended. torch calls hooks behind Exceptions, and none behind KeyboardInterrupt."""
+    found: FrameType | None = sys._getframe(1)
+    while found is not None and found is not frame:
+        found = found.f_back
+    return found is not None

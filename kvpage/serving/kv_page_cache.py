@@ -4,7 +4,7 @@ import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from kvpage.errors import OutOfBlocks
 from kvpage.interrupts import HeldInterrupts, uninterrupted
 from kvpage.sequence_args import as_integer, check_namespace
 from kvpage.serving.cached_rows import CachedRows, RowSlots, TokenRows
-from kvpage.serving.forward_hooks import ForwardHooks
+from kvpage.serving.forward_hooks import ForwardHooks, is_on_stack
 from kvpage.serving.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
 from kvpage.tensor_args import as_indices, as_numbers
 
@@ -50,7 +50,7 @@ class KVPageCache(Cache):
     It has to be released, by `with` or `release`; one that is merely forgotten gives its blocks back when the pool's
     next cache is made. Until then it listens to the model's forward, for the tokens that K and V are of. A forward that
     raises is as if it had not been; what was computed before it stays, here and, after the release, for others to find.
-    So is one that Ctrl-C ends, from the next forward or `crop` on. Not thread-safe: a pool and its caches, one thread.
+    Ctrl-C is no exception. Not thread-safe: a pool and its caches, one thread.
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
@@ -120,7 +120,7 @@ class KVPageCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that the layer holds of each row; those that were found count from the start."""
-        step = self._step
+        step = self._current()
         if step is None:
             return self._rows.length
         return step.slots.start if layer_idx in step.layers_left else step.slots.end
@@ -139,7 +139,7 @@ class KVPageCache(Cache):
         OutOfBlocks, and nothing is removed, where that needs a copy of a block that others may read and there is none.
         """
         length, num_tokens = self._rows.length, as_integer("num_tokens", num_tokens)
-        self._step = None  # of a forward that was interrupted
+        self._current()
         if num_tokens > 0 or (num_tokens == 0 and _CROPS_TO_LENGTH):
             self._rows.crop(min(num_tokens, length))
         else:
@@ -164,7 +164,7 @@ class KVPageCache(Cache):
 
     def reset(self) -> None:
         """Forgets all rows: the next forward begins anew, with as many as it has."""
-        self._step = None
+        self._current()
         self._rows.release()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -216,14 +216,10 @@ class KVPageCache(Cache):
 
     @property
     def is_in_forward(self) -> bool:
-        return self._step is not None
-
-    @property
-    def has_written(self) -> bool:
-        return self._step is not None and len(self._step.layers_left) < len(self._pool.layers)
+        return self._current() is not None
 
     @uninterrupted
-    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
+    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
         """Room for the tokens that the model is about to compute. All checks come before any change."""
         rows = self._rows
         tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
@@ -238,7 +234,7 @@ class KVPageCache(Cache):
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
         try:
-            self._step = _Step(tokens, rows.begin(tokens, start), set(self._pool.layers))
+            self._step = _Step(tokens, rows.begin(tokens, start), set(self._pool.layers), repeats, call)
         except OutOfBlocks:
             rows.select(range(0, len(rows), repeats))
             raise
@@ -251,12 +247,21 @@ class KVPageCache(Cache):
         self._step = None
 
     def end_forward(self) -> None:
-        self._step = None
+        """It is as if it had not been."""
+        step, self._step = self._step, None
+        if step and step.repeats > 1:
+            self._rows.select(range(0, len(self._rows), step.repeats))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    def _current(self) -> "_Step | None":
+        """Of the forward that is under way. One that Ctrl-C has ended is ended here."""
+        if self._step and not is_on_stack(self._step.call):
+            self.end_forward()
+        return self._step
+
     def _select(self, indices: list[int]) -> None:
-        self._step = None
+        self._current()
         self._rows.select(indices)
 
     def _hide(self, is_whole: list[bool]) -> None:
@@ -272,7 +277,7 @@ class KVPageCache(Cache):
         self._rows.hide(hidden)
 
     def _checked_step(self, key_states: torch.Tensor, layer_idx: int) -> "_Step":
-        step = self._step
+        step = self._current()
         if step is None or layer_idx not in step.layers_left:
             raise ValueError(
                 f"K and V of layer {layer_idx} must come from a forward of the pool's model, once each, before release"
@@ -299,8 +304,10 @@ class Held:
 
 @dataclass(slots=True)
 class _Step:
-    """A forward that is under way."""
+    """A forward that is under way. repeats: rows that it has made of each. call: torch's frame, which ends with it."""
 
     tokens: TokenRows
     slots: RowSlots
     layers_left: set[int]
+    repeats: int
+    call: FrameType

@@ -69,7 +69,7 @@ class KVStore:
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._plans = ChunkPlans()
         self.calls = Calls("the store")
-        self._closing, self._is_closed = threading.Lock(), False
+        self._closing, self._is_closed = threading.RLock(), False
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
@@ -248,9 +248,10 @@ class KVStore:
         """
         if self.calls.close():
             with self._closing:
-                if not self._is_closed:
-                    self._tiers.close()
+                self._tiers.drain()
+                if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
                     self._is_closed = True
+                    self._tiers.close()
 
     def __enter__(self) -> "KVStore":
         return self

@@ -196,8 +196,12 @@ class TierStack:
                 self.copies.settle(at)
                 self.ask(one, one.tier.clear)
 
-    def flush(self, sync: bool) -> None:
+    def drain(self) -> None:
+        """Until nothing is written in the background."""
         self.threads.drain()
+
+    def flush(self, sync: bool) -> None:
+        self.drain()
         for one in self.tiers:
             self.ask(one, one.tier.flush, sync)
 

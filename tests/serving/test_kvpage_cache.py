@@ -4,7 +4,7 @@ import copy
 import functools
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -678,6 +678,105 @@ def test_a_generate_that_was_interrupted_goes_on_from_a_crop(where: str) -> None
         asked = torch.cat([known, rows_of([5])], 1)
         assert torch.equal(generate("llama", asked, cache), generate("llama", asked))
     check_drained(pool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("others_between", [False, True])
+def test_a_turn_that_did_not_end_is_taken_again(where: str, error: type, is_padded: bool, others_between: bool) -> None:
+    """With nothing done to the cache, the same turn or a longer one; also where the model has worked for others since."""
+    pool, model = make_pool("llama"), model_of("llama")
+    for num_more in (0, 5):
+        prompt, turn, more = make_prompts([9, 5, 5], seed=3)
+        ids = rows_of(prompt)
+        mask = torch.ones_like(ids)
+        mask[:, : 2 * is_padded] = 0
+        with KVPageCache(pool, ids, mask) as cache:
+            ids = torch.cat([generate("llama", ids, cache, attention_mask=mask, max_new_tokens=4), rows_of(turn)], 1)
+            mask = torch.cat([mask, mask.new_ones(1, 4 + len(turn))], 1)
+            hook = model.get_submodule(where).register_forward_pre_hook(raises(error))
+            with pytest.raises(error, match="broken"):
+                generate("llama", ids, cache, attention_mask=mask)
+            hook.remove()
+            if others_between:
+                generate("llama", rows_of(prompt[:4]))
+            assert cache.get_seq_length() == 9 + 4 - 1
+            ids = torch.cat([ids, rows_of(more[:num_more])], 1) if num_more else ids
+            mask = torch.cat([mask, mask.new_ones(1, num_more)], 1)
+            found = generate("llama", ids, cache, attention_mask=mask)
+            assert torch.equal(found, generate("llama", ids, attention_mask=mask))
+    check_drained(pool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_inner_module_after_a_forward_that_did_not_end(error: type) -> None:
+    pool, model, ids = make_pool("llama"), model_of("llama"), rows_of(*make_prompts([9]))
+    with KVPageCache(pool, ids) as cache, torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        hook = model.model.embed_tokens.register_forward_pre_hook(raises(error))
+        with pytest.raises(error, match="broken"):
+            model(ids[:, -1:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="text only"):
+            model.model(inputs_embeds=model.model.embed_tokens(ids[:, -1:]), past_key_values=cache)
+        found = model.model(ids[:, -1:], past_key_values=cache).last_hidden_state
+        assert cache.get_seq_length() == 9
+        wanted = model.model(ids).last_hidden_state
+        torch.testing.assert_close(found, wanted[:, -1:], rtol=1e-4, atol=1e-5)
+    check_drained(pool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_that_did_not_end_leaves_no_rows(error: type) -> None:
+    """That it has made for its answers."""
+    pool, ids = make_pool("llama"), rows_of(*make_prompts([9]))
+    with KVPageCache(pool, ids) as cache:
+        hook = model_of("llama").lm_head.register_forward_pre_hook(raises(error))
+        with pytest.raises(error, match="broken"):
+            generate("llama", ids, cache, num_beams=3)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
+    check_drained(pool)
+
+
+def test_a_cache_forgotten_in_a_forward_that_did_not_end() -> None:
+    """The frame of the call keeps it alive until the garbage collector comes."""
+    pool, ids = make_pool("llama"), rows_of(*make_prompts([9]))
+    cache = KVPageCache(pool, ids)
+    hook = model_of("llama").lm_head.register_forward_pre_hook(raises(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        generate("llama", ids, cache)
+    hook.remove()
+    del cache
+    gc.collect()
+    assert len(pool.forgotten) == 1
+    KVPageCache(pool, ids).release()
+    check_drained(pool)
+
+
+def test_a_model_called_by_a_hook_of_its_own_forward() -> None:
+    """Without the cache: it neither ends nor counts for the cache's forward."""
+    pool, model, ids = make_pool("llama"), model_of("llama"), rows_of(*make_prompts([9]))
+
+    def calls(module: torch.nn.Module, args: tuple) -> None:
+        hook.remove()
+        model(ids[:, :3])
+
+    with KVPageCache(pool, ids) as cache, torch.no_grad():
+        hook = model.model.layers[1].register_forward_pre_hook(calls)
+        found = model(ids, past_key_values=cache).logits
+        assert cache.get_seq_length() == 9
+        torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
+    check_drained(pool)
+
+
+def raises(error: type) -> Callable[[torch.nn.Module, tuple], None]:
+    def hook(module: torch.nn.Module, args: tuple) -> None:
+        raise error("broken")
+
+    return hook
 
 
 def broken(module: torch.nn.Module, args: tuple) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ctrl_c import CtrlC
 from store_engines import TOKENS, C, make_engine, tokens_of
+from waiting import until
 
 from kvpage import CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
@@ -107,14 +108,35 @@ def test_the_store_works_and_closes_after_ctrl_c(tmp_path: Path) -> None:
 def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
     calls = Calls("the store")
     calls.enter()
-    timer = threading.Timer(0.05, press)
+
+    def press_when_closing() -> None:
+        until(lambda: calls._is_closed)
+        press()
+
     with pytest.raises(KeyboardInterrupt):
-        timer.start()
+        threading.Thread(target=press_when_closing).start()
         calls.close()
     with pytest.raises(ValueError, match="closed"):
         calls.enter()
     calls.leave()
     assert calls.close() and calls.close()
+
+
+def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As one of SIGTERM does."""
+    subject = Subject(tmp_path / "s")
+    begun, go = threading.Event(), threading.Event()
+    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    begun.wait()
+    handler = signal.signal(signal.SIGUSR1, lambda *call: go.set() or subject.store.close())
+    timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
+    try:
+        timer.start()
+        subject.store.close()
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert not caplog.records
 
 
 def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
