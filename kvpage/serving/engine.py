@@ -70,8 +70,8 @@ class Engine:
     """A serving loop over one model. Make it by `from_model`. Not thread-safe: one engine, one thread. A forked process
     needs one of its own: there, whatever computes raises RuntimeError.
 
-    It owns the cache tensors and the block manager; the model stays the caller's, between two steps as it was. Ctrl-C is
-    raised while the model computes, or between two steps, and costs nothing but what the call would have returned.
+    It owns the cache tensors and the block manager; the model stays the caller's, between two steps as it was. Ctrl-C
+    is raised while the model computes, or between two steps, and costs nothing but what the call would have returned.
     """
 
     def __init__(
