@@ -685,7 +685,7 @@ def test_a_generate_that_was_interrupted_goes_on_from_a_crop(where: str) -> None
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("others_between", [False, True])
 def test_a_turn_that_did_not_end_is_taken_again(where: str, error: type, is_padded: bool, others_between: bool) -> None:
-    """With nothing done to the cache, the same turn or a longer one; also where the model has worked for others since."""
+    """With nothing done to the cache: the same one, or a longer. The model may have worked for others meanwhile."""
     pool, model = make_pool("llama"), model_of("llama")
     for num_more in (0, 5):
         prompt, turn, more = make_prompts([9, 5, 5], seed=3)
