@@ -5,12 +5,11 @@ and the store works and closes.
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from ctrl_c import CtrlC
+from ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
 from store_engines import TOKENS, C, make_engine, tokens_of
 from waiting import until
 
@@ -23,18 +22,6 @@ from kvpage.store.memory import MemoryTier
 NUM_TRIALS = 50
 TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
 MEMORY_BYTES = 1 << 14  # fewer than are stored
-
-pytestmark = pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
-)
-
-
-@pytest.fixture(autouse=True)
-def pythons_handler() -> Iterator[None]:
-    """Which a process that was begun in the background lacks."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class Subject:
