@@ -1,7 +1,8 @@
 """Builds kvpage._C with CMake. Metadata lives in pyproject.toml; `kernels/` is installed as kvpage.kernels, the
 scripts in `benchmarks/` as kvpage.benchmarks, which `kvpage bench` runs.
 
-Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA architectures), CMAKE_ARGS (passed on).
+Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA architectures; by default those of the GPUs
+that are here, without one all from 8.0 on), CMAKE_ARGS (passed on). `pip install -v .` shows what is compiled.
 """
 
 import os

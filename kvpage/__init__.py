@@ -3,6 +3,12 @@
 Importing it needs neither a GPU nor Triton nor transformers.
 """
 
+import sys
+
+from kvpage.source_folder import usable_path
+
+__path__ = usable_path(__path__, sys.path)
+
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
 from kvpage._C import BlockPool, Match, PrefixTree

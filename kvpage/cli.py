@@ -16,8 +16,20 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(store_app, name="store")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from kvpage import __version__
+
+        print(f"kvpage {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def kvpage() -> None:
+def kvpage(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """The paged KV cache of a language-model server."""
 
 
@@ -98,10 +110,13 @@ def replay(
     hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
     policy: Annotated[str, typer.Option(help="of copies to the host: on_eviction or at_once")] = "on_eviction",
     outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
-    prefill: Annotated[float, typer.Option(help="tokens a second that prefill computes")] = 10_000.0,
+    prefill: Annotated[
+        float | None,
+        typer.Option(help="tokens a second that prefill computes; with it, times are shown"),
+    ] = None,
     bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
     sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
-    plot: Annotated[Path | None, typer.Option(help="where to draw")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to draw; of a sweep, kvpage-replay.png by default")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
     """Drives pool, tree and tiers with a production trace: what would so much memory find again?"""
@@ -135,8 +150,11 @@ def replay(
         print(report.as_json(configs, reports))
     else:
         report.show(configs, reports, Console())
+    if plot is None and swept:
+        plot = Path("kvpage-replay.png")
     if plot:
         report.plot(swept, configs, reports, plot)
+        Console(stderr=True).print(f"drawn: {plot}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvpage.config import CacheConfig, DeviceConfig
+from kvpage.demo_text import show_answers, tier_in_words
 from kvpage.serving import Engine, RequestOutput, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
@@ -99,6 +100,8 @@ def run(options: DemoOptions, console: Console) -> bool:
     if store:
         show_store(engine, store, options, console)
     num_equal, num_compared = compare(model, record.outputs, options, console)
+    if options.model is not None:  # random weights have nothing to say
+        show_answers(record.outputs, tokenizer, console)
     show(engine, record, console)
     draw(record, options)
     console.print(f"blocks over time: {options.plot}")
@@ -138,7 +141,7 @@ def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Co
         f"would have been computed; {computed} were"
     )
     store.flush(sync=True)
-    console.print(f"kept there: {store.stats().tiers[0]}")
+    console.print(f"kept there: {tier_in_words(store.stats().tiers[0])}")
     store.close()
 
 

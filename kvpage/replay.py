@@ -46,7 +46,9 @@ class ReplayConfig:
     with_outputs: generated tokens occupy blocks while their request runs. They are never found: a trace does not name
         them.
     block_bytes: of one block in all layers; 0: no volumes, no loading times.
-    prefill_tokens_per_second, host_bytes_per_second: for the times to first token.
+    prefill_tokens_per_second: what one such machine computes; None: no times to first token. A trace of a whole fleet
+        asks for more than one machine has: then requests queue without end.
+    host_bytes_per_second: how fast blocks come from the host, for the times to first token.
     """
 
     device_blocks: int
@@ -56,7 +58,7 @@ class ReplayConfig:
     policy: str = "on_eviction"
     with_outputs: bool = False
     block_bytes: int = 0
-    prefill_tokens_per_second: float = 10_000.0
+    prefill_tokens_per_second: float | None = None
     host_bytes_per_second: float = 50e9
 
     def __post_init__(self) -> None:
@@ -69,8 +71,11 @@ class ReplayConfig:
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         for name in ("prefill_tokens_per_second", "host_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        if self.host_bytes_per_second is None:
+            raise ValueError("host_bytes_per_second must be positive, got None")
 
 
 @dataclass(slots=True)
@@ -81,8 +86,10 @@ class ReplayReport:
     evicted_blocks: left the device, demoted_blocks of them with a copy to the host; lost_host_blocks left the host.
     loaded_bytes, stored_bytes: host to device and back. peak_bytes_per_second: of both, in the busiest minute.
     skipped: requests whose prompt alone is larger than the device tier.
+    computed_tokens: of prompts, what was found nowhere.
     first_token_seconds: of each request, loading and computing, alone on the machine; queued_seconds: the same with
-        what it waits for the requests before it at the trace's pace.
+        what it waits for the requests before it at the trace's pace. Both are empty where the speed of prefill is not
+        given.
     used_blocks: (timestamp, device blocks that hold something, host blocks that do), some hundred points.
     """
 
@@ -91,6 +98,7 @@ class ReplayReport:
     prompt_tokens: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    computed_tokens: int = 0
     evicted_blocks: int = 0
     demoted_blocks: int = 0
     lost_host_blocks: int = 0
@@ -111,6 +119,16 @@ class ReplayReport:
     def bytes_per_second(self) -> float:
         """What the transfers need at the trace's pace, on average."""
         return (self.loaded_bytes + self.stored_bytes) / self.trace_seconds if self.trace_seconds else 0.0
+
+    @property
+    def computed_tokens_per_second(self) -> float:
+        """How fast prefill has to be at least, on average, for the trace's pace."""
+        return self.computed_tokens / self.trace_seconds if self.trace_seconds else 0.0
+
+    @property
+    def busy_share(self) -> float:
+        """Of the trace's time, how much loading and computing fill. Above 1 the queue grows to the end."""
+        return sum(self.first_token_seconds) / self.trace_seconds if self.trace_seconds else 0.0
 
     def percentile(self, name: str, percent: float) -> float:
         """Of first_token_seconds or queued_seconds; 0 without requests."""
@@ -242,11 +260,13 @@ class Replay:
             minute = request.timestamp // 60_000
             self._moved_in_minute[minute] = self._moved_in_minute.get(minute, 0) + loaded + stored
         computed = request.input_length - (num_on_device + num_loaded) * config.block_size
-        seconds = loaded / config.host_bytes_per_second + computed / config.prefill_tokens_per_second
-        arrival = request.timestamp / 1000
-        self._free_at = max(self._free_at, arrival) + seconds
-        report.first_token_seconds.append(seconds)
-        report.queued_seconds.append(self._free_at - arrival)
+        report.computed_tokens += computed
+        if config.prefill_tokens_per_second is not None:
+            seconds = loaded / config.host_bytes_per_second + computed / config.prefill_tokens_per_second
+            arrival = request.timestamp / 1000
+            self._free_at = max(self._free_at, arrival) + seconds
+            report.first_token_seconds.append(seconds)
+            report.queued_seconds.append(self._free_at - arrival)
         if not report.used_blocks or request.timestamp > report.used_blocks[-1][0] + 5_000:
             num_host = self.tree.num_host_cached
             report.used_blocks.append((request.timestamp, config.device_blocks - self.pool.num_free, num_host))

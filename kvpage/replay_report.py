@@ -103,7 +103,7 @@ def _every(count: int, call: Callable[[int], Any]) -> Callable[[], None]:
 def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
     """The numbers of one replay, ready for JSON."""
     share = 1 / report.prompt_tokens if report.prompt_tokens else 0.0
-    return {
+    columns = {
         "device_blocks": config.device_blocks,
         "host_blocks": config.host_blocks,
         "device_gib": config.device_blocks * config.block_bytes / GIB,
@@ -121,11 +121,13 @@ def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
         "stored_gib": report.stored_bytes / GIB,
         "mean_gb_per_second": report.bytes_per_second / 1e9,
         "peak_gb_per_second": report.peak_bytes_per_second / 1e9,
-        "first_token_seconds_p50": report.percentile("first_token_seconds", 50),
-        "first_token_seconds_p99": report.percentile("first_token_seconds", 99),
-        "queued_seconds_p50": report.percentile("queued_seconds", 50),
-        "queued_seconds_p99": report.percentile("queued_seconds", 99),
+        "computed_tokens_per_second": report.computed_tokens_per_second,
     }
+    if config.prefill_tokens_per_second is not None:
+        columns["busy_share"] = report.busy_share
+        for name in ("first_token_seconds", "queued_seconds"):
+            columns |= {f"{name}_p{percent}": report.percentile(name, percent) for percent in (50, 99)}
+    return columns
 
 
 def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Console) -> None:
@@ -140,6 +142,8 @@ def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Cons
             name.replace("_", " "), *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values)
         )
     console.print(table)
+    if any(report.busy_share > 1 for report in reports):
+        console.print("busy share above 1: one machine is too slow for this trace, and its queue grows to the end")
 
 
 def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
@@ -163,7 +167,10 @@ def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayR
 
 def _draw_sweep(axes: Any, sweep: Sweep, columns: Iterable[dict[str, Any]]) -> None:
     rows = list(columns)
-    for name, label in (("hit_rate", "both tiers"), ("device_hit_rate", "device"), ("host_hit_rate", "host")):
+    curves = {"device_hit_rate": "device"}
+    if any(row["host_blocks"] for row in rows):  # else the device's curve would hide the sum of both
+        curves = {"hit_rate": "both tiers", **curves, "host_hit_rate": "host"}
+    for name, label in curves.items():
         axes.plot(sweep.sizes(), [100 * row[name] for row in rows], marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=sweep.name, ylabel="prompt tokens found (%)", title="Hit rate by memory")

@@ -72,27 +72,50 @@ def test_auto_survives_a_broken_compiler(broken, tmp_path):
     nvcc = script(tmp_path / "nvcc", broken)
     done = configure(ROOT, tmp_path / "build", environment(CUDACXX=nvcc), "-DKVPAGE_CUDA=AUTO")
     assert done.returncode == 0, done.stdout
-    assert "-- kvpage: CUDA OFF" in done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
 
 
 def test_auto_without_a_compiler(tmp_path):
     done = configure(ROOT, tmp_path, environment())
     assert done.returncode == 0, done.stdout
-    assert "-- kvpage: CUDA OFF" in done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
 
 
 @needs_nvcc
 def test_cudaarchs_is_honoured(tmp_path):
     done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC, CUDAARCHS="90"), "-DKVPAGE_CUDA=ON")
     assert done.returncode == 0, done.stdout
-    assert re.search(r"^-- kvpage: CUDA ON 90$", done.stdout, re.MULTILINE)
+    assert re.search(r"^-- kvpage: the C\+\+ core and CUDA for 90,", done.stdout, re.MULTILINE)
+
+
+ALL_ARCHS = "80-real;86-real;89-real;90-real;100-real;120-real;120-virtual"
+GPUS = {
+    "two kinds": ('printf "9.0\\n8.6\\n9.0\\n"', "86-real;90-real;90-virtual"),
+    "one": ("echo 8.0", "80-real;80-virtual"),
+    "too old": ("echo 7.5", ALL_ARCHS),
+    "none": ("echo No devices were found; exit 6", ALL_ARCHS),
+    "no driver": ("echo NVIDIA-SMI has failed; exit 9", ALL_ARCHS),
+    "nonsense": ("echo [N/A]", ALL_ARCHS),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("gpus", GPUS)
+def test_the_gpus_that_are_here_are_compiled_for(tmp_path, gpus):
+    answer, archs = GPUS[gpus]
+    script(tmp_path / "nvidia-smi", answer)
+    env = environment(CUDACXX=NVCC)
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    done = configure(ROOT, tmp_path / "build", env, "-DKVPAGE_CUDA=ON")
+    assert done.returncode == 0, done.stdout
+    assert f"-- kvpage: the C++ core and CUDA for {archs}, where" in done.stdout
 
 
 @needs_nvcc
 def test_off_ignores_a_compiler(tmp_path):
     done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC), "-DKVPAGE_CUDA=OFF")
     assert done.returncode == 0, done.stdout
-    assert "-- kvpage: CUDA OFF" in done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
 
 
 def test_other_words_are_refused(tmp_path):

@@ -74,6 +74,14 @@ def test_demo_with_a_model_and_prompts_of_ones_own(tmp_path):
     result = run("demo", "--model", str(folder), "--prompts", str(prompts), *SMALL, "--plot", str(tmp_path / "b.png"))
     assert result.exit_code == 0, result.output
     assert "3 of 3 compared" in result.output
+    shown = " ".join(result.output.replace("│", " ").split())
+    assert "the first answers" in shown and "the cat sat on the mat" in shown
+    assert re.search(r"\d+ of \d+ tokens", shown)
+
+
+def test_the_version_is_printed():
+    result = run("--version")
+    assert result.exit_code == 0 and result.output == f"kvpage {kvpage.__version__}\n"
 
 
 def test_demo_says_so_when_tokens_differ(tmp_path, monkeypatch):

@@ -1,13 +1,18 @@
 """`import kvpage` asks for little, and gives what it says."""
 
 import copy
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvpage
 from kvpage import _C
+from kvpage.source_folder import usable_path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 HIDE = """
 import importlib.abc, sys
@@ -54,6 +59,41 @@ def test_the_command_line_names_the_extra_that_lacks(tmp_path):
     assert done.returncode != 0
     assert "the command line needs the extra 'serve': pip install 'kvpage[serve]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def sources(folder: Path) -> Path:
+    """The project's sources as a clone has them: nothing is compiled in there."""
+    clone = folder / "clone"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "kernels", "benchmarks")
+    shutil.copytree(ROOT / "kvpage", clone / "kvpage", ignore=ignored)
+    return clone
+
+
+@pytest.mark.skipif(not (ROOT / "kvpage").exists(), reason="needs the source tree")
+def test_python_started_in_a_clone_uses_what_is_installed(tmp_path):
+    done = run("import sys" + USE, sources(tmp_path))
+    assert done.returncode == 0, done.stderr
+    done = run("import kvpage, kvpage.ops; print(kvpage.ops.__file__); print(kvpage.__version__)", tmp_path / "clone")
+    installed = Path(kvpage.__path__[0]).resolve()
+    assert done.stdout.split() == [str(installed / "ops.py"), kvpage.__version__]
+
+
+@pytest.mark.skipif(not (ROOT / "kvpage").exists(), reason="needs the source tree")
+def test_a_clone_says_that_nothing_is_installed(tmp_path):
+    """-S: without site-packages. The sources come first, and alone."""
+    clone = sources(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import kvpage"], cwd=clone, text=True, capture_output=True, env={}
+    )
+    assert done.returncode == 1
+    assert f"imported from its source folder {clone / 'kvpage'}" in done.stderr and "pip install ." in done.stderr
+
+
+def test_an_extension_for_another_python_is_none(tmp_path):
+    (tmp_path / "kvpage").mkdir()
+    (tmp_path / "kvpage" / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.raises(ImportError, match="nothing is compiled for this Python"):
+        usable_path([str(tmp_path / "kvpage")], [str(tmp_path), str(tmp_path / "absent")])
 
 
 def test_public_names_exist():

@@ -11,6 +11,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from kvpage.cli import app  # noqa: E402
 from kvpage.replay import Replay, ReplayConfig, TraceError, TraceRequest, read_trace  # noqa: E402
+from kvpage.replay_report import Sweep, _draw_sweep, figures  # noqa: E402
 
 HASH_TOKENS, BLOCK = 32, 8
 
@@ -133,6 +134,28 @@ def test_first_tokens_take_the_time_of_loading_and_computing():
     assert report.queued_seconds == pytest.approx([0.72, 0.72, 1.48])
     assert (report.device_hit_tokens, report.host_hit_tokens, report.loaded_bytes) == (8, 56, 7000)
     assert report.bytes_per_second == pytest.approx((7000 + report.stored_bytes) / 2.0)
+    assert report.computed_tokens == 72 + 72 + 8 and report.computed_tokens_per_second == pytest.approx(76.0)
+    assert report.busy_share == pytest.approx((0.72 + 0.72 + 1.48) / 2)
+
+
+def test_without_a_speed_of_prefill_there_are_no_times():
+    report = Replay(ReplayConfig(10, 0, 8, 8)).run(
+        [TraceRequest(0, 72, 1, list(range(9))), TraceRequest(500, 8, 1, [9])]
+    )
+    assert (report.first_token_seconds, report.queued_seconds, report.busy_share) == ([], [], 0.0)
+    assert report.computed_tokens_per_second == 160.0
+
+
+@pytest.mark.parametrize("num_host, labels", [(0, ["device"]), (50, ["both tiers", "device", "host"])])
+def test_a_sweep_draws_no_curve_that_hides_another(num_host, labels):
+    from matplotlib.figure import Figure
+
+    sweep = Sweep.parse("device-blocks=25:50")
+    configs = sweep.configs(ReplayConfig(25, num_host, BLOCK, HASH_TOKENS))
+    columns = [figures(config, Replay(config).run(make_trace(0))) for config in configs]
+    axes = Figure().add_subplot()
+    _draw_sweep(axes, sweep, columns)
+    assert [line.get_label() for line in axes.get_lines()] == labels
 
 
 def test_outputs_take_blocks_only_if_asked():
@@ -197,6 +220,18 @@ def test_the_command_prints_what_the_replay_counts(trace, tmp_path):
     assert (tmp_path / "use.png").stat().st_size > 1000
     table = invoke("-", *sizes, input=trace.read_text())
     assert table.exit_code == 0 and "host hit rate" in table.stdout
+    assert "computed tokens per second" in table.stdout and "queued" not in table.stdout
+    slow = invoke(trace, *sizes, "--prefill", 1)
+    assert slow.exit_code == 0 and "queued seconds p99" in slow.stdout
+    assert "one machine is too slow for this trace" in slow.stdout
+
+
+def test_a_sweep_is_drawn_without_being_asked(trace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--block-size", BLOCK, "--hash-tokens", HASH_TOKENS]
+    done = invoke(trace, *sizes, "--sweep", "device-blocks=25:50", "--json")
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)) == 2 and (tmp_path / "kvpage-replay.png").stat().st_size > 1000
 
 
 def test_the_command_sweeps_sizes(trace, tmp_path):
