@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def usable_path(package_path: Sequence[str], search_path: Iterable[str]) -> list[str]:
-    """Returns where kvpage's modules are found: in `package_path` if the extension is there, else where it is installed.
+    """Returns where kvpage's modules are: in `package_path` if the extension is there, else where it is installed.
 
     Args:
         package_path: kvpage.__path__ as Python has set it.

@@ -91,10 +91,8 @@ def test_cudaarchs_is_honoured(tmp_path):
 ALL_ARCHS = "80-real;86-real;89-real;90-real;100-real;120-real;120-virtual"
 GPUS = {
     "two kinds": ('printf "9.0\\n8.6\\n9.0\\n"', "86-real;90-real;90-virtual"),
-    "one": ("echo 8.0", "80-real;80-virtual"),
     "too old": ("echo 7.5", ALL_ARCHS),
     "none": ("echo No devices were found; exit 6", ALL_ARCHS),
-    "no driver": ("echo NVIDIA-SMI has failed; exit 9", ALL_ARCHS),
     "nonsense": ("echo [N/A]", ALL_ARCHS),
 }
 
