@@ -1,9 +1,9 @@
 """What does a whole-sequence slot cost: to hand out, to find by its tokens, and to fill from another slot?
 
 Bounds, in the same run: pop and append of a Python list; memcmp over the prompt's tokens, all in cache; one `copy_` of
-as many bytes. Beside them a trie in plain Python with one node a token, which is how the small
-engines do it. Medians with their quartiles. Targets, with the call from Python included: alloc and free 0.2 us together; insert and find of a prompt
-of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed of `copy_`.
+as many bytes. Beside them a trie in plain Python with one node a token, which is how the small engines do it. Medians
+with their quartiles. Targets, with the call from Python included: alloc and free 0.2 us together; insert and find of a
+prompt of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed of `copy_`.
 
     python benchmarks/bench_slots.py [--plot slots.png]
 """

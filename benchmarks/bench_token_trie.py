@@ -96,7 +96,11 @@ def measure() -> list[dict]:
     row_clones = ms(list, lambda kept: [kept.extend(map(torch.clone, rows)) for _ in range(copies)])
     extend = times_ms(TokenTrie, lambda trie: trie.extend_cache(0, TOKENS, logits, 0))
     return [
-        {"what": "TokenTrie, without log_softmax", "ms": Figure.of(each - softmax.median for each in extend), "bound_ms": row_clones},
+        {
+            "what": "TokenTrie, without log_softmax",
+            "ms": Figure.of(each - softmax.median for each in extend),
+            "bound_ms": row_clones,
+        },
         {
             "what": "DynamicTokenTrie, no K and V",
             "ms": ms(DynamicTokenTrie, lambda trie: trie.extend_cache(0, TOKENS)),
