@@ -5,6 +5,7 @@ Environment: KVPAGE_CUDA=AUTO|ON|OFF, CUDAARCHS (CMake's own list of CUDA archit
 that are here, without one all from 8.0 on), CMAKE_ARGS (passed on). `pip install -v .` shows what is compiled.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -18,6 +19,14 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent.resolve()
 CUDA_CHOICES = ("AUTO", "ON", "OFF")
+
+
+def digest_of_sources() -> str:
+    """Of what the extension is compiled from, so that benchmarks/record.py can tell another build."""
+    made = hashlib.sha256()
+    for path in [HERE / "CMakeLists.txt", *sorted(path for path in (HERE / "csrc").rglob("*") if path.is_file())]:
+        made.update(f"{path.relative_to(HERE)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return made.hexdigest()[:16]
 
 
 class CMakeBuild(build_ext):
@@ -38,6 +47,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DKVPAGE_CUDA={cuda}",
             f"-DKVPAGE_VERSION={self.distribution.get_version()}",
+            f"-DKVPAGE_SOURCES={digest_of_sources()}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]  # fmt: skip
         for command in (configure, ["cmake", "--build", str(build), "--target", "_C"]):

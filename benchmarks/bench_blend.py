@@ -18,14 +18,15 @@ busy, the processor time of one thread (--threads 1) tells more than the clock.
 """
 
 import argparse
-import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
+from kvpage.benchmarks.figure import dumps
 
 AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
@@ -104,7 +105,7 @@ def warming(rounds: int, device: str) -> blend_speed.Warming:
     found = blend_speed.warming(shape_on(device), num_tokens, rounds, device)
     print(
         f"\nto keep a segment of {num_tokens} tokens: {found.alone:.3f} s by itself, "
-        f"{found.measured:.3f} s with its sensitivity, {found.measured / found.alone:.2f} of it"
+        f"{found.measured:.3f} s with its sensitivity, {found.times_as_long:.2f} of it"
     )
     return found
 
@@ -116,23 +117,21 @@ def speed(
     chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
     print(f"\n{shape.name}, {chooses}")
     print(
-        f"{'tokens':>7} {'method':>12} {'seconds':>9} {'sooner':>8} {'cpu s':>9} {'sooner':>8} {'ceiling':>8}", end=" "
+        f"{'tokens':>7} {'method':>12} {'seconds':>22} {'times sooner':>22} {'cpu s':>22} {'times sooner':>22}", end=" "
     )
-    print(f"{'of it':>6} {'again':>6}")
+    print(f"{'ceiling':>8} {'of it':>6} {'again':>6}")
     rows = []
     for num_tokens in tokens:
         found = blend_speed.measure(shape, num_tokens, ratios, check_layer, rounds, device, SEGMENT_TOKENS["speed"])
         full = next(one for one in found if one.method == "full")
         for one in found:
-            ceiling, gain = full.flops / one.flops, full.seconds / one.seconds
-            row = {**one._asdict(), "speedup": gain, "ceiling": ceiling, "of ceiling": gain / ceiling}
-            row["cpu speedup"], row["cpu of ceiling"] = full.cpu / one.cpu, full.cpu / one.cpu / ceiling
+            ceiling = full.flops / one.flops
+            share = one.speedup.median / ceiling
             name = one.method if one.ratio is None else f"{one.method} {one.ratio:g}"
-            print(f"{one.num_tokens:7} {name:>12} {one.seconds:9.3f} {gain:7.2f}x {one.cpu:9.3f}", end=" ")
-            print(
-                f"{full.cpu / one.cpu:7.2f}x {ceiling:7.2f}x {gain / ceiling:6.2f} {one.num_recomputed:6}", flush=True
-            )
-            rows.append(row)
+            cells = (f"{one.seconds:.3f}", f"{one.speedup:.2f}", f"{one.cpu:.3f}", f"{one.cpu_speedup:.2f}")
+            print(f"{one.num_tokens:7} {name:>12}", *(f"{cell:>22}" for cell in cells), end=" ")
+            print(f"{ceiling:7.2f}x {share:6.2f} {one.num_recomputed:6}", flush=True)
+            rows.append({**one._asdict(), "ceiling": ceiling, "of ceiling": share})
     return rows
 
 
@@ -145,7 +144,7 @@ def verdicts(quality_rows: Sequence[dict], speed_rows: Sequence[dict]) -> dict[s
             said[f"{row['method']} at {check}: lost at most {TARGET_LOSS}"] = row["lost"].mean <= TARGET_LOSS
     for row in speed_rows:
         if row["ratio"] == TARGET_RATIO:
-            said[f"{row['num_tokens']} tokens: {TARGET_SPEEDUP:g}x sooner"] = row["speedup"] >= TARGET_SPEEDUP
+            said[f"{row['num_tokens']} tokens: {TARGET_SPEEDUP:g}x sooner"] = row["speedup"].median >= TARGET_SPEEDUP
             said[f"{row['num_tokens']} tokens: {TARGET_CEILING} of the ceiling"] = row["of ceiling"] >= TARGET_CEILING
     return said
 
@@ -172,7 +171,9 @@ def plot(quality_rows: Sequence[dict], speed_rows: Sequence[dict], path: Path) -
     for color, num_tokens in enumerate(dict.fromkeys(row["num_tokens"] for row in speed_rows)):
         rows = [row for row in speed_rows if row["num_tokens"] == num_tokens and row["ratio"] is not None]
         ratios = [row["ratio"] for row in rows]
-        right.plot(ratios, [row["speedup"] for row in rows], "o-", color=f"C{color}", label=f"{num_tokens} tokens")
+        right.plot(
+            ratios, [row["speedup"].median for row in rows], "o-", color=f"C{color}", label=f"{num_tokens} tokens"
+        )
         right.plot(ratios, [row["ceiling"] for row in rows], ":", color=f"C{color}", label="its ceiling")
     right.axhline(1.0, color="gray", linewidth=0.8)
     right.set(
@@ -232,7 +233,7 @@ def main() -> None:
         plot(quality_rows, speed_rows, chosen.plot)
     machine = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(
-        json.dumps(
+        dumps(
             {
                 "benchmark": "blend", "machine": machine, "threads": torch.get_num_threads(),
                 "torch": torch.__version__, "seeds": seeds, "quality": quality_rows, "speed": speed_rows,

@@ -19,7 +19,7 @@ at most 2 copies for the whole blend on a CPU; at least 0.85 of the copy's speed
 
 import argparse
 import functools
-import json
+import operator
 import platform
 import time
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from kvpage import ops
+from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.blend import CacheBlendImpl, RotaryTables
 
 HEADS, SIZE = 8, 128  # Llama 3 8B
@@ -142,9 +143,7 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
-    """The least time of each, others being noise; they take turns, on a CPU layer by layer, so that a noisy moment
-    meets them all: the least times of all layers are added up.
-    """
+    """They take turns, on a CPU layer by layer, so that a noisy moment meets them all; the layers of a round add up."""
     calls = {
         "copy": prompt.copy,
         "turn": prompt.turn,
@@ -156,26 +155,26 @@ def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
     num_layers = len(prompt.retrieved)
     step = 1 if device == "cpu" else num_layers
     parts = [range(first, first + step) for first in range(0, num_layers, step)]
-    best = dict.fromkeys(calls, 0.0)
-    least = {(name, part): float("inf") for name in calls for part in parts}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for round_id in range(rounds + 1):
+        spent = dict.fromkeys(calls, 0.0)
         for part in parts:
             for name, call in calls.items():
                 if name != "eager" or round_id < 4:
-                    taken = seconds(functools.partial(call, part), device)
-                    least[name, part] = min(least[name, part], taken) if round_id else float("inf")
-    for (name, _), taken in least.items():
-        best[name] += taken
+                    spent[name] += seconds(functools.partial(call, part), device)
+        for name, taken in spent.items():
+            if round_id and taken:  # the first round warms up
+                times[name].append(taken)
     num_bytes = 2 * sum(k.nbytes + v.nbytes for k, v in prompt.retrieved)  # read and written
     share = {"turn": 0.5, "deviation": 0.5}
     return [
         {
             "operation": name,
-            "ms": taken * 1e3,
-            "GB/s": num_bytes * share.get(name, 1.0) / taken / 1e9,
-            "copies": taken / (best["copy"] * share.get(name, 1.0)),
+            "ms": Figure.of(taken, 1e3),
+            "GB/s": Figure.rate(num_bytes * share.get(name, 1.0) / 1e9, taken),
+            "copies": Figure.of(map(operator.truediv, taken, times["copy"]), 1 / share.get(name, 1.0)),
         }
-        for name, taken in best.items()
+        for name, taken in times.items()
     ]
 
 
@@ -186,7 +185,7 @@ def plot(results: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5))
-    axes.barh([row["operation"] for row in results], [row["copies"] for row in results])
+    axes.barh([row["operation"] for row in results], [row["copies"].median for row in results])
     axes.axvline(1.0, color="gray", linewidth=0.8)
     axes.axvline(2.0, color="gray", linewidth=0.8, linestyle="--")
     axes.set(xlabel="time, in copies of as many bytes", xscale="log")
@@ -212,15 +211,16 @@ def main() -> None:
     prompt = Prompt(options.layers, options.tokens, options.device)
     check(prompt)
     results = measure(prompt, options.device, options.rounds)
-    print(f"{'operation':12} {'ms':>9} {'GB/s':>8} {'copies':>8}")
+    print(f"{'operation':12} {'ms':>24} {'GB/s':>18} {'copies':>18}")
     for row in results:
-        print("{operation:12} {ms:9.2f} {GB/s:8.1f} {copies:8.2f}".format(**row))
+        cells = (f"{row['ms']:.2f}", f"{row['GB/s']:.1f}", f"{row['copies']:.2f}")
+        print(f"{row['operation']:12} {cells[0]:>24} {cells[1]:>18} {cells[2]:>18}")
     if options.plot:
         plot(results, options.plot)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     shape = {"layers": options.layers, "tokens": options.tokens, "heads": HEADS, "head size": SIZE}
     print(
-        json.dumps(
+        dumps(
             {
                 "machine": machine,
                 "threads": torch.get_num_threads(),

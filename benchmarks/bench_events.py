@@ -9,14 +9,13 @@ the hash before it. For comparison: a step that computes 16 tokens of an 8-billi
 
 import argparse
 import hashlib
-import json
-import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
+from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.events.block_events import BlockEvents
 from kvpage.events.schema import EventBatch, pack, unpack
 from kvpage.tree_watch import TreeChanges
@@ -96,17 +95,18 @@ def measure() -> list[dict]:
         for _ in range(REPEATS):  # in turns, so that company on the machine is shared
             for name, (follow, log) in followers().items():
                 times[name].append(life(batch, follow, log))
-        rows.append({"batch": batch, **{name: statistics.median(taken) for name, taken in times.items()}})
-        rows[-1]["sha256"] = statistics.median(sha256() for _ in range(REPEATS))
+        rows.append({"batch": batch, **{name: Figure.of(taken) for name, taken in times.items()}})
+        rows[-1]["sha256"] = Figure.of(sha256() for _ in range(REPEATS))
     return rows
 
 
 def report(rows: list[dict]) -> None:
     names = list(rows[0])[1:]
     print("microseconds for each block that is cached and evicted\n")
-    print(f"{'blocks a prompt':>15}" + "".join(f"{name:>12}" for name in names))
+    print(f"{'blocks a prompt':>15}" + "".join(f"{name:>22}" for name in names))
     for row in rows:
-        print(f"{row['batch']:>15}" + "".join(f"{row[name]:>12.3f}" for name in names))
+        cells = (f"{row[name]:.3f}" for name in names)
+        print(f"{row['batch']:>15}" + "".join(f"{cell:>22}" for cell in cells))
 
 
 def plot(rows: list[dict], path: str) -> None:
@@ -118,7 +118,7 @@ def plot(rows: list[dict], path: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name in list(rows[0])[1:]:
         style = "--" if name == "sha256" else "-"
-        axes.plot([row["batch"] for row in rows], [row[name] for row in rows], style, marker="o", label=name)
+        axes.plot([row["batch"] for row in rows], [row[name].median for row in rows], style, marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="blocks a prompt", ylabel="us a block", title="Following the cache")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -134,7 +134,7 @@ def main() -> None:
     report(rows)
     if args.plot:
         plot(rows, args.plot)
-    print(json.dumps({"benchmark": "events", "unit": "us", "rows": rows}))
+    print(dumps({"benchmark": "events", "unit": "us", "rows": rows}))
 
 
 if __name__ == "__main__":

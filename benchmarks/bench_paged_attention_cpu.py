@@ -9,16 +9,15 @@ times are the least of several, the contenders taking turns.
 """
 
 import argparse
-import json
 import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from kvpage import _C, CacheLayout, ops
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 BLOCK_SIZE = 16
 SHAPES = {  # KV heads, query heads of each, head size
@@ -27,16 +26,6 @@ SHAPES = {  # KV heads, query heads of each, head size
     "gpt2": (12, 1, 64),
     "gpt_oss 20B": (8, 8, 64),
 }
-
-
-def fastest(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for call, taken in zip(calls, times, strict=True):
-            before = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - before)
-    return [min(taken[1:]) for taken in times]
 
 
 class Case:
@@ -85,21 +74,22 @@ def decode(keys: int, rounds: int) -> list[dict]:
                 case = Case(shape, dtype, num_seqs, keys // num_seqs, 1)
                 case.check()
                 plain = torch.ones(case.num_bytes // 4)
-                paged, sdpa, read = fastest([case.paged, case.sdpa, plain.sum], rounds)
+                calls = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
+                paged, sdpa, read = in_turns(calls, rounds).values()
                 row = {
                     "model": shape,
                     "dtype": str(dtype).removeprefix("torch."),
                     "seqs": num_seqs,
                     "keys": keys // num_seqs,
                     "MiB": case.num_bytes / 2**20,
-                    "us": paged * 1e6,
-                    "GB/s": case.num_bytes / paged / 1e9,
-                    "of read": read / paged,
-                    "x sdpa": sdpa / paged,
+                    "us": Figure.of(paged, 1e6),
+                    "GB/s": Figure.rate(case.num_bytes / 1e9, paged),
+                    "of read": Figure.ratio(read, paged),
+                    "x sdpa": Figure.ratio(sdpa, paged),
                 }
                 results.append(row)
-                print("{model:12} {dtype:9} {seqs:4} {keys:6} {MiB:6.1f} {us:9.1f} {GB/s:6.1f} "
-                      "{of read:8.2f} {x sdpa:7.2f}".format(**row))  # fmt: skip
+                print("{model:12} {dtype:9} {seqs:4} {keys:6} {MiB:6.1f} {us:.1f} {GB/s:.1f} "
+                      "{of read:.2f} {x sdpa:.2f}".format(**row))  # fmt: skip
     return results
 
 
@@ -114,19 +104,19 @@ def crossover(num_queries: Sequence[int], rounds: int) -> list[dict]:
                         continue
                     case = Case(shape, dtype, 1, length, count)
                     case.check()
-                    paged, sdpa = fastest([case.paged, case.sdpa], rounds)
+                    paged, sdpa = in_turns({"paged": case.paged, "sdpa": case.sdpa}, rounds).values()
                     row = {
                         "model": shape,
                         "dtype": str(dtype).removeprefix("torch."),
                         "keys": length,
                         "queries": count,
-                        "paged us": paged * 1e6,
-                        "sdpa us": sdpa * 1e6,
-                        "x sdpa": sdpa / paged,
+                        "paged us": Figure.of(paged, 1e6),
+                        "sdpa us": Figure.of(sdpa, 1e6),
+                        "x sdpa": Figure.ratio(sdpa, paged),
                     }
                     results.append(row)
-                    print("{model:12} {dtype:9} {keys:6} {queries:7} {paged us:10.1f} {sdpa us:10.1f} "
-                          "{x sdpa:7.2f}".format(**row))  # fmt: skip
+                    print("{model:12} {dtype:9} {keys:6} {queries:7} {paged us:.1f} {sdpa us:.1f} "
+                          "{x sdpa:.2f}".format(**row))  # fmt: skip
     return results
 
 
@@ -140,7 +130,10 @@ def plot(results: list[dict], path: Path) -> None:
     for model, dtype, keys in dict.fromkeys((r["model"], r["dtype"], r["keys"]) for r in results):
         rows = [r for r in results if (r["model"], r["dtype"], r["keys"]) == (model, dtype, keys)]
         axes.plot(
-            [r["queries"] for r in rows], [r["x sdpa"] for r in rows], ".-", label=f"{model}, {dtype}, {keys} keys"
+            [r["queries"] for r in rows],
+            [r["x sdpa"].median for r in rows],
+            ".-",
+            label=f"{model}, {dtype}, {keys} keys",
         )
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="queries", ylabel="speed, in gather + scaled_dot_product_attention")
@@ -167,7 +160,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    print(json.dumps({**environment, **results}))
+    print(dumps({**environment, **results}))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ The bound is memory: a torch copy_ that reads and writes together as many bytes 
 same run, alternating with the operation. Beside it what torch offers: index_copy_ and index_select for each of K and V
 (and layer). Results are checked before anything is timed.
 
-On a CPU: calls by the clock, the least time of several. With several threads each waits until those of OpenMP, idle
-after torch's copy, have ceased to spin: they would keep a processor from whatever comes next. On a CUDA device
+On a CPU: calls by the clock, medians with their quartiles, and shares of the copy of the same turn. With several
+threads each waits until those of OpenMP, idle after torch's copy, have ceased to spin: they would keep a processor from
+whatever comes next. On a CUDA device
 (--device cuda): by events around ten calls that wait behind a delay until all are launched, so that it is the device
 that is measured; and as "call us" the host's time until a call returns. Chunks are of all layers of a model (of eight
 on a CPU), on the device ("device" in format "vllm", "hf" in "huggingface"), and in pinned host memory (against one
@@ -18,7 +19,6 @@ GPU 0.85 from 8k tokens. Where others keep a machine busy, one thread (--threads
 
 import argparse
 import functools
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from kvpage import CacheLayout, KVScales, ops, reference
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
@@ -116,16 +117,13 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - before
 
 
-def fastest(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[float]:
-    """The least time of each call, others being noise; the calls take turns, so that a noisy moment meets them all."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 2):
-        for call, taken in zip(calls, times, strict=True):
-            taken.append(seconds(call, device))
-    return [min(taken[2:]) for taken in times]
+def taken_in_turns(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[list[float]]:
+    """The seconds of each call in each round."""
+    turns = in_turns(dict(enumerate(calls)), rounds, 1, lambda call, _: seconds(call, device), warmups=2)
+    return list(turns.values())
 
 
-def call_seconds(call: Callable[[], object], device: str) -> float | None:
+def call_seconds(call: Callable[[], object], device: str) -> Figure | None:
     """The host's time of one call: how long the device works is not in it."""
     if device == "cpu":
         return None
@@ -136,7 +134,7 @@ def call_seconds(call: Callable[[], object], device: str) -> float | None:
         for _ in range(CALLS):
             call()
         taken.append((time.perf_counter() - before) / CALLS)
-    return min(taken)
+    return Figure.of(taken, 1e6)
 
 
 def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
@@ -146,7 +144,7 @@ def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
 
 
 def row(
-    operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[float], call: float | None
+    operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[list[float]], call: Figure | None
 ) -> dict:
     """times: of the operation, the copy, and torch's indexing."""
     taken, copied, indexed = times
@@ -155,11 +153,11 @@ def row(
         "case": case.name,
         "tokens": num_tokens,
         "MiB": num_bytes / 2**20,
-        "us": taken * 1e6,
-        "GB/s": num_bytes / taken / 1e9,  # read and written
-        "of copy": copied / taken,
-        "of index": indexed / taken,
-        "call us": None if call is None else call * 1e6,
+        "us": Figure.of(taken, 1e6),
+        "GB/s": Figure.rate(num_bytes / 1e9, taken),  # read and written
+        "of copy": Figure.ratio(copied, taken),
+        "of index": Figure.ratio(indexed, taken),
+        "call us": call,
     }
 
 
@@ -206,7 +204,7 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
 
     num_bytes = sum(rows.nbytes for rows in given) * (2 + layout.dtype.itemsize) // 2
     for name, call, indexed in (("reshape_and_cache", reshape, index_copy), ("gather_cache", gather, index_select)):
-        times = fastest([call, copy_of(num_bytes, device), indexed], device, rounds)
+        times = taken_in_turns([call, copy_of(num_bytes, device), indexed], device, rounds)
         yield row(name, case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
@@ -262,7 +260,7 @@ def measure_chunks(
         out = name == "store_chunk"
         copy = (one.copy_, there) if out else (there.copy_, one)
         bound = functools.partial(copy[0], copy[1], non_blocking=True) if on_host else copy_of(num_bytes, device)
-        times = fastest([call, bound, indexed], device, max(rounds // 5, 2) if on_host else rounds)
+        times = taken_in_turns([call, bound, indexed], device, max(rounds // 5, 2) if on_host else rounds)
         yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
@@ -287,7 +285,7 @@ def plot(results: list[dict], path: Path) -> None:
     for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
         for color, case in enumerate(dict.fromkeys(result["case"] for result in results)):
             rows = [result for result in results if (result["operation"], result["case"]) == (name, case)]
-            speeds = [result["of copy"] for result in rows]
+            speeds = [result["of copy"].median for result in rows]
             axes.plot([r["tokens"] for r in rows], speeds, style, color=f"C{color}", label=f"{name}, {case}")
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
@@ -297,9 +295,10 @@ def plot(results: list[dict], path: Path) -> None:
 
 
 def table_line(result: dict) -> str:
-    call = "" if result["call us"] is None else f"{result['call us']:8.1f}"
-    numbers = "{tokens:7} {MiB:9.2f} {us:10.1f} {GB/s:8.1f} {of copy:8.2f} {of index:9.2f}".format(**result)
-    return f"{result['operation']:18} {result['case']:30} {numbers} {call:>8}"
+    cells = [f"{result['us']:.1f}", f"{result['GB/s']:.1f}", f"{result['of copy']:.2f}", f"{result['of index']:.2f}"]
+    call = "" if result["call us"] is None else f"{result['call us']:.1f}"
+    start = f"{result['operation']:18} {result['case']:30} {result['tokens']:7} {result['MiB']:8.2f}"
+    return " ".join([start, f"{cells[0]:>27}", *(f"{cell:>17}" for cell in cells[1:]), call])
 
 
 def main() -> None:
@@ -317,8 +316,8 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"{'operation':18} {'case':30} {'tokens':>7} {'MiB':>9} {'us':>10} {'GB/s':>8} {'of copy':>8}", end=" ")
-    print(f"{'of index':>9} {'call us':>8}")
+    print(f"{'operation':18} {'case':30} {'tokens':>7} {'MiB':>8} {'us':>27} {'GB/s':>17}", end=" ")
+    print(f"{'of copy':>17} {'of index':>17} call us")
     results = []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
     for result in every_result(options.device, tokens, options.chunk_tokens, options.rounds):
@@ -328,9 +327,7 @@ def main() -> None:
         plot(results, options.plot)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     print(
-        json.dumps(
-            {"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "results": results}
-        )
+        dumps({"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "results": results})
     )
 
 

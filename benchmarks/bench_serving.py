@@ -8,19 +8,24 @@ workloads:
     separate    64 requests without a common prefix, of 32 to 255 tokens
 
 against `model.generate` on the left-padded batch (SDPA) and `model.generate_batch` (continuous batching, SDPA), where
-this transformers has it. Each generates the same number of tokens a request, greedily. Before anything counts the
-tokens must be equal, but for ties, which are counted: requests that part where two tokens' logits are equal up to
-rounding. Then the contenders take turns, each round with a cache that starts empty. Medians.
+this transformers has it. The fair peers of the shared prefix compute it once, too: `generate_prefix` gives one
+`generate` over the batch the prefix's DynamicCache, repeated for each row; `generate_copies` gives each request a
+`generate` of its own with a copy of it. With --vllm PYTHON, an interpreter for which vLLM's CPU build is installed,
+vLLM serves the same prompts in a process of its own, which sleeps while others run.
 
-    python benchmarks/bench_serving.py [--workload shared separate] [--rounds N] [--threads N] [--plot PATH]
+Each generates the same number of tokens a request, greedily. Before anything counts the tokens must be equal, but for
+ties, which are counted: requests that part where two tokens' logits are equal up to rounding. Then the contenders take
+turns, each round with a cache that starts empty. Medians with their quartiles.
+
+    python benchmarks/bench_serving.py [--workload shared separate] [--rounds N] [--threads N] [--vllm PYTHON]
+        [--plot PATH]
 """
 
 import argparse
-import gc
-import json
+import contextlib
+import copy
+import functools
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +35,8 @@ import torch.nn.functional as F
 import transformers as tf
 
 from kvpage import CacheConfig
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.vllm_process import VLLMProcess
 from kvpage.serving import Engine, SamplingParams
 
 MAX_TIE = 1e-4  # of logits around 4 in fp32, which differ by 1e-5 with the batch that a token is computed in
@@ -76,6 +83,42 @@ def run_generate(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -
     return tokens[:, width:].tolist()
 
 
+def run_generate_prefix(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
+    """One batch over one prefix: its cache is computed once and repeated; the tails are padded on their left."""
+    prefix, tails = prompts[0][:prefix_len], [prompt[prefix_len:] for prompt in prompts]
+    width = max(map(len, tails))
+    rows = torch.tensor([prefix + [0] * (width - len(tail)) + tail for tail in tails])
+    mask = torch.ones_like(rows)
+    for row, tail in zip(mask, tails, strict=True):
+        row[prefix_len : prefix_len + width - len(tail)] = 0
+    cache = prefill(model, prefix)
+    cache.batch_repeat_interleave(len(prompts))
+    tokens = model.generate(
+        rows, attention_mask=mask, past_key_values=cache, max_new_tokens=max_tokens, do_sample=False
+    )
+    return tokens[:, rows.shape[1] :].tolist()
+
+
+def run_generate_copies(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
+    """One request after the other, each with a copy of the prefix's cache."""
+    cache, found = prefill(model, prompts[0][:prefix_len]), []
+    for prompt in prompts:
+        rows = torch.tensor([prompt])
+        tokens = model.generate(
+            rows, attention_mask=torch.ones_like(rows), past_key_values=copy.deepcopy(cache),
+            max_new_tokens=max_tokens, do_sample=False,
+        )  # fmt: skip
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def prefill(model: tf.PreTrainedModel, tokens: list[int]) -> tf.DynamicCache:
+    cache = tf.DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
 def run_generate_batch(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
     num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
     batching = tf.ContinuousBatchingConfig(
@@ -114,8 +157,14 @@ def num_distinct_prefixes(prompts: Prompts) -> int:
     return len(nodes)
 
 
-def contenders() -> dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Tokens]]:
-    found = {"bound": run_bound, "kvpage": run_kvpage, "generate": run_generate}
+def contenders(prefix_len: int) -> dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Tokens]]:
+    """prefix_len: of the prefix that all prompts share, or 0."""
+    found: dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Tokens]] = {
+        "bound": run_bound, "kvpage": run_kvpage, "generate": run_generate,
+    }  # fmt: skip
+    if prefix_len:
+        found["generate_prefix"] = functools.partial(run_generate_prefix, prefix_len=prefix_len)
+        found["generate_copies"] = functools.partial(run_generate_copies, prefix_len=prefix_len)
     if hasattr(tf, "ContinuousBatchingConfig"):
         found["generate_batch"] = run_generate_batch
     else:
@@ -123,9 +172,8 @@ def contenders() -> dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Token
     return found
 
 
-def check_tokens(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, names: list[str]) -> int:
+def check_tokens(model: tf.PreTrainedModel, prompts: Prompts, found: dict[str, Tokens]) -> int:
     """The contenders' tokens must be equal, or nothing is timed; returns how often they part at a tie."""
-    found = {name: contenders()[name](model, prompts, max_tokens) for name in names}
     num_ties = 0
     for name, tokens in found.items():
         for number, (prompt, theirs, ours) in enumerate(zip(prompts, tokens, found["kvpage"], strict=True)):
@@ -145,28 +193,31 @@ def gap_where_they_part(model: tf.PreTrainedModel, prompt: list[int], first: lis
     return float((logits[first[index]] - logits[second[index]]).abs())
 
 
-def measure(model: tf.PreTrainedModel, workload: str, options: argparse.Namespace) -> dict:
+def measure(model: tf.PreTrainedModel, workload: str, options: argparse.Namespace, vllm: VLLMProcess | None) -> dict:
     prompts = make_prompts(workload, options.requests, options.prefix)
-    runs = contenders()
-    num_ties = check_tokens(model, prompts, options.tokens, [name for name in runs if name != "bound"])
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
-        for name, run in runs.items():
-            gc.collect()
-            before = time.perf_counter()
-            run(model, prompts, options.tokens)
-            times[name].append(time.perf_counter() - before)
-    seconds = {name: statistics.median(taken) for name, taken in times.items()}
+    runs = {
+        name: functools.partial(run, model, prompts, options.tokens)
+        for name, run in contenders(options.prefix if workload == "shared" else 0).items()
+    }
+    if vllm:
+        runs["vllm"] = functools.partial(vllm.generate, prompts, options.tokens)
+    found = {name: run() for name, run in runs.items() if name != "bound"}
+    num_ties = check_tokens(model, prompts, found)
+    times = in_turns(runs, options.rounds, warmups=0)
     num_tokens = len(prompts) * options.tokens
-    speeds = {name: num_tokens / taken for name, taken in seconds.items()}
-    ratios = {name: statistics.median(map(lambda a, b: a / b, taken, times["kvpage"])) for name, taken in times.items()}
-    return {"workload": workload, "tokens_per_s": speeds, "kvpage_over": ratios, "ties": num_ties, "seconds": times}
+    return {
+        "workload": workload,
+        "tokens_per_s": {name: Figure.rate(num_tokens, taken) for name, taken in times.items()},
+        "kvpage_over": {name: Figure.ratio(taken, times["kvpage"]) for name, taken in times.items()},
+        "ties": num_ties,
+        "seconds": times,
+    }
 
 
 def show(result: dict) -> None:
-    print(f"\n{result['workload']:16} {'tokens/s':>10} {'kvpage is':>10}")
+    print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22}")
     for name, speed in result["tokens_per_s"].items():
-        print(f"  {name:14} {speed:10.1f} {result['kvpage_over'][name]:9.2f}x")
+        print(f"  {name:16} {f'{speed:.1f}':>22} {result['kvpage_over'][name]:.2f}")
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -174,9 +225,10 @@ def plot(results: list[dict], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 3.5), squeeze=False)
     for axis, result in zip(axes[0], results, strict=True):
-        axis.bar(list(result["tokens_per_s"]), list(result["tokens_per_s"].values()))
+        axis.barh(list(result["tokens_per_s"]), [speed.median for speed in result["tokens_per_s"].values()])
+        axis.invert_yaxis()
         axis.set_title(f"64 requests, {result['workload']} prefixes")
-        axis.set_ylabel("generated tokens/s")
+        axis.set_xlabel("generated tokens/s")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -184,24 +236,27 @@ def plot(results: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", choices=["shared", "separate"], default=["shared", "separate"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tf.logging.set_verbosity_error()
     model = make_model()
-    results = [measure(model, workload, options) for workload in options.workload]
+    with VLLMProcess.start(options.vllm, model, options.threads) if options.vllm else contextlib.nullcontext() as vllm:
+        results = [measure(model, workload, options, vllm) for workload in options.workload]
     for result in results:
         show(result)
     if options.plot:
         plot(results, options.plot)
     versions = {"torch": torch.__version__, "transformers": tf.__version__, "machine": platform.machine()}
+    versions["vllm"] = vllm.version if vllm else None
     settings = {name: getattr(options, name) for name in ("rounds", "requests", "prefix", "tokens", "threads")}
-    print(json.dumps({"benchmark": "serving", **versions, **settings, "results": results}))
+    print(dumps({"benchmark": "serving", **versions, **settings, "results": results}))
 
 
 if __name__ == "__main__":

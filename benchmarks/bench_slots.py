@@ -1,22 +1,21 @@
 """What does a whole-sequence slot cost: to hand out, to find by its tokens, and to fill from another slot?
 
 Bounds, in the same run: pop and append of a Python list; memcmp over the prompt's tokens, all in cache; one `copy_` of
-as many bytes. Beside them a trie in plain Python with one node a token, which is how the small
-engines do it. Targets, with the call from Python included: alloc and free 0.2 us together; insert and find of a prompt
-of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed of `copy_`.
+as many bytes. Beside them a trie in plain Python with one node a token, which is how the small engines do it. Medians
+with their quartiles. Targets, with the call from Python included: alloc and free 0.2 us together; insert and find of a
+prompt of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed of `copy_`.
 
     python benchmarks/bench_slots.py [--plot slots.png]
 """
 
 import argparse
-import json
-import statistics
 import time
-import timeit
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
 from kvpage.slots import PrefixCacheManager, SlotAllocator
 
 NUM_TOKENS, NUM_SHARED, NUM_PROMPTS = 8192, 6144, 100
@@ -44,8 +43,10 @@ class PythonTrie:
         return n, *node["slot"]
 
 
-def microseconds(statement: str, names: dict, number: int = 200_000) -> float:
-    return min(timeit.repeat(statement, globals=names, number=number, repeat=9)) / number * 1e6
+def loops(calls: dict[str, Callable[[int], object]], number: int, rounds: int = 15) -> dict[str, Figure]:
+    """Microseconds: each call runs its own loop of `number` cycles."""
+    runs = {name: (lambda call=call: call(number)) for name, call in calls.items()}
+    return {name: Figure.of(taken, 1e6 / number) for name, taken in in_turns(runs, rounds).items()}
 
 
 def prompts() -> list[np.ndarray]:
@@ -54,22 +55,31 @@ def prompts() -> list[np.ndarray]:
     return [np.concatenate([shared, rng.integers(0, 128_000, NUM_TOKENS - NUM_SHARED)]) for _ in range(NUM_PROMPTS)]
 
 
-def timed(call, arguments) -> float:
-    """The median of microseconds, each argument once."""
+def timed(call: Callable[..., object], arguments: Sequence[tuple]) -> Figure:
+    """Microseconds a call, each argument once."""
     times = []
     for argument in arguments:
         start = time.perf_counter()
         call(*argument)
         times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    return Figure.of(times, 1e6)
 
 
 def allocator_row() -> dict:
     slots = SlotAllocator(1 << 20)
     assert [slots.alloc() for _ in range(5000)] == list(range(5000))
-    names = {"slots": slots, "free": list(range(1 << 20))}
-    row = {"what": "alloc and free", "us": microseconds("slots.free(slots.alloc())", names), "target_us": 0.2}
-    return row | {"bound_us": microseconds("free.append(free.pop())", names)}
+    free = list(range(1 << 20))
+
+    def ours(number: int) -> None:
+        for _ in range(number):
+            slots.free(slots.alloc())
+
+    def bound(number: int) -> None:
+        for _ in range(number):
+            free.append(free.pop())
+
+    found = loops({"ours": ours, "bound": bound}, 200_000)
+    return {"what": "alloc and free", "us": found["ours"], "target_us": 0.2, "bound_us": found["bound"]}
 
 
 def tree_rows(kind: str) -> list[dict]:
@@ -83,7 +93,7 @@ def tree_rows(kind: str) -> list[dict]:
     lists = [(prompt.tolist(), i, 1) for i, prompt in enumerate(prompts()[:9])]
     python = {"insert": timed(trie.insert, lists), "find": timed(trie.find, [(tokens,) for tokens, *_ in lists])}
     a, b = (np.asarray(given[0]).tobytes() for _ in "ab")
-    bound = microseconds("a == b", {"a": a, "b": b}, 5000)
+    bound = Figure.of((seconds(lambda: a == b, 500) for _ in range(50)), 1e6)
     target = None if kind == "list" else 30
     return [
         {"what": f"{name}, {kind}", "us": us, "target_us": target, "bound_us": bound, "python_us": python[name]}
@@ -101,7 +111,7 @@ def copy_row() -> dict:
     copy_kv = timed(cache.copy_kv, [(tokens, target, kv, 16) for target in (1, 2, 3) * 5])
     other = torch.zeros_like(flat)
     copy = timed(other.copy_, [(flat,)] * 15)
-    return {"what": "copy_kv, 64 MiB", "us": copy_kv, "target_us": 2 * copy, "bound_us": copy}
+    return {"what": "copy_kv, 64 MiB", "us": copy_kv, "target_us": 2 * copy.median, "bound_us": copy}
 
 
 def plot(rows: list[dict], path: str) -> None:
@@ -109,7 +119,7 @@ def plot(rows: list[dict], path: str) -> None:
 
     shown = [row for row in rows if "python_us" in row]
     for key, label in (("python_us", "one dict a token"), ("us", "PrefixCacheManager"), ("bound_us", "memcmp")):
-        plt.plot([row["what"] for row in shown], [row[key] for row in shown], "o", label=label)
+        plt.plot([row["what"] for row in shown], [row[key].median for row in shown], "o", label=label)
     plt.axhline(30, color="gray", linestyle=":", label="target")
     plt.yscale("log")
     plt.ylabel(f"us a prompt of {NUM_TOKENS} tokens")
@@ -124,15 +134,15 @@ def main() -> None:
     parser.add_argument("--plot", metavar="PATH")
     args = parser.parse_args()
     rows = [allocator_row(), *(row for kind in KINDS for row in tree_rows(kind)), copy_row()]
-    print(f"{'':>16} {'us':>10} {'target':>10} {'bound':>10} {'dict a token':>13}")
+    print(f"{'us (quartiles)':>16} {'kvpage':>26} {'target':>10} {'bound':>26} {'dict a token':>24}")
     for row in rows:
-        cells = (row.get(key) for key in ("us", "target_us", "bound_us"))
-        python = f"{row['python_us']:13.0f}" if "python_us" in row else ""
-        print(f"{row['what']:>16}", *(f"{'':>10}" if cell is None else f"{cell:10.2f}" for cell in cells), python)
+        target = "" if row["target_us"] is None else f"{row['target_us']:.2f}"
+        python = f"{row['python_us']:.0f}" if "python_us" in row else ""
+        print(f"{row['what']:>16} {row['us']:.2f}".ljust(43), f"{target:>10} {row['bound_us']:.2f}".ljust(37), python)
     if args.plot:
         plot(rows, args.plot)
-    met = all(row["target_us"] is None or row["us"] <= row["target_us"] for row in rows)
-    print(json.dumps({"benchmark": "slots", "rows": rows, "targets_met": met}))
+    met = all(row["target_us"] is None or row["us"].median <= row["target_us"] for row in rows)
+    print(dumps({"benchmark": "slots", "rows": rows, "targets_met": met}))
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ within 100 us of SHA-256, a miss under 1 ms.
 import argparse
 import functools
 import hashlib
-import json
+import operator
 import os
 import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,23 +40,13 @@ import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig, host_memory
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 BLOCK_SIZE, CHUNK_SIZE, LAYERS = 16, 256, 32
 CHUNK_BYTES = LAYERS * 2 * CHUNK_SIZE * 8 * 128 * 2
 LOOKUP_TOKENS = 16384
 PARTS = ("memory", "disk", "redis", "lookups")
-
-
-def best(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """The least seconds of each; they take turns, so that a noisy moment meets them all."""
-    least = [float("inf")] * len(calls)
-    for _ in range(rounds + 1):
-        for at, call in enumerate(calls):
-            before = time.perf_counter()
-            call()
-            least[at] = min(least[at], time.perf_counter() - before)
-    return least
 
 
 def make_engine(num_chunks: int) -> CacheEngine:
@@ -121,7 +110,8 @@ def measure(
         writes, reads = bounds.values()
         writes()
         extra = [functools.partial(call, moves) for _, _, call in others]
-        seconds = best([writes, moves.put, reads, moves.get, moves.get_layers, *extra], options.rounds)
+        calls = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
+        seconds = list(in_turns(dict(enumerate(calls)), options.rounds).values())
     num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
     name = url.partition(":")[0]
     rows = [
@@ -136,10 +126,10 @@ def measure(
     return [
         {
             "operation": f"{name} {operation}",
-            "GB/s": num_bytes / taken / 1e9,
+            "GB/s": Figure.rate(num_bytes / 1e9, taken),
             "bound": bound,
-            "bound GB/s": num_bytes / limit / 1e9,
-            "of bound": limit / taken,
+            "bound GB/s": Figure.rate(num_bytes / 1e9, limit),
+            "of bound": Figure.ratio(limit, taken),
         }
         for operation, taken, bound, limit in rows
     ]
@@ -226,11 +216,11 @@ def lookups(options) -> list[dict]:
             lambda: store.lookup(absent),
             lambda: store.load_blocks(absent, small, ids),
         ]
-        floor, *found = best(calls, 40 * options.rounds)
+        floor, *found = in_turns(dict(enumerate(calls)), 40 * options.rounds).values()
     names = ("lookup 16k", "miss: lookup 16k", "miss: load_blocks 16k")
     return [
-        {"operation": name, "us": seconds * 1e6, "bound": "SHA-256", "bound us": floor * 1e6,
-         "over us": (seconds - floor) * 1e6}
+        {"operation": name, "us": Figure.of(seconds, 1e6), "bound": "SHA-256", "bound us": Figure.of(floor, 1e6),
+         "over us": Figure.of(map(operator.sub, seconds, floor), 1e6)}
         for name, seconds in zip(names, found, strict=True)
     ]  # fmt: skip
 
@@ -243,7 +233,7 @@ def plot(results: list[dict], path: Path) -> None:
 
     rows = [row for row in results if "of bound" in row]
     figure, axes = plt.subplots(figsize=(7, 3.5))
-    axes.barh([row["operation"] for row in rows], [row["of bound"] for row in rows])
+    axes.barh([row["operation"] for row in rows], [row["of bound"].median for row in rows])
     axes.axvline(0.85, color="gray", linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xlabel="speed, in copy_, pwrite, preadv, SET and GET of as many bytes")
@@ -253,15 +243,15 @@ def plot(results: list[dict], path: Path) -> None:
 
 def line(row: dict) -> str:
     if "us" in row:
-        return "{operation:28} {us:8.0f} us, {over us:6.0f} us over {bound} ({bound us:.0f} us)".format(**row)
-    return "{operation:28} {GB/s:8.2f} GB/s, {of bound:6.2f} of {bound} ({bound GB/s:.2f} GB/s)".format(**row)
+        return "{operation:28} {us:.0f} us, {over us:.0f} us over {bound}, {bound us:.0f} us".format(**row)
+    return "{operation:28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s".format(**row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -283,7 +273,7 @@ def main() -> None:
         plot(results, options.plot)
     machine = platform.processor() or platform.machine()
     versions = {"torch": torch.__version__, "threads": options.threads, "chunks": options.chunks}
-    print(json.dumps({"machine": machine, **versions, "results": results}))
+    print(dumps({"machine": machine, **versions, "results": results}))
 
 
 if __name__ == "__main__":

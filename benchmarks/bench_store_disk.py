@@ -14,18 +14,17 @@ record takes in a full tier. Targets: records of 32 MiB at 0.8 of the bound, ope
 
 import argparse
 import hashlib
-import json
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import xxhash
 
+from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.store.disk import SEGMENT_BYTES, SLOT_BYTES, DiskTier
 from kvpage.store.disk_segment import HEADER_BYTES, Run, Segment
 
@@ -112,10 +111,9 @@ def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound
         "operation": name,
         "MiB": num_bytes / MIB,
         "piece KiB": piece_bytes // 1024,
-        "GB/s": num_bytes / median(seconds) / 1e9,
-        "bound GB/s": num_bytes / median(bound) / 1e9,
-        "of bound": median(bound) / median(seconds),
-        "of bound, best": min(bound) / min(seconds),
+        "GB/s": Figure.rate(num_bytes / 1e9, seconds),
+        "bound GB/s": Figure.rate(num_bytes / 1e9, bound),
+        "of bound": Figure.ratio(bound, seconds),
     }
 
 
@@ -148,7 +146,7 @@ def opening(path: Path, rounds: int) -> dict:
         tier.close()
     for file in folder.iterdir():
         file.unlink()
-    return {"operation": "open 100 GiB", "records": number, "ms": median(seconds) * 1e3}
+    return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(seconds, 1e3)}
 
 
 def small_calls(path: Path, rounds: int) -> list[dict]:
@@ -172,7 +170,7 @@ def small_calls(path: Path, rounds: int) -> list[dict]:
                 times[name].append(seconds)
     assert tier.stats().evicted > num_records // 2
     tier.close()
-    return [{"operation": f"{name}, 8 KB", "us": median(seconds) * 1e6} for name, seconds in times.items()]
+    return [{"operation": f"{name}, 8 KB", "us": Figure.of(seconds, 1e6)} for name, seconds in times.items()]
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -187,7 +185,11 @@ def plot(results: list[dict], path: Path) -> None:
             rows = [one for one in results if (one["operation"], one.get("piece KiB")) == (name, piece // 1024)]
             label = f"{name}, pieces of {piece // 1024} KiB"
             axes.plot(
-                [one["MiB"] for one in rows], [one["of bound"] for one in rows], style, c=f"C{color}", label=label
+                [one["MiB"] for one in rows],
+                [one["of bound"].median for one in rows],
+                style,
+                c=f"C{color}",
+                label=label,
             )
     axes.axhline(0.8, color="gray", linewidth=0.8)
     axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
@@ -203,8 +205,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     results = []
-    print(f"{'operation':12} {'MiB':>6} {'piece KiB':>9} {'GB/s':>7} {'bound':>7} {'of bound':>9} {'best':>6}")
-    line = "{operation:12} {MiB:6.2f} {piece KiB:9} {GB/s:7.2f} {bound GB/s:7.2f} {of bound:9.2f} {of bound, best:6.2f}"
+    print(f"{'operation':12} {'MiB':>6} {'piece KiB':>9} {'GB/s':>17} {'bound':>17} {'of bound':>17}")
+    line = "{operation:12} {MiB:6.2f} {piece KiB:9}   {GB/s:.2f}  {bound GB/s:.2f}  {of bound:.2f}"
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         for num_bytes in RECORD_BYTES:
             for piece_bytes in PIECES:
@@ -213,12 +215,12 @@ def main() -> None:
                     result["piece KiB"] = piece_bytes // 1024
                     results.append(result)
                     print(line.format(**result), flush=True)
-        for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 3)]:
+        for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]:
             results.append(result)
             print(", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
     if options.plot:
         plot(results, options.plot)
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "results": results}))
+    print(dumps({"machine": platform.processor() or platform.machine(), "results": results}))
 
 
 if __name__ == "__main__":

@@ -13,23 +13,22 @@ Targets: at least 0.8 of redis-py; at most 50 ms late.
 
 import argparse
 import hashlib
-import json
 import os
 import platform
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import redis
 import xxhash
 
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.store.record import RecordHead
 from kvpage.store.redis import from_url
 from kvpage.store.tier import Tier, TierError
@@ -86,17 +85,6 @@ def get(tier: Tier, keys: list[bytes]) -> list[memoryview]:
     return [reader.piece(0, reader.num_bytes) for reader in tier.open(keys) if reader is not None]
 
 
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, every one once a round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            before = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - before)
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
-
-
 def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict]:
     made = records(size, BATCH[size])
     keys = list(made)
@@ -136,15 +124,15 @@ def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict:
     return row("contains", 0, NUM_KEYS, times)
 
 
-def row(operation: str, size: int, count: int, times: dict[str, float]) -> dict:
+def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> dict:
     return {
         "operation": operation,
         "MiB": size / 2**20,
         "records": count,
-        "ms": times["tier"] * 1e3,
-        "redis-py ms": times["redis-py"] * 1e3,
-        "GB/s": size * count / times["tier"] / 1e9,
-        "of redis-py": times["redis-py"] / times["tier"],
+        "ms": Figure.of(times["tier"], 1e3),
+        "redis-py ms": Figure.of(times["redis-py"], 1e3),
+        "GB/s": Figure.rate(size * count / 1e9, times["tier"]),
+        "of redis-py": Figure.ratio(times["redis-py"], times["tier"]),
     }
 
 
@@ -175,7 +163,7 @@ def plot(results: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     names = [f"{r['operation']}\n{r['records']} x {r['MiB']:g} MiB" for r in results]
-    axes.bar(names, [r["of redis-py"] for r in results], color="C0")
+    axes.bar(names, [r["of redis-py"].median for r in results], color="C0")
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(ylabel="speed, in redis-py's own", ylim=(0, None))
     axes.tick_params(axis="x", labelsize=7)
@@ -192,7 +180,7 @@ def main() -> None:
         print("skipped: needs redis-server")
         return
     results = []
-    print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>9} {'redis-py ms':>12} {'GB/s':>6} {'of redis-py':>12}")
+    print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>20} {'redis-py ms':>20} {'GB/s':>18} {'of redis-py':>18}")
     with redis_server() as (server, port):
         url = f"redis://127.0.0.1:{port}/0"
         tier, peer = from_url(url), redis.Redis(port=port)
@@ -202,16 +190,14 @@ def main() -> None:
         tier.close()
         late = lateness(url, server, 5)
     for r in results:
-        numbers = "{records:8} {MiB:8.2f} {ms:9.2f} {redis-py ms:12.2f} {GB/s:6.2f} {of redis-py:12.2f}".format(**r)
-        print(f"{r['operation']:10} {numbers}")
+        cells = (f"{r[name]:.2f}" for name in ("ms", "redis-py ms", "GB/s", "of redis-py"))
+        print(f"{r['operation']:10} {r['records']:8} {r['MiB']:8.2f}", *(f"{cell:>19}" for cell in cells))
     print("late by, ms, at a timeout of: " + ", ".join(f"{t} ms: {ms:.1f}" for t, ms in late.items()))
     if options.plot:
         plot(results, options.plot)
     versions = {"redis-py": redis.__version__, "python": platform.python_version()}
     print(
-        json.dumps(
-            {"machine": platform.processor() or platform.machine(), **versions, "results": results, "late ms": late}
-        )
+        dumps({"machine": platform.processor() or platform.machine(), **versions, "results": results, "late ms": late})
     )
 
 

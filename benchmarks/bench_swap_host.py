@@ -9,13 +9,11 @@ Usage: python benchmarks/bench_swap_host.py [--blocks 4096] [--rounds 9] [--thre
 """
 
 import argparse
-import json
-import statistics
-import time
 
 import torch
 
 from kvpage import reference
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 
@@ -47,20 +45,6 @@ def check(copier: BlockCopier, src: list[torch.Tensor], dst: list[torch.Tensor],
             raise SystemExit(f"layer {layer} of the swap differs from torch's")
 
 
-def seconds(body) -> float:
-    start = time.perf_counter()
-    body()
-    return time.perf_counter() - start
-
-
-def measure(cases: dict, rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, body in cases.items():
-            times[name].append(seconds(body))
-    return times
-
-
 def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) -> dict:
     copier, src, dst = make_case(layer_layout, num_blocks)
     scattered = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks)], 1)
@@ -81,13 +65,11 @@ def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) ->
         "scattered": lambda: copier.run(scattered),
         "in order": lambda: copier.run(in_order),
     }
-    times = measure(cases, rounds)
-    bound = statistics.median(times["copy_"])
-    rows = {}
-    for name, values in times.items():
-        middle = statistics.median(values)
-        rows[name] = {"gb_per_s": num_bytes / middle / 1e9, "of_copy_": bound / middle}
-    return rows
+    times = in_turns(cases, rounds)
+    return {
+        name: {"gb_per_s": Figure.rate(num_bytes / 1e9, taken), "of_copy_": Figure.ratio(times["copy_"], taken)}
+        for name, taken in times.items()
+    }
 
 
 def slab(caches: list[torch.Tensor]) -> torch.Tensor:
@@ -106,7 +88,10 @@ def plot(results: dict, path: str) -> None:
     names = list(next(iter(results.values())))
     for i, (layer_layout, rows) in enumerate(results.items()):
         axes.bar(
-            [x + 0.4 * i for x in range(len(names))], [rows[n]["gb_per_s"] for n in names], 0.38, label=layer_layout
+            [x + 0.4 * i for x in range(len(names))],
+            [rows[n]["gb_per_s"].median for n in names],
+            0.38,
+            label=layer_layout,
         )
     axes.set_xticks([x + 0.2 for x in range(len(names))], names)
     axes.set_ylabel("GB/s moved")
@@ -126,15 +111,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     results = {}
-    print(f"{'layers':10} {'case':10} {'GB/s':>7} {'of copy_':>9}")
+    print(f"{'layers':10} {'case':10} {'GB/s':>20} {'of copy_':>17}")
     for layer_layout in ("separate", "packed"):
         results[layer_layout] = run_layout(layer_layout, options.blocks, options.rounds, options.threads)
         for name, row in results[layer_layout].items():
-            print(f"{layer_layout:10} {name:10} {row['gb_per_s']:7.2f} {row['of_copy_']:9.2f}")
+            print(f"{layer_layout:10} {name:10} {row['gb_per_s']:.2f}".ljust(43), f"{row['of_copy_']:.2f}")
     if options.plot:
         plot(results, options.plot)
     summary = {"bench": "swap_host", "blocks": options.blocks, "threads": options.threads, "torch": torch.__version__}
-    print(json.dumps(summary | {"results": results}))
+    print(dumps(summary | {"results": results}))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from kvpage.benchmarks import blend_task as task
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from safetensors.torch import load_model, save_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from kvpage.benchmarks import blend_task as task
 
 ATTENTION = "kvpage_bench_blend"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvpage" / "bench_blend"

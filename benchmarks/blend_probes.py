@@ -6,6 +6,7 @@ A probe must know nothing of the document: of another document, of the segment i
 from collections.abc import Iterator
 
 import torch
+
 from kvpage.benchmarks import blend_task as task
 
 

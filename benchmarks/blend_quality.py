@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from transformers import LlamaForCausalLM
+
+from kvpage import CacheConfig
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Rows, Truth
 from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
 from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
-from transformers import LlamaForCausalLM
-
-from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, RotaryTables
 from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.serving import Engine

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpage import CacheConfig
+from kvpage.benchmarks.figure import Figure
 from kvpage.blend import BlendConfig
 from kvpage.blend.segments import MemorySegments
 from kvpage.serving import Engine, SamplingParams
@@ -34,7 +35,8 @@ LLAMA_3_8B = Shape("Llama-3-8B's shape", 32, 4096, 14336, 32, 8)
 
 class Ttft(NamedTuple):
     """Of one prompt. ratio: None of full recompute and of prefix caching. seconds: by the clock. cpu: of the process's
-    processor time, which on one thread says on a busy machine what the clock does not.
+    processor time, which on one thread says on a busy machine what the clock does not. speedup: over the full recompute
+    of the same turn, by the clock and by the processor's time.
 
     flops: of the products with weights and of attention; those of a full recompute over them are the ceiling of the
     speed-up.
@@ -43,8 +45,10 @@ class Ttft(NamedTuple):
     method: str
     num_tokens: int
     ratio: float | None
-    seconds: float
-    cpu: float
+    seconds: Figure
+    cpu: Figure
+    speedup: Figure
+    cpu_speedup: Figure
     flops: float
     num_recomputed: int
 
@@ -149,14 +153,15 @@ def make_engine(
 
 
 class Warming(NamedTuple):
-    """Seconds that keeping a segment takes: computed by itself, and with its sensitivity, once more behind itself."""
+    """Seconds that keeping a segment takes: computed by itself, and with its sensitivity, once more after itself."""
 
-    alone: float
-    measured: float
+    alone: Figure
+    measured: Figure
+    times_as_long: Figure
 
 
 def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
-    """Of a segment of so many tokens. Both take turns; of each, the least time."""
+    """Of a segment of so many tokens. Both take turns."""
     model, taken = make_model(shape, device), {False: [], True: []}
     draw = torch.Generator().manual_seed(1)
     engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in taken}
@@ -166,7 +171,8 @@ def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
             before = time.perf_counter()
             engine.warm_segments([segment])
             taken[uses].append(time.perf_counter() - before)
-    return Warming(min(taken[False][1:]), min(taken[True][1:]))
+    alone, measured = taken[False][1:], taken[True][1:]
+    return Warming(Figure.of(alone), Figure.of(measured), Figure.ratio(measured, alone))
 
 
 def measure(
@@ -178,7 +184,7 @@ def measure(
     device: str,
     segment: int,
 ) -> list[Ttft]:
-    """The methods take turns; of each, the least time. check_layer: None for the default: rows are chosen before the
+    """The methods take turns. check_layer: None for the default: rows are chosen before the
     first layer, as the segments know their sensitivity. Else it chooses without."""
     model = make_model(shape, device)
     prompts = Prompts(num_tokens, segment, model.config.vocab_size)
@@ -213,8 +219,11 @@ def measure(
     for (method, ratio), each in first.items():
         again = each[-1].num_recomputed
         flops = work(shape, method, len(tokens), segment, check_layer, again)
-        taken, cpu = min(one.seconds for one in each[1:]), min(one.cpu for one in each[1:])
-        results.append(Ttft(method, len(tokens), ratio, taken, cpu, flops, again))
+        seconds, cpu = (list(times) for times in zip(*((one.seconds, one.cpu) for one in each[1:]), strict=True))
+        base_seconds, base_cpu = zip(*((one.seconds, one.cpu) for one in first["full", None][1:]), strict=True)
+        gains = Figure.ratio(base_seconds, seconds), Figure.ratio(base_cpu, cpu)
+        taken = Figure.of(seconds), Figure.of(cpu)
+        results.append(Ttft(method, len(tokens), ratio, *taken, *gains, flops, again))
     return results
 
 

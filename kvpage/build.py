@@ -9,8 +9,9 @@ from kvpage import _C
 def build_info() -> dict[str, Any]:
     """What this kvpage was built with and what it finds here; None for what is absent. Starts nothing on any device.
 
-    version; compiler (of the native core); cuda (the toolkit it was built with), cuda_archs (compiled in, in CMake's
-    words); driver (the CUDA version of the installed driver, "13.0"); cuda_error (why CUDA cannot be used here);
+    version; sources (a digest of what the extension was compiled from); compiler (of the native core); cuda (the
+    toolkit it was built with), cuda_archs (compiled in, in CMake's words); driver (the CUDA version of the installed
+    driver, "13.0"); cuda_error (why CUDA cannot be used here);
     devices: a list of dicts with name, compute_capability (major, minor) and num_copy_engines, as CUDA numbers them;
     batched_copy: whether the driver copies many extents in one call; torch, torch_cuda (what that torch was built for),
     triton, transformers: versions.

@@ -145,12 +145,12 @@ def test_prompts_are_timed_through_the_engine(check_layer: int | None) -> None:
     assert {one.num_tokens for one in found.values()} == {total}
     assert found["full", None].flops == blend_speed.full_flops(shape, 0, total)
     assert found["blend", 1.0].flops == pytest.approx(found["prefix", None].flops)
-    assert all(one.seconds > 0 for one in found.values())
+    assert all(one.seconds.median > 0 for one in found.values())
 
 
 def test_warming_is_timed_through_the_engine() -> None:
     found = blend_speed.warming(blend_speed.Shape("tiny", 3, 32, 64, 2, 2), 16, 1, "cpu")
-    assert found.alone > 0 and found.measured > 0
+    assert found.alone.median > 0 and found.measured.median > 0
 
 
 def test_probes_know_nothing_of_the_document() -> None:

@@ -10,6 +10,7 @@ namespace {
 py::dict build_info() {
   py::dict info;
   info["version"] = KVPAGE_VERSION;
+  info["sources"] = KVPAGE_SOURCES;
 #ifdef __clang__
   info["compiler"] = __VERSION__;
 #else

@@ -1,0 +1,94 @@
+"""A figure is a median with its quartiles, of measurements that took turns with those it is compared with."""
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The median of `num` measurements, and the quartiles between which half of them are.
+
+    Formats as numbers do: f"{figure:.2f}" gives "3.35 (3.30-3.52)".
+    """
+
+    median: float
+    low: float
+    high: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Iterable[float], scale: float = 1.0) -> "Figure":
+        """Args: values: at least one finite number. scale: multiplies each, to change the unit."""
+        array = np.asarray(list(values), np.float64) * scale
+        if array.size == 0 or not np.isfinite(array).all():
+            raise ValueError(f"values must be one or more finite numbers, got {array.tolist()}")
+        low, median, high = np.percentile(array, (25, 50, 75)).tolist()
+        return cls(median, low, high, array.size)
+
+    @classmethod
+    def ratio(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Figure":
+        """Of quotients turn by turn: what slows a whole turn leaves them as they are."""
+        return cls.of(a / b for a, b in zip(numerators, denominators, strict=True))
+
+    @classmethod
+    def rate(cls, amount: float, seconds: Sequence[float]) -> "Figure":
+        """Of so much a turn, per second."""
+        return cls.of(amount / taken for taken in seconds)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.low:{spec}}-{self.high:{spec}})"
+
+    def __str__(self) -> str:
+        return format(self, f".{max(0, 2 - math.floor(math.log10(abs(self.median) or 1.0)))}f")
+
+
+def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Of one call, the mean of `number` in a loop. Give many of what takes less than a millisecond."""
+    if number == 1:
+        before = clock()
+        call()
+        return clock() - before
+    calls = range(number)
+    before = clock()
+    for _ in calls:
+        call()
+    return (clock() - before) / number
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    number: int = 1,
+    measure: Callable[[Callable[[], object], int], float] = seconds,
+    warmups: int = 1,
+) -> dict[str, list[float]]:
+    """The seconds of each call in each round; all take turns, so that a noisy moment meets them all.
+
+    The garbage collector rests meanwhile: it would charge one call for what another has left.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds + warmups):
+            for name, call in calls.items():
+                spent = measure(call, number)
+                if turn >= warmups:
+                    taken[name].append(spent)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return taken
+
+
+def dumps(result: Any) -> str:
+    """One line of JSON, in which a Figure is {"median", "low", "high", "num"}."""
+    return json.dumps(result, default=lambda value: asdict(value))

@@ -1,0 +1,67 @@
+"""The benchmarks whose results are kept: a name, the command that gives them, and the sources that they measure."""
+
+from dataclasses import dataclass
+
+SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
+BLENDING = ("kvpage/blend", "kvpage/blend_ops.py", "kvpage/reference.py", "benchmarks/blend_quality.py",
+            "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One benchmark.
+
+    arguments: of `python`; the first is the script.
+    sources: what a result depends on, as git paths. It counts as today's until one of them has changed.
+    has_plot: whether the script draws with --plot.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    sources: tuple[str, ...] = SOURCES
+    has_plot: bool = True
+
+    @property
+    def script(self) -> str:
+        return self.arguments[0]
+
+    @property
+    def all_sources(self) -> tuple[str, ...]:
+        return (*self.sources, self.script)
+
+    def command(self, folder: str) -> list[str]:
+        """The command line, which draws into `folder`."""
+        plot = ["--plot", f"{folder}/{self.name}.png"] if self.has_plot else []
+        return ["python", "-P", *self.arguments, *plot]
+
+
+def _run(name: str, line: str, has_plot: bool = True, sources: tuple[str, ...] = SOURCES) -> Run:
+    script, *options = line.split()
+    return Run(name, (f"benchmarks/{script}.py", *options), sources, has_plot)
+
+
+RUNS = {
+    run.name: run
+    for run in (
+        _run("pool", "bench_pool", has_plot=False),
+        _run("prefix", "bench_prefix"),
+        _run("slots", "bench_slots"),
+        _run("token_trie", "bench_token_trie", has_plot=False),
+        _run("events", "bench_events"),
+        _run("swap_host", "bench_swap_host"),
+        _run(
+            "reshape_gather_one_thread",
+            "bench_reshape_gather --threads 1 --tokens 32768 --chunk-tokens 8192 --rounds 9",
+        ),
+        _run("reshape_gather", "bench_reshape_gather --threads 2 --tokens 32768 --chunk-tokens 8192 --rounds 9"),
+        _run("store", "bench_store --threads 1"),
+        _run("store_two_threads", "bench_store --threads 2 --parts memory disk"),
+        _run("store_redis", "bench_store_redis"),
+        _run("serving", "bench_serving --threads 2"),
+        _run("generate_cache", "bench_generate_cache"),
+        _run("blend_ops", "bench_blend_ops --threads 1"),
+        _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),
+        _run("blend_speed_8192", "bench_blend --part speed --tokens 8192 --ratios 0.15 --rounds 3 --threads 1"),
+        _run("blend_quality", "bench_blend --part quality --full", sources=BLENDING),
+    )
+}

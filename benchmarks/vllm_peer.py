@@ -1,0 +1,47 @@
+"""Serves prompts through vLLM's CPU build, for bench_serving: run by the Python that vLLM is installed for.
+
+Reads one line of JSON a run, {"prompts": [[token id]], "max_tokens": int}, and answers with one, {"seconds": float,
+"tokens": [[token id]]}. Each run begins with an empty prefix cache. vLLM's own output goes to the standard error.
+
+    VENV/bin/python benchmarks/vllm_peer.py MODEL_DIR NUM_THREADS DTYPE
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    folder, num_threads, dtype = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
+    os.environ |= {
+        "OMP_NUM_THREADS": num_threads,
+        "KMP_BLOCKTIME": "0",  # its threads sleep while others are measured
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    import vllm
+
+    llm = vllm.LLM(
+        folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, enable_prefix_caching=True,
+        max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=256, disable_log_stats=True,
+    )  # fmt: skip
+    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        given = json.loads(line)
+        params = vllm.SamplingParams(max_tokens=given["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in given["prompts"]]
+        llm.reset_prefix_cache()
+        before = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - before
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
