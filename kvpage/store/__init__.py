@@ -8,7 +8,7 @@ from kvpage.store.kv_store import KVStore
 from kvpage.store.layer_load import LayerLoad
 from kvpage.store.pin import Pin
 from kvpage.store.stats import KVStoreStats
-from kvpage.store.tier import Tier, TierError, TierStats
+from kvpage.store.tier import Tier, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed, register_tier
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Placed",
     "Tier",
     "TierError",
+    "TierRests",
     "TierStats",
     "metadata_of",
     "register_tier",

@@ -15,7 +15,7 @@ from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, writ
 from kvpage.store.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.copies import Change, Copies, Copy
 from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.tier import Key, Reader, TierError, TierStats
+from kvpage.store.tier import Key, Reader, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed
 
 WINDOW = 8  # records that are open at once
@@ -224,7 +224,8 @@ class TierStack:
         try:
             return call(*args)
         except TierError as error:
-            logger.warning("%s: %s", one.tier.name, error)
+            if not isinstance(error, TierRests):
+                logger.warning("%s: %s", one.tier.name, error)
             self.count(tier_errors=1)
             return None
 
