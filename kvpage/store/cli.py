@@ -17,7 +17,7 @@ from kvpage.store.config import parse_size
 from kvpage.store.tier import Tier, TierError
 
 store_app = typer.Typer(no_args_is_help=True, help="Looks into a store of chunks, by a tier's URL.")
-Url = Annotated[str, typer.Argument(help="such as disk:///var/kv?size=100GiB or redis://host:6379/0")]
+Url = Annotated[str, typer.Argument(help="such as disk:///var/kv, disk:kv (relative) or redis://host:6379/0")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
