@@ -3,14 +3,16 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvpage.store.chunk_io import read_head, verify_record
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk import DiskTier
+from kvpage.store.disk_view import DiskView
 from kvpage.store.keys import decode_meta
 from kvpage.store.record import CorruptRecord
-from kvpage.store.tier import Reader, RecordInfo, Tier, TierError
+from kvpage.store.tier import Reader, RecordGone, RecordInfo, Tier, TierError
 from kvpage.store.tiers import paths_of, place_tiers
 
 
@@ -35,8 +37,17 @@ class RecordSummary:
         return self.model is not None
 
 
+def view_tier(url: str) -> Tier:
+    """The one tier of a URL, to look into: of a disk beside the process that has it open, if there is one, and without
+    changing anything (see DiskView). ValueError or OSError, with the reason, if it cannot be opened.
+    """
+    parsed = TierURL.parse(url)
+    return DiskView(paths_of(parsed)) if parsed.scheme == "disk" else open_tier(url)
+
+
 def open_tier(url: str) -> Tier:
-    """The one tier of a URL. ValueError or OSError, with the reason, if it cannot be opened: a server may have it.
+    """The one tier of a URL, for oneself. ValueError or OSError, with the reason, if it cannot be opened: a server may
+    have it.
 
     Of a disk the directories are opened as they are: whatever size the URL names, nothing is made or deleted.
     """
@@ -47,22 +58,24 @@ def open_tier(url: str) -> Tier:
 
 
 def summaries(tier: Tier) -> Iterator[RecordSummary]:
-    """Of all records, from their heads. TierError comes through."""
+    """Of all records, from their heads. TierError comes through, but for records that are gone meanwhile."""
     now = time.time()
     for info in tier.infos():
         for reader in tier.open([info.key]):
             if reader is not None:
-                with reader:
+                with reader, suppress(RecordGone):
                     yield _summary(info, reader, now)
 
 
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
-    """How many records are whole, and the keys of those that are not. Reads every byte."""
+    """How many records are whole, and the keys of those that are not. Reads every byte. What is removed by the tier's
+    owner meanwhile is neither.
+    """
     num_whole, broken = 0, []
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
             if reader is not None:
-                with reader:
+                with reader, suppress(RecordGone):
                     if is_whole(reader, info.key):
                         num_whole += 1
                     else:
@@ -72,9 +85,11 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Whether it is the record of the key, to its last byte, and can be read."""
+    """Whether it is the record of the key, to its last byte, and can be read. RecordGone."""
     try:
         verify_record(reader, key)
+    except RecordGone:
+        raise
     except (CorruptRecord, TierError):
         return False
     return True

@@ -30,6 +30,10 @@ class TierRests(TierError):
     """
 
 
+class RecordGone(TierError):
+    """The record that a reader has open was removed or replaced by somebody who does not wait for readers. A miss."""
+
+
 class RecordInfo(NamedTuple):
     """What a tier knows of a record. last_used: seconds of time.time(), or None where the tier does not know."""
 

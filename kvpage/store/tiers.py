@@ -39,8 +39,8 @@ def _disk(url: TierURL) -> Tier:
 
 
 def paths_of(url: TierURL) -> list[str]:
-    """Of disk:///ssd0/kv,/ssd1/kv; of disk:kv, which is in the working directory. ValueError for what names none, and for
-    what would not lead where it seems to.
+    """Of disk:///ssd0/kv,/ssd1/kv; of disk:kv, in the working directory. ValueError for what names none, and for what
+    would not lead where it seems to.
     """
     paths, after_scheme = url.place.split(","), url.url.partition(":")[2]
     for path in paths:
