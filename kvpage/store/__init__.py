@@ -7,6 +7,7 @@ from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_store import KVStore
 from kvpage.store.layer_load import LayerLoad
 from kvpage.store.pin import Pin
+from kvpage.store.record_summary import RecordSummary
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tier import Tier, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed, register_tier
@@ -20,6 +21,7 @@ __all__ = [
     "LayerLoad",
     "Pin",
     "Placed",
+    "RecordSummary",
     "Tier",
     "TierError",
     "TierRests",

@@ -2,39 +2,29 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
-from kvpage.store.chunk_io import read_head, verify_record
+from kvpage.store.chunk_io import verify_record
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk import DiskTier
 from kvpage.store.disk_view import DiskView
-from kvpage.store.keys import decode_meta
 from kvpage.store.record import CorruptRecord
-from kvpage.store.tier import Reader, RecordGone, RecordInfo, Tier, TierError
+from kvpage.store.record_summary import RecordSummary, summaries
+from kvpage.store.tier import Reader, RecordGone, Tier, TierError
 from kvpage.store.tiers import paths_of, place_tiers
 
-
-@dataclass(frozen=True, slots=True)
-class RecordSummary:
-    """One record. model and namespace are None where the head cannot be read. num_tokens: of the chunk.
-
-    age: seconds since it was last used, as far as the tier knows.
-    """
-
-    key: str
-    num_bytes: int
-    model: str | None = None
-    namespace: bytes | None = None
-    num_tokens: int | None = None
-    codec: str | None = None
-    fmt: str | None = None
-    age: float | None = None
-
-    @property
-    def is_readable(self) -> bool:
-        return self.model is not None
+__all__ = [
+    "RecordSummary",
+    "by_model",
+    "free",
+    "is_whole",
+    "open_tier",
+    "remove_older",
+    "summaries",
+    "verify",
+    "view_tier",
+]
 
 
 def view_tier(url: str) -> Tier:
@@ -55,16 +45,6 @@ def open_tier(url: str) -> Tier:
     if parsed.scheme == "disk":
         return DiskTier(paths_of(parsed), None)
     return place_tiers(KVStoreConfig(tiers=(url,)))[0].tier
-
-
-def summaries(tier: Tier) -> Iterator[RecordSummary]:
-    """Of all records, from their heads. TierError comes through, but for records that are gone meanwhile."""
-    now = time.time()
-    for info in tier.infos():
-        for reader in tier.open([info.key]):
-            if reader is not None:
-                with reader, suppress(RecordGone):
-                    yield _summary(info, reader, now)
 
 
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
@@ -121,15 +101,3 @@ def by_model(records: list[RecordSummary]) -> list[tuple[str, int, int, int]]:
         count.update(records=1, tokens=record.num_tokens or 0, bytes=record.num_bytes)
     rows = [(model, count["records"], count["tokens"], count["bytes"]) for model, count in counts.items()]
     return sorted(rows, key=lambda row: -row[3])
-
-
-def _summary(info: RecordInfo, reader: Reader, now: float) -> RecordSummary:
-    age = None if info.last_used is None else now - info.last_used
-    try:
-        head, _ = read_head(reader)
-        fields = decode_meta(head.meta)
-        num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
-    except (CorruptRecord, ValueError, KeyError):
-        return RecordSummary(info.key.hex(), info.num_bytes, age=age)
-    model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
-    return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age)

@@ -15,7 +15,7 @@ from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, writ
 from kvpage.store.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.copies import Change, Copies, Copy
 from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.tier import Key, Reader, TierError, TierRests, TierStats
+from kvpage.store.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed
 
 WINDOW = 8  # records that are open at once
@@ -184,6 +184,10 @@ class TierStack:
         return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
 
     # --- all of them ---
+
+    def infos(self) -> list[list[RecordInfo]]:
+        """What is in each; nothing of one that cannot tell."""
+        return [self.ask(one, lambda one=one: list(one.tier.infos())) or [] for one in self.tiers]
 
     def remove(self, keys: Sequence[Key]) -> int:
         """How many there were, in the tier that had most."""

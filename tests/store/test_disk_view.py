@@ -19,7 +19,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.cli import app  # noqa: E402
-from kvpage.store import inspection  # noqa: E402
+from kvpage.store import inspection, record_summary  # noqa: E402
 from kvpage.store.disk import SLOT_BYTES, DiskTier  # noqa: E402
 from kvpage.store.disk_lock import owner_of  # noqa: E402
 from kvpage.store.disk_segment import Segment  # noqa: E402
@@ -135,7 +135,7 @@ def test_what_goes_while_it_is_verified_is_neither_whole_nor_broken(tmp_path: Pa
 
     monkeypatch.setattr(inspection, "verify_record", verify_record)
     assert inspection.verify(view) == (1, [])
-    monkeypatch.setattr(inspection, "read_head", lambda reader: tier.remove([B]) and real(reader, B))
+    monkeypatch.setattr(record_summary, "read_head", lambda reader: tier.remove([B]) and real(reader, B))
     assert list(inspection.summaries(view)) == []
     view.close()
     tier.close()
