@@ -210,8 +210,9 @@ class SPTBlendRetriever(_SegmentRetriever):
 
     spt: the separator's tokens. namespace: where a plain KVStore has the segments; by default b"blend", so that
         segments, which were computed with nothing before them, are told from the beginnings of prompts; b"" finds
-        what `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever. A result in which nothing was found tells
-        in `reason` where it was looked for.
+        what `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever.
+
+    A result in which nothing was found tells in `reason` where it was looked for.
     """
 
     def __init__(
