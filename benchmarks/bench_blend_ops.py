@@ -202,8 +202,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.layers < 3:
+        parser.error(f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: needs a CUDA device; --device cpu tries the script without one")
+        print(json.dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
         return
     if options.threads:
         torch.set_num_threads(options.threads)

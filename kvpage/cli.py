@@ -163,7 +163,6 @@ def bench(
 ) -> None:
     """Runs a microbenchmark: a bound, a peer, a table, a line of JSON. `kvpage bench OP --help` tells its options."""
     import importlib.util
-    import runpy
     import sys
 
     found = importlib.util.find_spec("kvpage.benchmarks")
@@ -176,7 +175,11 @@ def bench(
             return
         raise SystemExit(f"kvpage bench: OP must be one of {', '.join(sorted(scripts))}, got {op!r}")
     sys.argv = [f"kvpage bench {op}", *context.args]
-    runpy.run_path(str(scripts[op]), run_name="__main__")
+    try:
+        script = importlib.import_module(f"kvpage.benchmarks.bench_{op}")
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"kvpage bench {op} needs the package {error.name}, which is not installed") from error
+    script.main()
 
 
 def main() -> None:

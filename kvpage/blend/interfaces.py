@@ -36,13 +36,34 @@ class BlendRetrieverResult:
 
     k, v: [num_tokens, hidden] each; None if nothing was found. What stands in invalid rows means nothing.
     valid_mask: bool [num_tokens], on k's device. original_positions: int64 [num_tokens] there: where each row's K was
-        turned to; 0 for invalid rows.
+        turned to; 0 for invalid rows. head_shape: (heads, head_size), of which hidden is the product; None if nothing
+        was found, or the retriever does not know. reason: where nothing was found, where it was looked for; else None.
     """
 
     k: torch.Tensor | None
     v: torch.Tensor | None
     valid_mask: torch.Tensor
     original_positions: torch.Tensor
+    head_shape: tuple[int, int] | None = None
+    reason: str | None = None
+
+    @property
+    def k_heads(self) -> torch.Tensor | None:
+        """k as [num_tokens, heads, head_size]: a view. ValueError without a head_shape."""
+        return self._by_head(self.k)
+
+    @property
+    def v_heads(self) -> torch.Tensor | None:
+        """v likewise; [num_tokens, heads, 0] where the model caches none (MLA)."""
+        return self._by_head(self.v)
+
+    def _by_head(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        if rows is None:
+            return None
+        if self.head_shape is None:
+            raise ValueError("head_shape must be known to view rows by head, got None")
+        heads, head_size = self.head_shape
+        return rows.view(len(rows), heads, head_size if rows.shape[1] else 0)
 
 
 class BlendRetrieverTask(ABC):

@@ -33,13 +33,22 @@ class SegmentSource(Protocol):
 
 
 class _PlainStore:
-    """A KVStore in which segments lie as sequences of their own, computed standalone, in the namespace "blend"."""
+    """A KVStore in which segments lie as sequences of their own, computed standalone, in a namespace, the tenant's name
+    behind it.
+    """
 
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
+    def __init__(self, store: KVStore, namespace: bytes) -> None:
+        self._store, self._namespace = store, namespace
+
+    @property
+    def place(self) -> str:
+        return (
+            f"namespace {self._namespace!r} of the store, the tenant's name behind it: store them there, or give the "
+            "retriever the namespace that they are in"
+        )
 
     def get(self, tokens: Tokens, namespace: bytes = b"") -> Segment | None:
-        kv, mask = self._store.retrieve(tokens, return_tuple=False, namespace=NAMESPACE + namespace)
+        kv, mask = self._store.retrieve(tokens, return_tuple=False, namespace=self._namespace + namespace)
         return Segment(kv, torch.arange(int(mask.sum())), is_standalone=True) if len(kv) else None
 
 
@@ -52,29 +61,47 @@ class Piece(NamedTuple):
 
 
 class SegmentRetrieverTask(BlendRetrieverTask):
-    """Segments under way. Results are the caller's own, whichever layer, however often."""
+    """Segments under way. Results are the caller's own, whichever layer, however often. place: where they are looked
+    for, in words.
+    """
 
     def __init__(
-        self, pieces: Sequence[Piece], num_tokens: int, token_dim: int, device: torch.device | str = "cpu"
+        self,
+        pieces: Sequence[Piece],
+        num_tokens: int,
+        token_dim: int,
+        device: torch.device | str = "cpu",
+        place: str = "the store",
     ) -> None:
         self._pieces, self._num_tokens, self._token_dim, self._device = pieces, num_tokens, token_dim, device
+        self._place = place
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         """Waits for the segments. What the store raised is raised here; ValueError for a layer that they do not have,
         and for segments of several shapes.
         """
         found = [(piece.begin, segment) for piece in self._pieces if (segment := piece.segment.result()) is not None]
-        shapes = {
-            (len(one.kv), one.kv.shape[1], *one.kv[0, 0].movedim(self._token_dim, 0).shape[1:]) for _, one in found
-        }
+        shapes = {(len(one.kv), one.kv.shape[1], *self._inner(one)) for _, one in found}
         if len(shapes) > 1:
             raise ValueError(f"all segments must be of one shape, got {sorted(shapes)}")
         num_layers = next(iter(shapes))[0] if shapes else layer_id + 1
         if not 0 <= as_integer("layer_id", layer_id) < num_layers:
             raise ValueError(f"layer_id must be in [0, {num_layers}), got {layer_id}")
         valid, positions = self._rows(found)
-        k, v = (self._part(found, layer_id, part) for part in (0, 1)) if found else (None, None)
-        return BlendRetrieverResult(k, v, valid, positions)
+        if not found:
+            return BlendRetrieverResult(None, None, valid, positions, reason=self._reason())
+        k, v = (self._part(found, layer_id, part) for part in (0, 1))
+        heads, head_size = self._inner(found[0][1])
+        return BlendRetrieverResult(k, v, valid, positions, (heads, head_size))
+
+    def _reason(self) -> str:
+        if not self._pieces:
+            return "there are no segments, since no tokens were given"
+        return f"of {len(self._pieces)} segments none is in {self._place}"
+
+    def _inner(self, segment: Segment) -> torch.Size:
+        """Of a token's row: heads and their size."""
+        return segment.kv[0, 0].movedim(self._token_dim, 0).shape[1:]
 
     def _rows(self, found: list[tuple[int, Segment]]) -> tuple[torch.Tensor, torch.Tensor]:
         valid = torch.zeros(self._num_tokens, dtype=torch.bool)
@@ -89,8 +116,7 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         kv = found[0][1].kv
         if part >= kv.shape[1]:
             return torch.empty(self._num_tokens, 0, dtype=kv.dtype, device=self._device)
-        inner = kv[0, 0].movedim(self._token_dim, 0).shape[1:]
-        rows = torch.zeros(self._num_tokens, *inner, dtype=kv.dtype, device=self._device)
+        rows = torch.zeros(self._num_tokens, *self._inner(found[0][1]), dtype=kv.dtype, device=self._device)
         for begin, segment in found:
             rows[begin : begin + segment.num_tokens] = segment.kv[layer_id, part].movedim(self._token_dim, 0)
         return rows.flatten(1)
@@ -102,9 +128,9 @@ SPTBlendRetrieverTask = SegmentRetrieverTask
 class _SegmentRetriever(BlendRetriever):
     """What retrievers share: threads that fetch, and the way from tokens to pieces. `close` it, or use it in `with`.
 
-    cache_engine: where segments are: a SegmentStore, a KVStore that holds them in the namespace "blend" (and the
-        tenant's behind that), or another SegmentSource. metadata: what the K and V must be of. device: of results.
-        num_threads: that fetch.
+    cache_engine: where segments are: a SegmentStore, a KVStore that holds them in a namespace (and the tenant's name
+        behind that), or another SegmentSource. metadata: what the K and V must be of. device: of results.
+        num_threads: that fetch. namespace: of a KVStore alone; None for b"blend"; b"" for what was stored without one.
     """
 
     def __init__(
@@ -113,6 +139,7 @@ class _SegmentRetriever(BlendRetriever):
         metadata: KVStoreMetadata,
         device: torch.device | str,
         num_threads: int,
+        namespace: bytes | None = None,
     ) -> None:
         if not callable(getattr(cache_engine, "get", None)) and not isinstance(cache_engine, KVStore):
             raise TypeError(f"cache_engine must find segments, got {type(cache_engine).__name__}")
@@ -120,11 +147,20 @@ class _SegmentRetriever(BlendRetriever):
             raise TypeError(f"metadata must be a KVStoreMetadata, got {type(metadata).__name__}")
         num_threads = as_integer("num_threads", num_threads)
         store = cache_engine.store if isinstance(cache_engine, SegmentStore) else cache_engine
-        if isinstance(store, KVStore) and store.metadata != metadata:
+        if isinstance(store, KVStore) and metadata not in (store.metadata, store.given_metadata):
             raise ValueError(f"metadata must be the store's, got {metadata}")
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-        self._source = _PlainStore(cache_engine) if isinstance(cache_engine, KVStore) else cache_engine
+        if namespace is not None:
+            check_namespace(namespace)
+            if not isinstance(cache_engine, KVStore):
+                raise ValueError(f"namespace must be None but for a KVStore, got {namespace!r}")
+        self._source: SegmentSource = (
+            _PlainStore(cache_engine, NAMESPACE if namespace is None else namespace)
+            if isinstance(cache_engine, KVStore)
+            else cache_engine
+        )
+        self._place = getattr(self._source, "place", f"the {type(cache_engine).__name__}")
         self._token_dim = 0 if metadata.fmt == "vllm" else 1
         self._device = as_device("device", device)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-blend")
@@ -166,13 +202,17 @@ class _SegmentRetriever(BlendRetriever):
             if key not in fetches:
                 fetches[key] = self._threads.submit(self._source.get, tokens[begin:end].copy(), tenant)
             pieces.append(Piece(begin, end, fetches[key]))
-        return SegmentRetrieverTask(pieces, len(tokens), self._token_dim, self._device)
+        return SegmentRetrieverTask(pieces, len(tokens), self._token_dim, self._device, self._place)
 
 
 class SPTBlendRetriever(_SegmentRetriever):
     """Segments end with a separator of one or more tokens ("special tokens").
 
-    spt: the separator's tokens. The other arguments: see _SegmentRetriever.
+    spt: the separator's tokens. namespace: where a plain KVStore has the segments; by default b"blend", so that
+        segments, which were computed with nothing before them, are told from the beginnings of prompts; b"" finds
+        what `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever.
+
+    A result in which nothing was found tells in `reason` where it was looked for.
     """
 
     def __init__(
@@ -182,11 +222,12 @@ class SPTBlendRetriever(_SegmentRetriever):
         metadata: KVStoreMetadata,
         device: torch.device | str = "cpu",
         num_threads: int = 4,
+        namespace: bytes | None = None,
     ) -> None:
         self._separator = as_tokens(spt, "spt").copy()
         if not len(self._separator):
             raise ValueError("spt must have at least one token, got none")
-        super().__init__(cache_engine, metadata, device, num_threads)
+        super().__init__(cache_engine, metadata, device, num_threads, namespace)
 
     def new_request(
         self,

@@ -84,7 +84,7 @@ class SegmentStore:
         if not isinstance(store, KVStore):
             raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
         config, metadata = store.config, store.metadata
-        if config.codec != "raw" and not get_codec(config.codec, metadata.kv_dtype).is_lossless:
+        if config.codec != "raw" and not get_codec(config.codec, metadata.kv_dtype or torch.float32).is_lossless:
             raise ValueError(f"store's codec must be lossless to keep positions, got {config.codec!r}")
         self.store = store
         self._token_dim = token_dim(metadata.fmt)

@@ -58,6 +58,6 @@ def default_segments(store: BlockStore | None, cache: CacheEngine, max_bytes: in
 
 
 def _keeps_rows(store: BlockStore | None, cache: CacheEngine) -> TypeGuard[KVStore]:
-    return (
-        isinstance(store, KVStore) and store.metadata.kv_dtype == cache.layout.dtype and not cache.layout.is_quantized
-    )
+    if not isinstance(store, KVStore) or cache.layout.is_quantized:
+        return False
+    return store.metadata.kv_dtype in (None, cache.layout.dtype)

@@ -7,8 +7,9 @@ from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_store import KVStore
 from kvpage.store.layer_load import LayerLoad
 from kvpage.store.pin import Pin
+from kvpage.store.record_summary import RecordSummary
 from kvpage.store.stats import KVStoreStats
-from kvpage.store.tier import Tier, TierError, TierStats
+from kvpage.store.tier import Tier, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed, register_tier
 
 __all__ = [
@@ -20,8 +21,10 @@ __all__ = [
     "LayerLoad",
     "Pin",
     "Placed",
+    "RecordSummary",
     "Tier",
     "TierError",
+    "TierRests",
     "TierStats",
     "metadata_of",
     "register_tier",

@@ -75,7 +75,9 @@ class ChunkPlans:
 
 
 class BlockChunks:
-    """The blocks of one sequence. ValueError unless the engine is the one that `metadata` tells of."""
+    """The blocks of one sequence. ValueError unless the engine is the one that `metadata` tells of; without a dtype it
+    tells of those of any.
+    """
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class BlockChunks:
     ) -> None:
         expected = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
         for name in ("kv_dtype", "row_layout", "scales_digest"):
-            if getattr(expected, name) != getattr(metadata, name):
+            if getattr(metadata, name) not in (None, getattr(expected, name)):
                 raise ValueError(
                     f"{name} of the store must be the engine's, {getattr(expected, name)!r}, "
                     f"got {getattr(metadata, name)!r}; kvpage.store.metadata_of tells it"

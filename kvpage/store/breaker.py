@@ -49,14 +49,20 @@ class Breaker:
             self._in_trial = True
             return True
 
-    def succeeded(self) -> None:
-        """Closes it: a server that answers is well, also if the call began before it opened."""
+    def succeeded(self) -> bool:
+        """Closes it: a server that answers is well, also if the call began before it opened. Whether it was open."""
         with self._lock:
+            was_open = self._opened_at is not None
             self._num_failures, self._opened_at, self._in_trial = 0, None, False
+            return was_open
 
-    def failed(self) -> None:
-        """Counts. A failed trial opens it anew; a call that began before it opened changes nothing then."""
+    def failed(self) -> bool:
+        """Counts. A failed trial opens it anew; a call that began before it opened changes nothing then. Whether it was
+        closed and is open now.
+        """
         with self._lock:
             self._num_failures += 1
-            if self._in_trial or (self._opened_at is None and self._num_failures >= self._max_failures):
+            opens = self._opened_at is None and self._num_failures >= self._max_failures
+            if self._in_trial or opens:
                 self._opened_at, self._in_trial = self._clock(), False
+            return opens

@@ -20,7 +20,7 @@ class KVStoreBuilder:
             store = cls._stores.get(instance_id)
             if store is None:
                 store = cls._stores[instance_id] = KVStore(config, metadata)
-            elif (store.config, store.metadata) != (config, metadata):
+            elif (store.config, store.given_metadata) != (config, metadata):
                 raise ValueError(f"instance {instance_id!r} must keep its configuration and metadata, got others")
             return store
 
@@ -32,7 +32,8 @@ class KVStoreBuilder:
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Closes it and forgets it. KeyError if there is none."""
+        """Closes it and forgets it. Nothing happens if there is none: twice is fine."""
         with cls._lock:
-            store = cls._stores.pop(instance_id)
-        store.close()
+            store = cls._stores.pop(instance_id, None)
+        if store is not None:
+            store.close()

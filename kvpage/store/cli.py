@@ -1,7 +1,8 @@
 """`kvpage store`: what lies in a tier, whether it is whole, and making room."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated
@@ -14,19 +15,22 @@ from rich.table import Table
 
 from kvpage.store import inspection
 from kvpage.store.config import parse_size
+from kvpage.store.disk_view import DiskView
 from kvpage.store.tier import Tier, TierError
 
 store_app = typer.Typer(no_args_is_help=True, help="Looks into a store of chunks, by a tier's URL.")
-Url = Annotated[str, typer.Argument(help="such as disk:///var/kv?size=100GiB or redis://host:6379/0")]
+Url = Annotated[str, typer.Argument(help="such as disk:///var/kv, disk:kv (relative) or redis://host:6379/0")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Tier]:
-    """The tier; what is wrong with it ends the command with one line."""
+def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
+    """The tier; what is wrong with it ends the command with one line. Who else has it is told on standard error."""
     try:
-        tier = inspection.open_tier(url)
+        tier = open_tier(url)
+        for owner in tier.owners if isinstance(tier, DiskView) else ():
+            print(f"{owner} has it open: what follows is how it was at one moment", file=sys.stderr)
         try:
             yield tier
         finally:
@@ -38,7 +42,7 @@ def opened(url: str) -> Iterator[Tier]:
 @store_app.command()
 def ls(url: Url, as_json: AsJson = False) -> None:
     """Lists the records."""
-    with opened(url) as tier:
+    with opened(url, inspection.view_tier) as tier:
         records = list(inspection.summaries(tier))
     if as_json:
         print(json.dumps([{**asdict(one), "namespace": (one.namespace or b"").hex()} for one in records]))
@@ -55,9 +59,9 @@ def ls(url: Url, as_json: AsJson = False) -> None:
 @store_app.command()
 def stat(url: Url, as_json: AsJson = False) -> None:
     """Counts records, tokens and bytes, by model."""
-    with opened(url) as tier:
-        stats = tier.stats()
+    with opened(url, inspection.view_tier) as tier:
         rows = inspection.by_model(list(inspection.summaries(tier)))
+        stats = tier.stats()  # afterwards: without those that are gone
     if as_json:
         models = [dict(zip(("model", "records", "tokens", "bytes"), row, strict=True)) for row in rows]
         print(json.dumps({**asdict(stats), "models": models}))
@@ -73,7 +77,8 @@ def stat(url: Url, as_json: AsJson = False) -> None:
 @store_app.command()
 def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove what is broken")] = False) -> None:
     """Reads every record and compares its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
-    with opened(url) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
+    open_tier = inspection.open_tier if delete else inspection.view_tier
+    with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("verifying", total=tier.stats().num_records)
         num_whole, broken = inspection.verify(tier, lambda count: progress.advance(task, count))
         num_damaged = tier.stats().corrupted
@@ -94,10 +99,10 @@ def gc(
     free: Annotated[str | None, typer.Option(help="bytes to free, such as 10GiB: the least recently used go")] = None,
     older_than: Annotated[str | None, typer.Option(help="age since the last use, such as 12h or 7d")] = None,
 ) -> None:
-    """Makes room."""
+    """Makes room. Not in a disk tier that a process has open: that makes room by itself."""
     if (free is None) == (older_than is None):
         raise SystemExit("kvpage store: give either --free or --older-than")
-    with opened(url) as tier:
+    with opened(url, inspection.open_tier) as tier:
         if free is not None:
             count = inspection.free(tier, parse_size(free))
         else:

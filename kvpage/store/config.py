@@ -52,7 +52,8 @@ class TierURL:
         names = [name for name, _ in options]
         if len(set(names)) != len(names):
             raise ValueError(f"options of a tier must be given once, got {url!r}")
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        slashes = "//" if url.partition(":")[2].startswith("//") else ""
+        shown = f"{parts.scheme}:{slashes}{parts.netloc.rpartition('@')[2]}{parts.path}"
         return cls(shown, parts.scheme, unquote(parts.netloc.rpartition("@")[2] + parts.path), tuple(options), url)
 
     def without(self, *names: str) -> str:

@@ -1,20 +1,20 @@
 """Directory: a lock and segments on one drive.
 
-    lock           held while the tier is open: a second process is refused
+    lock           held while the tier is open, and tells who has it: a second process is refused
     0000.segment   made when it is needed, until the directory's share of the capacity is used up
     0001.segment
 
 Where a drive fails its directory rests for a while, during which the others are asked first.
 """
 
-import fcntl
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, is_gone, open_file
+from kvpage.store.disk_lock import give_lock, lock_path, take_lock
+from kvpage.store.disk_segment import HEADER_BYTES, DamagedSegment, Segment, is_gone
 from kvpage.store.disk_space import Drive, Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
@@ -34,7 +34,7 @@ class Directory:
         self._slot_bytes, self._segment_bytes, self._retry_seconds = slot_bytes, segment_bytes, retry_seconds
         self._dropped: list[Space] = []
         self._grows_from = 0.0
-        self._lock_path, self._lock_fd = path / "lock", -1
+        self._lock_path, self._lock_fd = lock_path(path), -1
 
     def open(self) -> None:
         """Takes the lock, finds the segments and what they hold. Of more than its share the oldest are deleted, and so
@@ -43,7 +43,7 @@ class Directory:
         ValueError for a directory that is in use or holds segments of another version; OSError. Then it is closed.
         """
         try:
-            self._lock_fd = _lock(self.path, make=self.share is not None)
+            self._lock_fd = take_lock(self.path, make=self.share is not None)
             self._find_segments()
             self._keep_to_share()
         except BaseException:
@@ -121,7 +121,7 @@ class Directory:
             space.segment.close()
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            os.close(fd)
+            give_lock(fd)
 
     # --- opening ---
 
@@ -170,21 +170,6 @@ class Directory:
 
 def _last_generation(space: Space) -> int:
     return max((entry.run.generation for entry in space.entries), default=0)
-
-
-def _lock(path: Path, make: bool) -> int:
-    """Held until the descriptor is closed, by the process's death at the latest."""
-    if make:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = open_file(path / "lock", os.O_CREAT if make else 0)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if isinstance(error, BlockingIOError):
-            raise ValueError(f"{path} must be open once, another tier or process has it") from None
-        raise
-    return fd
 
 
 def check_space(directories: Sequence[Directory]) -> None:

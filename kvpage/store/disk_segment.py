@@ -65,12 +65,12 @@ class Run(NamedTuple):
         return self.slot + self.num_slots
 
 
-def open_file(path: Path, flags: int = 0) -> int:
-    """A descriptor to read and write; a new file is for its owner alone. ValueError for a symbolic link, which may lead
-    out of the directory; OSError.
+def open_file(path: Path, flags: int = 0, access: int = os.O_RDWR) -> int:
+    """A descriptor to read and write, or as `access` says; a new file is for its owner alone. ValueError for a symbolic
+    link, which may lead out of the directory; OSError.
     """
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} must be a file, got a symbolic link") from None
@@ -114,9 +114,11 @@ class Segment:
             raise
 
     @classmethod
-    def open(cls, path: Path) -> "Segment":
-        """DamagedSegment for what is none; ValueError for a whole one of another version, and for a link; OSError."""
-        fd = open_file(path)
+    def open(cls, path: Path, access: int = os.O_RDWR) -> "Segment":
+        """access: os.O_RDONLY to read alone. DamagedSegment for what is none; ValueError for a whole one of another
+        version, and for a link; OSError.
+        """
+        fd = open_file(path, access=access)
         try:
             head = os.pread(fd, SEGMENT.size, 0)
             if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):

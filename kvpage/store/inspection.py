@@ -2,41 +2,42 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 
-from kvpage.store.chunk_io import read_head, verify_record
+from kvpage.store.chunk_io import verify_record
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk import DiskTier
-from kvpage.store.keys import decode_meta
+from kvpage.store.disk_view import DiskView
 from kvpage.store.record import CorruptRecord
-from kvpage.store.tier import Reader, RecordInfo, Tier, TierError
+from kvpage.store.record_summary import RecordSummary, summaries
+from kvpage.store.tier import Reader, RecordGone, Tier, TierError
 from kvpage.store.tiers import paths_of, place_tiers
 
+__all__ = [
+    "RecordSummary",
+    "by_model",
+    "free",
+    "is_whole",
+    "open_tier",
+    "remove_older",
+    "summaries",
+    "verify",
+    "view_tier",
+]
 
-@dataclass(frozen=True, slots=True)
-class RecordSummary:
-    """One record. model and namespace are None where the head cannot be read. num_tokens: of the chunk.
 
-    age: seconds since it was last used, as far as the tier knows.
+def view_tier(url: str) -> Tier:
+    """The one tier of a URL, to look into: of a disk beside the process that has it open, if there is one, and without
+    changing anything (see DiskView). ValueError or OSError, with the reason, if it cannot be opened.
     """
-
-    key: str
-    num_bytes: int
-    model: str | None = None
-    namespace: bytes | None = None
-    num_tokens: int | None = None
-    codec: str | None = None
-    fmt: str | None = None
-    age: float | None = None
-
-    @property
-    def is_readable(self) -> bool:
-        return self.model is not None
+    parsed = TierURL.parse(url)
+    return DiskView(paths_of(parsed)) if parsed.scheme == "disk" else open_tier(url)
 
 
 def open_tier(url: str) -> Tier:
-    """The one tier of a URL. ValueError or OSError, with the reason, if it cannot be opened: a server may have it.
+    """The one tier of a URL, for oneself. ValueError or OSError, with the reason, if it cannot be opened: a server may
+    have it.
 
     Of a disk the directories are opened as they are: whatever size the URL names, nothing is made or deleted.
     """
@@ -46,23 +47,15 @@ def open_tier(url: str) -> Tier:
     return place_tiers(KVStoreConfig(tiers=(url,)))[0].tier
 
 
-def summaries(tier: Tier) -> Iterator[RecordSummary]:
-    """Of all records, from their heads. TierError comes through."""
-    now = time.time()
-    for info in tier.infos():
-        for reader in tier.open([info.key]):
-            if reader is not None:
-                with reader:
-                    yield _summary(info, reader, now)
-
-
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
-    """How many records are whole, and the keys of those that are not. Reads every byte."""
+    """How many records are whole, and the keys of those that are not. Reads every byte. What is removed by the tier's
+    owner meanwhile is neither.
+    """
     num_whole, broken = 0, []
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
             if reader is not None:
-                with reader:
+                with reader, suppress(RecordGone):
                     if is_whole(reader, info.key):
                         num_whole += 1
                     else:
@@ -72,9 +65,11 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Whether it is the record of the key, to its last byte, and can be read."""
+    """Whether it is the record of the key, to its last byte, and can be read. RecordGone."""
     try:
         verify_record(reader, key)
+    except RecordGone:
+        raise
     except (CorruptRecord, TierError):
         return False
     return True
@@ -106,15 +101,3 @@ def by_model(records: list[RecordSummary]) -> list[tuple[str, int, int, int]]:
         count.update(records=1, tokens=record.num_tokens or 0, bytes=record.num_bytes)
     rows = [(model, count["records"], count["tokens"], count["bytes"]) for model, count in counts.items()]
     return sorted(rows, key=lambda row: -row[3])
-
-
-def _summary(info: RecordInfo, reader: Reader, now: float) -> RecordSummary:
-    age = None if info.last_used is None else now - info.last_used
-    try:
-        head, _ = read_head(reader)
-        fields = decode_meta(head.meta)
-        num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
-    except (CorruptRecord, ValueError, KeyError):
-        return RecordSummary(info.key.hex(), info.num_bytes, age=age)
-    model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
-    return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age)

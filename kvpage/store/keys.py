@@ -33,16 +33,17 @@ class KVStoreMetadata:
     """What K and V depend on besides the tokens. Two stores share records exactly if all of it is equal.
 
     model_name: any text; it should tell revisions and adapters apart. world_size, worker_id: how many ranks the K and
-        V are split over, and which of them this is. fmt: "vllm" ([tokens, heads, size] a layer) or "huggingface"
-        ([heads, tokens, size]). kv_dtype: of the elements. row_layout: what rows of quantised caches look like.
-        scales_digest: of the scales of 8-bit floats. extra: whatever else tells caches apart, text by name.
+        V are split over, and which of them this is, by whatever number the caller knows it: both are names in the key.
+        fmt: "vllm" ([tokens, heads, size] a layer) or "huggingface" ([heads, tokens, size]). kv_dtype: of the elements;
+        None: a KVStore learns it from what it is first given, or finds. row_layout: what rows of quantised caches look
+        like. scales_digest: of the scales of 8-bit floats. extra: whatever else tells caches apart, text by name.
     """
 
     model_name: str
     world_size: int = 1
     worker_id: int = 0
     fmt: str = "vllm"
-    kv_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = torch.bfloat16
     row_layout: str = ""
     scales_digest: bytes = b""
     extra: tuple[tuple[str, str], ...] = field(default=())
@@ -54,18 +55,19 @@ class KVStoreMetadata:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.worker_id >= self.world_size:
-            raise ValueError(f"worker_id must be under world_size={self.world_size}, got {self.worker_id}")
         if self.fmt not in FORMATS:
             raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {self.fmt!r}")
-        if not isinstance(self.kv_dtype, torch.dtype):
-            raise TypeError(f"kv_dtype must be a torch.dtype, got {type(self.kv_dtype).__name__}")
+        if self.kv_dtype is not None and not isinstance(self.kv_dtype, torch.dtype):
+            raise TypeError(f"kv_dtype must be a torch.dtype or None, got {type(self.kv_dtype).__name__}")
 
     def encode(self, chunk_size: int, namespace: bytes, lossy_codec: str = "") -> bytes:
         """The one encoding of all of it, the record's `meta`: names and values, each behind its length.
 
         lossy_codec: the name of one that does not give back what it was given: its records are not those of others.
+        ValueError without a dtype: K and V of several would have one key.
         """
+        if self.kv_dtype is None:
+            raise ValueError("kv_dtype must be known before there are keys, got None")
         fields = {
             "chunk_size": str(chunk_size).encode(),
             "codec": lossy_codec.encode(),

@@ -26,6 +26,7 @@ from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
 from kvpage.store.chunk_threads import num_leading
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.keys import KVStoreMetadata
+from kvpage.store.known_dtype import KnownDtype
 from kvpage.store.kv_tensors import (
     KVTensors,
     TensorChunk,
@@ -39,9 +40,10 @@ from kvpage.store.kv_tensors import (
 from kvpage.store.layer_load import LayerLoad
 from kvpage.store.pin import Pin
 from kvpage.store.record_kinds import RecordKinds
+from kvpage.store.record_summary import RecordSummary, summaries
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tensor_load import TensorLoad
-from kvpage.store.tier import Tier
+from kvpage.store.tier import Key, Tier
 from kvpage.store.tier_stack import TierStack
 from kvpage.store.tiers import Placed, place_tiers
 from kvpage.tokens import Tokens, as_tokens
@@ -54,15 +56,17 @@ class KVStore:
     """Thread-safe. `close` it, or use it in `with`. A forked process needs one of its own: in it, all but `close`
     raises RuntimeError.
 
+    metadata: with kv_dtype None the dtype is that of the first K and V that are stored, of the first engine whose
+        blocks are, or of the first record that is found; from then on only that. Until then a look for tokens is one
+        for each dtype.
     tiers: made already, instead of those that the configuration names.
     """
 
     def __init__(
         self, config: KVStoreConfig, metadata: KVStoreMetadata, tiers: Sequence[Tier | Placed] | None = None
     ) -> None:
-        self.config, self.metadata = config, metadata
-        self._kinds = RecordKinds(metadata, config.chunk_size, config.codec)
-        self._keys = self._kinds.keys
+        self.config, self.given_metadata = config, metadata
+        self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
         placed = [_placed(one, config) for one in tiers] if tiers is not None else place_tiers(config)
         if not placed:
             raise ValueError("tiers must be at least one, got none")
@@ -70,6 +74,11 @@ class KVStore:
         self._plans = ChunkPlans()
         self.calls = Calls("the store")
         self._closing, self._is_closed = threading.RLock(), False
+
+    @property
+    def metadata(self) -> KVStoreMetadata:
+        """As given, with the dtype as soon as it is known."""
+        return self._dtype.metadata
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
@@ -105,6 +114,7 @@ class KVStore:
         num_given = parts[0][0].shape[token_dim(fmt)]
         if num_given != len(array) - num_skipped:
             raise ValueError(f"kv_tensors must be of {len(array) - num_skipped} tokens, got {num_given}")
+        kinds = self._dtype.settle(parts[0][0].dtype)
         if not blocking:
             parts = owned(parts, fmt, 0)
 
@@ -112,7 +122,7 @@ class KVStore:
             return TensorChunk(tokens_of(parts, fmt, begin - num_skipped, end - num_skipped), fmt, end - begin)
 
         def run() -> int:
-            return self._put(array, num_skipped, chunk, skip_existing, namespace)
+            return self._put(kinds, array, num_skipped, chunk, skip_existing, namespace)
 
         return _done(run()) if blocking else self._tiers.later(run)
 
@@ -136,9 +146,12 @@ class KVStore:
         check_flag("return_tuple", return_tuple)
         num_skipped = num_leading_false("mask", mask, len(array))
         ret_mask = torch.zeros(len(array), dtype=torch.bool)
-        keys = self._keys.of(array, namespace)
-        chunks = TensorLoad(self._kinds, self.metadata, keys, len(array), num_skipped, namespace).run(self._tiers)
+        kinds = self._dtype.find(self._tiers, array, namespace)
         self._tiers.count(query_tokens=len(array) - num_skipped)
+        if kinds is None:
+            return (), ret_mask
+        keys = kinds.keys.of(array, namespace)
+        chunks = TensorLoad(kinds, self.metadata.fmt, keys, len(array), num_skipped, namespace).run(self._tiers)
         if chunks is None:
             return (), ret_mask
         num_found = chunks.shape[2 + token_dim(self.metadata.fmt)]
@@ -167,7 +180,7 @@ class KVStore:
         check_flag("skip_existing", skip_existing)
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
         blocks.check_room(len(array))
-        self._put(array, 0, blocks.chunk, skip_existing, namespace)
+        self._put(self._dtype.settle(engine.layout.dtype), array, 0, blocks.chunk, skip_existing, namespace)
         return self._lookup(array, namespace)
 
     @one_call
@@ -220,10 +233,32 @@ class KVStore:
         """Twice is fine."""
         pin.release()
 
+    def keys_of(self, tokens: Tokens, namespace: bytes = b"") -> list[Key]:
+        """Under which the tokens' chunks lie, or would: 32 bytes for each. ValueError where no dtype is known yet."""
+        array, kinds = self._checked(tokens, namespace), self._dtype.kinds
+        if kinds is None:
+            raise ValueError("kv_dtype must be known before there are keys, got None, and nothing stored or found")
+        return kinds.keys.of(array, namespace)
+
+    @one_call
+    def keys(self) -> list[Key]:
+        """Of all records in any tier, of every model and namespace, each once; those of the fastest tier come first. A
+        tier that cannot list its records, or is in trouble, adds none and is counted in `stats().tier_errors`.
+        """
+        return list(dict.fromkeys(info.key for found in self._tiers.infos() for info in found))
+
+    @one_call
+    def records(self) -> list[RecordSummary]:
+        """What lies in each tier, as the records tell of themselves. A look into each, which counts as a use, and for
+        which a remote tier fetches it whole. A tier in trouble adds none and is counted.
+        """
+        found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
+        return [one for each in found if each is not None for one in each]
+
     @one_call
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Forgets the tokens' chunks in every tier; how many there were in the one that had most."""
-        return self._tiers.remove(self._keys.of(self._checked(tokens, namespace), namespace))
+        return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
     @one_call
     def clear(self) -> None:
@@ -263,6 +298,7 @@ class KVStore:
 
     def _put(
         self,
+        kinds: RecordKinds,
         tokens: npt.NDArray[np.int32],
         num_skipped: int,
         chunk: Callable[[int, int], ShapedSource],
@@ -271,19 +307,19 @@ class KVStore:
     ) -> int:
         """Writes the chunks behind the skipped tokens; how many were new to a tier. chunk(begin, end): of tokens."""
         size = self.config.chunk_size
-        keys = self._keys.of(tokens, namespace)[num_skipped // size :]
+        keys = kinds.keys.of(tokens, namespace)[num_skipped // size :]
 
         def record(index: int) -> tuple[RecordKind, Source]:
             begin = num_skipped + index * size
             made = chunk(begin, min(begin + size, len(tokens)))
-            return self._kinds.of(keys[index], made.shape, namespace), made
+            return kinds.of(keys[index], made.shape, namespace), made
 
         return self._tiers.put(keys, record, skip_existing)
 
     @one_call
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
         array = self._checked(tokens, namespace)
-        readers = [reader for _, reader in self._tiers.open_leading(self._keys.of(array, namespace))]
+        readers = [reader for _, reader in self._tiers.open_leading(self._found_keys(array, namespace))]
         return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
 
     @one_call
@@ -300,12 +336,19 @@ class KVStore:
     ) -> BlockLoad:
         array, start = self._checked(tokens, namespace), as_integer("start", start)
         blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
-        load = BlockLoad(blocks, self._kinds, self._keys.of(array, namespace), len(array), start, namespace)
+        kinds = self._dtype.of(engine.layout.dtype)
+        load = BlockLoad(blocks, kinds, kinds.keys.of(array, namespace), len(array), start, namespace)
+        self._dtype.settle(engine.layout.dtype)
         self._tiers.count(query_tokens=load.end - start)
         return load
 
+    def _found_keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[Key]:
+        """None at all where no dtype is known and nothing found."""
+        kinds = self._dtype.find(self._tiers, tokens, namespace)
+        return [] if kinds is None else kinds.keys.of(tokens, namespace)
+
     def _lookup(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
-        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._keys.of(tokens, namespace)))
+        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._found_keys(tokens, namespace)))
         return min(num_chunks * self.config.chunk_size, len(tokens))
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:

@@ -26,8 +26,10 @@ def token_dim(fmt: str) -> int:
     return 0 if fmt == "vllm" else 1
 
 
-def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
-    """ValueError or TypeError for what is neither, and unless all parts have one shape and the dtype."""
+def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype | None) -> Parts:
+    """dtype: None for any, the same of all. ValueError or TypeError for what is neither, and unless all parts have one
+    shape and the dtype.
+    """
     if isinstance(kv_tensors, torch.Tensor):
         check_plain("kv_tensors", kv_tensors)
         if kv_tensors.dim() != 5:
@@ -50,8 +52,9 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype) -> Parts:
         raise ValueError(f"all parts of kv_tensors must be of one shape of 3 dimensions, got {shapes}")
     if 0 in [n for dim, n in enumerate(first.shape) if dim != token_dim(fmt)]:
         raise ValueError(f"kv_tensors must have heads, of a positive size, got parts of shape {list(first.shape)}")
-    if any(part.dtype != dtype for part in flat):
-        raise ValueError(f"kv_tensors must be of {dtype}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
+    if any(part.dtype != (dtype or first.dtype) for part in flat):
+        wanted = dtype or "one dtype"
+        raise ValueError(f"kv_tensors must be of {wanted}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
     return parts
 
 

@@ -11,6 +11,7 @@ and a server that fails several times in a row is left alone for a while (`kvpag
 """
 
 import hmac
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,11 @@ from kvpage.store.breaker import Breaker
 from kvpage.store.caller import Caller
 from kvpage.store.record import CorruptRecord, RecordHead
 from kvpage.store.remote_options import MAC_BYTES, MIN_RECORD_BYTES, RemoteOptions
-from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierRests, TierStats, Writer
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
+logger = logging.getLogger(__name__)
 
 
 class RemoteTier(Tier):
@@ -134,17 +136,26 @@ class RemoteTier(Tier):
         try:
             result = self._caller.call(lambda: function(deadline.left()), deadline.left())
         except NotImplementedError as error:  # not a failure: the server was not even asked
-            self._breaker.succeeded()
+            self._succeeded()
             raise TierError(f"{self.name}: {error}") from error
         except Exception as error:  # what others' code raises over others' servers is the tier's trouble, all of it
-            self._breaker.failed()
             self._count(errors=1)
-            raise TierError(f"{self.name}: {type(error).__name__}: {error}") from error
-        except BaseException:
-            self._breaker.failed()
+            raise self._failed(f"{self.name}: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            self._failed(f"{self.name}: {type(error).__name__}")
             raise
-        self._breaker.succeeded()
+        self._succeeded()
         return result
+
+    def _succeeded(self) -> None:
+        if self._breaker.succeeded():
+            logger.warning("%s answers again and is asked as before", self.name)
+
+    def _failed(self, message: str) -> TierError:
+        """One that is not logged for each call, once the breaker is open and that is logged."""
+        if self._breaker.failed():
+            logger.warning("%s: it is left alone until it answers again", message)
+        return TierRests(message) if self._breaker.is_open else TierError(message)
 
     def _admit(self, deadline: "_Deadline") -> None:
         if self._is_closed:
@@ -153,7 +164,7 @@ class RemoteTier(Tier):
             raise TierError(f"{self.name} has no time left")
         if not self._breaker.admit():
             self._count(errors=1)
-            raise TierError(f"{self.name} failed repeatedly and rests for a while")
+            raise TierRests(f"{self.name} failed repeatedly and rests for a while")
 
     def _fetch(self, keys: Sequence[Key], deadline: "_Deadline") -> tuple[list[memoryview | None], list[Key]]:
         """The records, and the keys of values that are none; so many at a time as are sure to have room."""

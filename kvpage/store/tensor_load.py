@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from kvpage.store.chunk_io import read_record
-from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_tensors import TensorChunk, empty_chunks, token_dim
 from kvpage.store.record_kinds import RecordKinds
 from kvpage.store.tier import Key, Reader
@@ -22,7 +21,7 @@ class TensorLoad:
     def __init__(
         self,
         kinds: RecordKinds,
-        metadata: KVStoreMetadata,
+        fmt: str,
         keys: Sequence[Key],
         num_tokens: int,
         num_skipped: int,
@@ -31,9 +30,9 @@ class TensorLoad:
         self._size = kinds.keys.chunk_size
         self._first = num_skipped // self._size
         self._keys = keys[self._first :]
-        self._kinds, self._metadata, self._namespace = kinds, metadata, namespace
+        self._kinds, self._fmt, self._namespace = kinds, fmt, namespace
         self._num_tokens, self._num_skipped = num_tokens, num_skipped
-        self._dim = 2 + token_dim(metadata.fmt)
+        self._dim = 2 + token_dim(fmt)
 
     def run(self, tiers: TierStack) -> torch.Tensor | None:
         """The chunks' K and V from the first wanted token on, as far as tiers have them; None for nothing."""
@@ -41,7 +40,7 @@ class TensorLoad:
         shape = tiers.first(keys[0], lambda reader: self._kinds.shape_in(reader, self._namespace)) if keys else None
         if shape is None:
             return None
-        room = empty_chunks(shape, self._metadata.fmt, self._num_tokens - skipped, self._metadata.kv_dtype)
+        room = empty_chunks(shape, self._fmt, self._num_tokens - skipped, self._kinds.dtype)
         num_chunks = tiers.read(keys, lambda *found: self._read(room, *found))
         num_found = min((self._first + num_chunks) * self._size, self._num_tokens) - skipped
         return room.narrow(self._dim, 0, num_found) if num_chunks and num_found > 0 else None
@@ -50,5 +49,5 @@ class TensorLoad:
         begin = (self._first + index) * self._size
         first, end = max(begin, self._num_skipped), min(begin + self._size, self._num_tokens)
         rows = room.narrow(self._dim, first - self._num_skipped, end - first)
-        chunk = TensorChunk([list(layer) for layer in rows], self._metadata.fmt, end - begin)
+        chunk = TensorChunk([list(layer) for layer in rows], self._fmt, end - begin)
         read_record(reader, self._kinds.of(self._keys[index], chunk.shape, self._namespace), chunk, num_threads)

@@ -24,6 +24,16 @@ class TierError(Exception):
     """A tier failed or ran out of time. KVStore counts it and goes on: what was asked for is a miss."""
 
 
+class TierRests(TierError):
+    """A tier is known to be in trouble: it was not asked, or has failed again. KVStore counts it and does not log it;
+    the tier logs when its state changes.
+    """
+
+
+class RecordGone(TierError):
+    """The record that a reader has open was removed or replaced by somebody who does not wait for readers. A miss."""
+
+
 class RecordInfo(NamedTuple):
     """What a tier knows of a record. last_used: seconds of time.time(), or None where the tier does not know."""
 

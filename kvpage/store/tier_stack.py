@@ -15,7 +15,7 @@ from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, writ
 from kvpage.store.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.copies import Change, Copies, Copy
 from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.tier import Key, Reader, TierError, TierStats
+from kvpage.store.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed
 
 WINDOW = 8  # records that are open at once
@@ -185,6 +185,10 @@ class TierStack:
 
     # --- all of them ---
 
+    def infos(self) -> list[list[RecordInfo]]:
+        """What is in each; nothing of one that cannot tell."""
+        return [self.ask(one, lambda one=one: list(one.tier.infos())) or [] for one in self.tiers]
+
     def remove(self, keys: Sequence[Key]) -> int:
         """How many there were, in the tier that had most."""
         with self.copies.change(keys):
@@ -224,7 +228,8 @@ class TierStack:
         try:
             return call(*args)
         except TierError as error:
-            logger.warning("%s: %s", one.tier.name, error)
+            if not isinstance(error, TierRests):
+                logger.warning("%s: %s", one.tier.name, error)
             self.count(tier_errors=1)
             return None
 

@@ -1,5 +1,6 @@
 """From a URL to a tier: who makes which, and what all of them have in common."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from kvpage.store.config import KVStoreConfig, TierURL, parse_size
 from kvpage.store.tier import Tier
 
 Factory = Callable[[TierURL], Tier]
+FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
 COMMON_OPTIONS = ("write", "promote", "deadline")
 
 
@@ -37,8 +39,25 @@ def _disk(url: TierURL) -> Tier:
 
 
 def paths_of(url: TierURL) -> list[str]:
-    """Of disk:///ssd0/kv,/ssd1/kv"""
-    return [path for path in url.place.split(",") if path]
+    """Of disk:///ssd0/kv,/ssd1/kv; of disk:kv, in the working directory. ValueError for what names none, and for what
+    would not lead where it seems to.
+    """
+    paths, after_scheme = url.place.split(","), url.url.partition(":")[2]
+    for path in paths:
+        if not path.strip("/") or FOREIGN_PATH.match(path):
+            raise ValueError(
+                "paths of a disk tier must each name a directory of this system, none empty, without ~ or a drive's "
+                f"letter, such as disk:///var/kv, got {path!r} in {url.text}"
+            )
+    if after_scheme.startswith("//") and not all(path.startswith("/") for path in paths):
+        bare = [path.lstrip("/") for path in paths]
+        raise ValueError(
+            f"paths of a disk tier must begin with / after disk://, such as disk:///{',/'.join(bare)}, or stand "
+            f"behind disk: alone to begin in the working directory, such as disk:{','.join(bare)}, got {url.text}"
+        )
+    if "#" in after_scheme:
+        raise ValueError(f"paths of a disk tier must have %23 for #, got {url.text}#...")
+    return paths
 
 
 def _redis(url: TierURL) -> Tier:

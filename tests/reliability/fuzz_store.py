@@ -10,7 +10,7 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
-CALLS = ("store", "retrieve", "lookup", "pin", "remove", "flush")
+CALLS = ("store", "retrieve", "lookup", "keys_of", "pin", "remove", "flush")
 CALLS += ("store_blocks", "load_blocks", "load_layers", "layer")
 
 
@@ -87,6 +87,9 @@ class StoreWorld:
 
     def _lookup(self, tokens: list[int]) -> Case:
         return Case("store.lookup", self.store.lookup, {"tokens": tokens, "namespace": b"right"})
+
+    def _keys_of(self, tokens: list[int]) -> Case:
+        return Case("store.keys_of", self.store.keys_of, {"tokens": tokens, "namespace": b"right"})
 
     def _pin(self, tokens: list[int]) -> Case:
         return Case("store.pin", self.store.pin, {"tokens": tokens, "namespace": b"right"}, done=self.pins.append)

@@ -53,8 +53,10 @@ EXCEPTIONS = {
     "kvpage.serving.StepOutput": RESULTS,
     "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
+    "kvpage.store.RecordSummary": RESULTS,
     "kvpage.store.Tier": "an abstract class",
     "kvpage.store.TierError": "an exception",
+    "kvpage.store.TierRests": "an exception",
     "kvpage.store.TierStats": RESULTS,
     "kvpage.store.register_tier": "a registry of the whole process, which every call would grow",
 }

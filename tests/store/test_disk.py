@@ -117,7 +117,7 @@ def test_modes_locks_and_space(tmp_path: Path) -> None:
     put(tier, {key(0): record(key(0))})
     assert path.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
-    with pytest.raises(ValueError, match="must be open once, another tier or process has it"):
+    with pytest.raises(ValueError, match=f"must be open once, another tier of this process, {os.getpid()}, has it"):
         make(path)
     code = "import sys; from kvpage.store.disk import DiskTier; DiskTier([sys.argv[1]], 1 << 20)"
     run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd="/")

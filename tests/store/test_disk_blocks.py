@@ -53,7 +53,7 @@ def test_the_same_records_as_in_memory(
     stores = [make_store(engine, tier, fmt) for tier in tiers]
     for store in stores:
         assert store.store_blocks(TOKENS, engine, TABLE) == len(TOKENS)
-    names = stores[0]._keys.of(TOKENS)
+    names = stores[0].keys_of(TOKENS)
     found = [[read(reader) for reader in tier.open(names)] for tier in tiers]
     assert found[0] == found[1]
     dim = next(dim for dim, size in enumerate(before[0].shape) if size == 10)

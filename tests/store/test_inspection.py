@@ -1,6 +1,7 @@
 """kvpage store: what it tells of a directory, by the functions and by the command line."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -105,8 +106,8 @@ def test_wrong_arguments_end_in_one_line(tmp_path, arguments: list[str], message
 def test_a_directory_in_use_is_refused_with_a_reason(tmp_path) -> None:
     url = fill(tmp_path)
     tier = inspection.open_tier(url)
-    result = command("ls", url)
-    assert "must be open once, another tier or process has it" in str(result.exception)
+    result = command("gc", url, "--free", "1GiB")
+    assert f"must be open once, another tier of this process, {os.getpid()}, has it" in str(result.exception)
     tier.close()
 
 

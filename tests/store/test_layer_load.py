@@ -67,7 +67,7 @@ def test_a_corrupt_layer_ends_the_tokens_from_there_on_and_the_record_is_dropped
     tier = MemoryTier(1 << 20, pin_memory=False)
     with make(engine, tier) as store:
         store.store_blocks(TOKENS, engine, IDS)
-        key = store._keys.of(TOKENS)[chunk]
+        key = store.keys_of(TOKENS)[chunk]
         with tier.open([key])[0] as reader:
             head = len(reader.piece(0, reader.num_bytes))
             num_tokens = min(C, len(TOKENS) - chunk * C)
@@ -88,7 +88,7 @@ def test_a_corrupt_head_is_no_expected_token() -> None:
     tier = MemoryTier(1 << 20, pin_memory=False)
     with make(engine, tier) as store:
         store.store_blocks(TOKENS, engine, IDS)
-        with tier.open([store._keys.of(TOKENS)[1]])[0] as reader:
+        with tier.open([store.keys_of(TOKENS)[1]])[0] as reader:
             reader.piece(0, reader.num_bytes)[-1] ^= 1
         with store.load_layers(TOKENS, make_engine(), TARGET_IDS) as load:
             assert load.num_tokens == C == load.result()

@@ -79,7 +79,7 @@ def test_prefixes_and_corrupted_chunks_end_a_load() -> None:
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=20) == 20
     assert store.load_blocks([7, 7], engine, [8]) == 0
     tier = store._tiers.tiers[0].tier
-    entry = tier._entries[store._keys.of(TOKENS[:20])[1]]
+    entry = tier._entries[store.keys_of(TOKENS[:20])[1]]
     tier._slab[entry.begin * 4096 + entry.num_bytes - 20] ^= 1
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16))) == C
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=16) == 16

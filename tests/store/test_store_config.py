@@ -1,9 +1,13 @@
 """Configuration from code, YAML and the environment; URLs; tiers of one's own."""
 
+from pathlib import Path
+from urllib.parse import quote
+
 import pytest
 
 from kvpage.store import KVStoreConfig, register_tier
 from kvpage.store.config import TierURL, parse_size
+from kvpage.store.inspection import open_tier
 from kvpage.store.memory import MemoryTier
 from kvpage.store.tiers import place_tiers
 
@@ -128,3 +132,56 @@ def test_a_tier_of_ones_own() -> None:
     assert placed.tier.name == "here" and placed.tier.stats().capacity == 8192
     with pytest.raises(ValueError, match="scheme must be a new one, 'memory' is taken"):
         register_tier("memory", make)
+
+
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("disk://kv", r"must begin with / after disk://, such as disk:///kv, or .* such as disk:kv, got disk://kv"),
+        ("disk://a/kv?size=1MiB", r"such as disk:///a/kv, .* such as disk:a/kv, got disk://a/kv"),
+        ("disk://user:secret@a/kv", r"got disk://a/kv$"),
+        ("disk:///ssd0/kv,ssd1/kv", r"such as disk:///ssd0/kv,/ssd1/kv, "),
+        ("disk://./kv", r"such as disk:///./kv"),
+        ("disk:", "each name a directory of this system, none empty.* got '' in disk:$"),
+        ("disk://", "none empty"),
+        ("disk:///", "none empty"),
+        ("disk:///?size=1MiB", "none empty"),
+        ("disk:///a,,/b", "none empty"),
+        ("disk:///a,", "none empty"),
+        ("disk:~/kv", "without ~"),
+        ("disk:///~/kv", "without ~"),
+        ("disk://~/kv", "without ~"),
+        (r"disk:C:\kv", "a drive's letter"),
+        (r"disk://C:\kv", "a drive's letter"),
+        ("disk:///C:/kv", "a drive's letter"),
+        (r"disk:///kv\a", "a directory of this system"),
+        ("disk:///kv#1", "must have %23 for #"),
+    ],
+)
+def test_paths_that_would_lead_elsewhere(
+    url: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for make in (lambda: place_tiers(KVStoreConfig(tiers=(url,))), lambda: open_tier(url)):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("paths", [["kv"], ["a/kv", "b/kv"], ["sub/../kv"], ["with space"]])
+def test_relative_paths_on_purpose(paths: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (placed,) = place_tiers(KVStoreConfig(tiers=(f"disk:{','.join(map(quote, paths))}?size=4MiB&segment=1MiB",)))
+    placed.tier.close()
+    assert all((tmp_path / path / "lock").exists() for path in paths)
+    assert TierURL.parse("disk:kv").text == "disk:kv" and TierURL.parse("disk:///kv").text == "disk:///kv"
+
+
+def test_absolute_paths(tmp_path: Path) -> None:
+    for at, form in enumerate(("disk://{}", "disk:{}", "disk://{},{}b")):
+        place = str(tmp_path / f"{at}")
+        (placed,) = place_tiers(KVStoreConfig(tiers=(form.format(place, place) + "?size=4MiB&segment=1MiB",)))
+        placed.tier.close()
+        assert (tmp_path / f"{at}" / "lock").exists()
+    assert (tmp_path / "2b" / "lock").exists()
