@@ -26,8 +26,8 @@ from kvpage.serving.model_limits import constant_rope_len, vocab_size
 class KVPageCachePool:
     """Owns the cache tensors and the block manager; the model stays the caller's. Make it by `from_model`.
 
-    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and other
-    weights need another pool.
+    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and whoever
+    changes weights in place calls `reset_prefix_cache`.
     """
 
     def __init__(self, model: PreTrainedModel, shape: KVShape, engine: CacheEngine, manager: BlockManager) -> None:
@@ -110,14 +110,27 @@ class KVPageCachePool:
         )
         return cls(model, shape, engine, manager)
 
+    @uninterrupted
+    def reset_prefix_cache(self) -> None:
+        """Forgets all that is cached, in both tiers, and ends all pins: after the model's weights have changed in place.
+
+        RuntimeError, and nothing is forgotten, while a KVPageCache of the pool is not released: its K and V are of the
+        weights before.
+        """
+        self._release_forgotten()
+        self.manager.reset_prefix_cache()
+
     # --- for KVPageCache ---------------------------------------------------------------------------------------------
 
     @uninterrupted
     def make_rows(self) -> CachedRows:
         """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
+        self._release_forgotten()
+        return CachedRows(self.manager, self.engine, self._seq_ids)
+
+    def _release_forgotten(self) -> None:
         while self.forgotten:
             self.forgotten.popleft().release()
-        return CachedRows(self.manager, self.engine, self._seq_ids)
 
     def check_forward(self, tokens: TokenRows, num_tokens: int) -> None:
         """ValueError unless the model may compute these tokens, at the end of rows of so many."""

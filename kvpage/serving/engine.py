@@ -222,6 +222,32 @@ class Engine:
             request.reusable = []
         self.telemetry.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all K and V, for one whose model has got other weights in place: call it after the change, before the
+        next step. Nothing that was computed before is found by a request, whether it is new or under way.
+
+        Forgotten is what is cached in both tiers, in all namespaces, pinned or not, and the segments that are kept in
+        host memory for blending. Unfinished requests keep their tokens, and compute the K and V of all of them again.
+        Waits for what is on its way to a store, and from it.
+
+        A store is left as it is, with the segments in it, and is asked as before: its keys name the model. For other
+        weights make a store whose metadata name another model, or another revision of it, and give it to another
+        engine. `segments` of one's own are forgotten if they have a method `clear`. KVScales stay.
+
+        RuntimeError, and nothing is forgotten, during a step, and while there are live Branches: close these, and
+        `clear` each PagedTokenTrie, which keeps log-probabilities besides.
+        """
+        self._loop.check_between_steps("reset_prefix_cache")
+        self._links.drain()
+        with HeldInterrupts():
+            num_branches = self.manager.stats().num_sequences - len(self.scheduler.running)
+            if num_branches:
+                raise RuntimeError(f"reset_prefix_cache needs all Branches to be closed, {num_branches} are live")
+            self._loop.restart()
+            self._links.forget_kept()
+            self.manager.reset_prefix_cache()
+            self.telemetry.tell()
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
@@ -258,7 +284,8 @@ class Engine:
         With BlendConfig.uses_sensitivity each is computed once more behind itself, to see which of its tokens change
         with what stands before them; but for those of which two, and a token, are more than the engine takes.
 
-        Other requests go on meanwhile. ValueError as of add_request, before anything is computed.
+        Other requests go on meanwhile. ValueError as of add_request, before anything is computed. RuntimeError for those
+        that could not be computed; the others are kept.
         """
         blend = self._links.blend
         if blend is None:
@@ -267,8 +294,10 @@ class Engine:
         warmings = [self._warming(tokens, namespace) for tokens in segments]
         asked = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
         wanted = blend.wants_each(asked, namespace)
-        self._generate([prompt for prompt, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
+        outputs = self._generate([one for one, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
         blend.drain()
+        if errors := [output.error for output in outputs if output.error is not None]:
+            raise RuntimeError(f"{len(errors)} of {len(outputs)} segments could not be computed: {errors[0]}")
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request;
@@ -314,8 +343,13 @@ class Engine:
         """Computes one batch; the tokens of the requests that `add_request` queued, those of steps inside `generate`
         and `stream` included. Empty if none is complete yet, or there is nothing to do.
 
-        If the model raises, its exception comes through, and the batch's requests are back in the queue: nothing of it
-        is cached, no token is lost, and the next step computes it again. RuntimeError within another step.
+        A request whose logits are no numbers (a NaN, or nothing finite) ends alone, with the finish_reason "error" and
+        the reason in `error`. If the model raises, its exception comes through the first time, and the batch's requests
+        are back in the queue: nothing of it is cached, no token is lost, and the next step computes it again. If that
+        raises, too, the next steps compute fewer of them, and a request with which the model raises alone ends with an
+        error. Nothing of a request that ends so is found afterwards but what others use or share.
+
+        RuntimeError within another step, ValueError for a model in training mode.
         """
         self._loop.step()
         outputs, self._loop.outputs = self._loop.outputs, []
@@ -333,7 +367,8 @@ class Engine:
 
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
         the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
-        prompt, before a step.
+        prompt, before a step. What the model raises does not come through: it is logged, the step is tried again, and
+        the requests that cannot be computed have an `error`, see step.
         """
         prompts = as_list("prompts", prompts)
         each = params_of_each(params, len(prompts))
@@ -359,7 +394,8 @@ class Engine:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
         The request is queued at once. Closing the iterator aborts it; one that is merely forgotten does, too, by the
-        next step or when has_unfinished is asked. ValueError for params.n > 1.
+        next step or when has_unfinished is asked. After its end it has a finish_reason. What the model raises does not
+        come through, as in generate. ValueError for params.n > 1.
         blend, segments: see add_request.
         """
         if check_params(params).n != 1:
