@@ -224,7 +224,7 @@ class Branches:
         return passes
 
     def _compute_pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, set[Hashable]]:
-        """The wanted logits, and the branches whose logits are no numbers: of each piece's last token, wanted or not."""
+        """The wanted logits, and the branches whose logits are no numbers, after wanted tokens or a piece's last."""
         checked = [_with_last(piece) for piece in pieces]
         logits = self.engine.compute(checked)
         owners = [piece.seq_id for piece in checked for _ in piece.wanted]

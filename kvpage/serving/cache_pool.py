@@ -20,7 +20,8 @@ from kvpage.serving.kv_page_cache import Held
 from kvpage.serving.kv_shape import KVShape
 from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
-from kvpage.serving.model_limits import constant_rope_len, vocab_size
+from kvpage.serving.model_kind import check_model
+from kvpage.serving.model_limits import constant_rope_len, rope_limit, vocab_size
 
 
 class KVPageCachePool:
@@ -61,8 +62,10 @@ class KVPageCachePool:
 
         Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
         fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
-        takes none of or that leave nothing of the model. TypeError for a config of another type.
+        takes none of or that leave nothing of the model; for a compiled model. TypeError for a config or a model of
+        another type.
         """
+        check_model(model)
         if not isinstance(cache_config, CacheConfig):
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
         if cache_config.num_gpu_blocks == 0:
@@ -112,7 +115,7 @@ class KVPageCachePool:
 
     @uninterrupted
     def reset_prefix_cache(self) -> None:
-        """Forgets all that is cached, in both tiers, and ends all pins: after the model's weights have changed in place.
+        """Forgets all that is cached, in both tiers, and ends all pins: for one who has changed weights in place.
 
         RuntimeError, and nothing is forgotten, while a KVPageCache of the pool is not released: its K and V are of the
         weights before.
@@ -149,7 +152,7 @@ class KVPageCachePool:
         if num_tokens > self._max_len:
             raise ValueError(
                 f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
-                f"got {num_tokens}"
+                f"got {num_tokens}{rope_limit(self.model, num_tokens)}"
             )
 
 

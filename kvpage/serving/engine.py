@@ -27,16 +27,19 @@ from kvpage.events import EventConfig
 from kvpage.interrupts import HeldInterrupts, made_or_undone, uninterrupted
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.serving import assembly
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blender import Blender
 from kvpage.serving.links import Links
 from kvpage.serving.model_check import verify_model
-from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
+from kvpage.serving.model_kind import check_model
+from kvpage.serving.model_limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
 from kvpage.serving.model_runner import ModelRunner
 from kvpage.serving.piece_runner import PieceRunner
+from kvpage.serving.prompts import as_prompts
+from kvpage.serving.refusal import names_alternative
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
 from kvpage.serving.scheduler import Scheduler
@@ -136,13 +139,16 @@ class Engine:
         blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
             `segments`: by default in `store`, where that is a KVStore of the cache's dtype, or in host memory.
 
-        Raises ValueError, with the reason, for a model that cannot be served from blocks, or not be blended where that
-        is asked for, for a cache without any, and for scales that the cache takes none of or that leave nothing of the
-        model. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
+        Raises ValueError, with the reason, for a model that cannot be served from blocks (and says if KVPageCache
+        serves it), or not be blended where that is asked for, for a compiled one, for a cache without any, and for
+        scales that the cache takes none of or that leave nothing of the model. TypeError for what is no
+        PreTrainedModel, as its name. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
         """
-        model_config = assembly.check_servable(model, cache_config)
-        runner = ModelRunner(model)
-        window = verify_model(runner, cache_config, model_config)
+        check_model(model)
+        with names_alternative(model, cache_config):
+            model_config = assembly.check_servable(model, cache_config)
+            runner = ModelRunner(model)
+            window = verify_model(runner, cache_config, model_config)
         cache = assembly.make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
         manager = BlockManager(
             cache_config.num_gpu_blocks,
@@ -272,7 +278,7 @@ class Engine:
         Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary, a
         request that is longer than the model or than all blocks, blend and segments in an engine without a BlendConfig,
         and segments that are no lengths, longer than the prompt, or neither given nor found by the BlendConfig;
-        TypeError for params, an id or a namespace of another type.
+        TypeError for text, and for params, an id or a namespace of another type.
         """
         prompt = Prompt(tokens, params, request_id, namespace, blend, segments)
         return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
@@ -284,8 +290,8 @@ class Engine:
         With BlendConfig.uses_sensitivity each is computed once more behind itself, to see which of its tokens change
         with what stands before them; but for those of which two, and a token, are more than the engine takes.
 
-        Other requests go on meanwhile. ValueError as of add_request, before anything is computed. RuntimeError for those
-        that could not be computed; the others are kept.
+        Other requests go on meanwhile. ValueError as of add_request, before anything is computed. RuntimeError for
+        those that could not be computed; the others are kept.
         """
         blend = self._links.blend
         if blend is None:
@@ -370,7 +376,7 @@ class Engine:
         prompt, before a step. What the model raises does not come through: it is logged, the step is tried again, and
         the requests that cannot be computed have an `error`, see step.
         """
-        prompts = as_list("prompts", prompts)
+        prompts = as_prompts(prompts)
         each = params_of_each(params, len(prompts))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, got {type(progress).__name__}")
@@ -386,7 +392,7 @@ class Engine:
         blocks of what they have in common. Raises as `add_request` does, before anything is computed, and OutOfBlocks
         if the beams of one prompt do not fit into all blocks.
         """
-        return search_beams(self, prompts, params, namespace)
+        return search_beams(self, as_prompts(prompts), params, namespace)
 
     def stream(
         self, tokens: Tokens, params: SamplingParams, *, blend: bool = False, segments: Sequence[int] | None = None
@@ -413,7 +419,7 @@ class Engine:
     # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> np.ndarray:
-        """The same as an array. ValueError for none, and for what are no ids of the vocabulary."""
+        """The same as an array. ValueError for none, and for what are no ids of the vocabulary; TypeError for text."""
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")
@@ -430,9 +436,10 @@ class Engine:
             as_integer("max_tokens", max_tokens),
         )
         if num_prompt_tokens + max_tokens > self.max_model_len:
+            why = rope_limit(self._runner.model, num_prompt_tokens + max_tokens)
             raise ValueError(
                 f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
-                f"got {num_prompt_tokens} + {max_tokens}"
+                f"got {num_prompt_tokens} + {max_tokens}{why}"
             )
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:

@@ -26,7 +26,7 @@ Warping = tuple[float, int, float]
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token a row. logits: [len(requests), vocab_size]. LogitsNotFinite, with the rows that hold NaN or no number."""
+    """One token a row. logits: [len(requests), vocab_size]. LogitsNotFinite with rows that are no numbers."""
     if not requests:
         return []
     highest, tokens = logits.max(dim=-1)

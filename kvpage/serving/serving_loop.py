@@ -98,9 +98,9 @@ class ServingLoop:
         return bool(self.requests or self.outputs)
 
     def step(self) -> None:
-        """Computes one batch. What raises in it raises here the first time; its requests are back in the queue then, and
-        nothing of it is cached. What raises again ends the requests that raise alone. RuntimeError within another step,
-        as of a hook of the model.
+        """Computes one batch. What raises in it raises here the first time; its requests are back in the queue then,
+        and nothing of it is cached. What raises again ends the requests that raise alone. RuntimeError within another
+        step, as of a hook of the model.
         """
         failure = self._try_batch()
         if failure is not None:
