@@ -40,8 +40,8 @@ class ChosenTokens:
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
     """logits: [len(batch.chunks), vocab_size], after the last token of each chunk."""
     chunks = batch.chunks
-    failed = _failed_parts(batch, logits)
     rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
+    failed = _failed_parts(batch, logits, rows) if len(rows) < len(chunks) else []
     while True:
         due = [chunks[row].request for row in rows]
         forks = {request: request.forks() for request in due if request.num_forks_due}
@@ -56,22 +56,21 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
     return ChosenTokens(going, failed, due, forks, tokens)
 
 
-def _failed_parts(batch: Batch, logits: torch.Tensor) -> list[Request]:
-    """Of the requests that have more to compute before their next token."""
-    rows = [row for row, chunk in enumerate(batch.chunks) if not chunk.is_last]
-    bad = rows_not_finite(logits[rows].amax(dim=-1)) if rows else []
-    return [batch.chunks[rows[index]].request for index in bad]
+def _failed_parts(batch: Batch, logits: torch.Tensor, last_rows: Sequence[int]) -> list[Request]:
+    """Of the requests that have more to compute before their next token: at least one."""
+    rows = sorted(set(range(len(batch.chunks))).difference(last_rows))
+    return [batch.chunks[rows[index]].request for index in rows_not_finite(logits[rows].amax(dim=-1))]
 
 
 def _with_forks(
     logits: torch.Tensor, rows: Sequence[int], due: Sequence[Request], forks: dict[Request, list[Request]]
 ) -> tuple[torch.Tensor, list[Request]]:
     """The rows of the due requests, then that of each again for each of its forks; and whose they are."""
+    if not forks:
+        return logits if len(rows) == len(logits) else logits[list(rows)], list(due)
     row_of = dict(zip(due, rows, strict=True))
     new = [(row_of[request], fork) for request, each in forks.items() for fork in each]
-    wanted = [*rows, *(row for row, _ in new)]
-    picked = logits if wanted == list(range(len(logits))) else logits[wanted]
-    return picked, [*due, *(fork for _, fork in new)]
+    return logits[[*rows, *(row for row, _ in new)]], [*due, *(fork for _, fork in new)]
 
 
 def _owners(rows: Sequence[int], due: Sequence[Request], forks: dict[Request, list[Request]]) -> list[Request]:
