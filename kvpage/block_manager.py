@@ -260,6 +260,18 @@ class BlockManager:
         seq.num_left = num_left
         return len(ids)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all that is cached, in both tiers, and ends all pins: for K and V that are out of date, as after the
+        model's weights have changed.
+
+        RuntimeError, and nothing is forgotten, while a sequence has blocks, on the device or off it, or while somebody
+        holds a match of the tree: what they hold would be found again.
+        """
+        num_left = len(self._sequences) + len(self._swapped)
+        if num_left:
+            raise RuntimeError(f"reset_prefix_cache needs all sequences to be released, {num_left} are not")
+        self.space.clear()
+
     # --- off the device and back -------------------------------------------------------------------------------------
 
     def swap_out(self, seq_id: SeqId) -> None:

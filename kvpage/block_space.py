@@ -211,6 +211,16 @@ class BlockSpace:
         """Forgets the blocks of `tokens` that nobody uses and no other cached prompt shares: how many tokens it was."""
         return self.tree.drop(as_tokens(tokens), namespace)
 
+    def clear(self) -> None:
+        """Forgets all that is cached, in both tiers, and ends all pins. RuntimeError, and nothing is forgotten, while
+        somebody holds a match.
+        """
+        num_held = self.tree.num_matches - len(self.pins)
+        if num_held:
+            raise RuntimeError(f"clear needs all matches to be released, {num_held} are not")
+        self.pins.clear()
+        self.tree.clear()
+
     # --- questions ---
 
     def count_query(self, num_tokens: int, num_part_tokens: int) -> None:

@@ -55,6 +55,11 @@ class UserPins:
         if handle in self._pins:
             self._tree.release(self._pins.pop(handle)[0])
 
+    def clear(self) -> None:
+        """Ends all."""
+        for handle in list(self._pins):
+            self.remove(handle)
+
     def expire(self) -> None:
         """Ends what has had its time."""
         now = self._clock()

@@ -175,6 +175,11 @@ class MemorySegments:
     def __len__(self) -> int:
         return len(self._segments)
 
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._segments.clear()
+        self.num_bytes = 0
+
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
         key = _key(tokens, namespace)
         found = self._segments.get(key)

@@ -21,6 +21,7 @@ import torch
 from kvpage.errors import OutOfBlocks
 from kvpage.sequence_args import check_namespace
 from kvpage.serving.branches import Branch, Branches
+from kvpage.serving.logits_check import LogitsNotFinite
 from kvpage.serving.sampling_params import is_int
 from kvpage.tokens import Tokens
 
@@ -77,16 +78,20 @@ class Beam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """beams: the best first. num_cached_tokens: of the prompt, found in the cache."""
+    """beams: the best first. num_cached_tokens: of the prompt, found in the cache.
+
+    error: why there are no beams, where logits were no numbers; else None.
+    """
 
     prompt_token_ids: list[int]
     beams: tuple[Beam, ...]
     num_cached_tokens: int
+    error: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the best."""
-        return self.beams[0].token_ids
+        """Those of the best; none with an error."""
+        return self.beams[0].token_ids if self.beams else []
 
 
 class _Candidate(NamedTuple):
@@ -103,6 +108,7 @@ class _Search:
         self.prompt: npt.NDArray[np.int32] = branch.token_ids.copy()
         self.num_cached_tokens = branch.num_computed
         self.running = [branch]
+        self.error: str | None = None
         self.finished: list[Beam] = []  # at most num_beams, the best first
         self._branches = branches
         self._scores = torch.zeros(1)
@@ -124,7 +130,13 @@ class _Search:
 
     def output(self) -> BeamSearchOutput:
         beams = tuple(self.finished[: self.params.num_return_sequences])
-        return BeamSearchOutput(self.prompt.tolist(), beams, self.num_cached_tokens)
+        return BeamSearchOutput(self.prompt.tolist(), beams, self.num_cached_tokens, self.error)
+
+    def fail(self) -> None:
+        """Ends the search, whose logits are no numbers, without a beam."""
+        self.error = str(LogitsNotFinite([0], ["this prompt's beams"]))
+        self.finished = []
+        self._follow([])
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
         """The best continuations: so many that num_beams go on even if each beam ends with each stop token."""
@@ -212,7 +224,14 @@ def _search_group(
 
 def _run(branches: Branches, searches: Sequence[_Search]) -> None:
     while running := [branch for search in searches for branch in search.running]:
-        logits = branches.compute(running).split([len(search.running) for search in searches])
+        try:
+            logits = branches.compute(running).split([len(search.running) for search in searches])
+        except LogitsNotFinite as error:
+            bad = {running[row] for row in error.rows}
+            for search in searches:
+                if bad.intersection(search.running):
+                    search.fail()
+            continue
         for search, rows in zip(searches, logits, strict=True):
             if search.running:
                 search.step(rows)

@@ -171,6 +171,12 @@ class BlendLink:
         if lookup:
             lookup.future.cancel()
 
+    def forget_kept(self) -> None:
+        """Empties a source that has `clear`; called when nothing is under way. A store keeps what it has."""
+        clear = getattr(self.source, "clear", None)
+        if clear is not None:
+            clear()
+
     def drain(self) -> None:
         """Until everything that is under way is done."""
         wait([lookup.future for lookup in self._lookups.values()])

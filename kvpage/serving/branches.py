@@ -7,7 +7,7 @@ For beam search, particles, grammars, and whoever chooses tokens by more than a 
 have computed is found by requests, and the other way round.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from kvpage.errors import OutOfBlocks
 from kvpage.interrupts import uninterrupted
 from kvpage.sequence_args import as_integer, as_list
+from kvpage.serving.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.step import Piece
 from kvpage.tokens import Tokens, as_tokens
 
@@ -123,7 +124,8 @@ class Branches:
 
         Each branch is named once and has at least one token left. In as many forward passes as the engine's
         max_num_batched_tokens asks for. ValueError for anything else, and if a branch would be longer than the model
-        takes. OutOfBlocks, or what the model raises: nothing is lost, and the same call may be made again.
+        takes. OutOfBlocks, LogitsNotFinite with the branches whose logits are no numbers, or what the model raises:
+        nothing is lost or cached, and the same call may be made again, or one with the other branches.
         """
         self._check(branches)
         if not branches:
@@ -135,9 +137,15 @@ class Branches:
                 first, last = branch.num_computed + 1, len(branch)
                 raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
         self._give_room(branches)
-        logits, passes = [], self._passes(branches, counts)
+        passes = self._passes(branches, counts)
+        logits, bad = [], set()
         for pieces in passes:
-            logits.append(self.engine.compute(pieces))
+            rows, owners = self._compute_pass(pieces)
+            logits.append(rows)
+            bad |= owners
+        if bad:
+            places = [place for place, branch in enumerate(branches) if branch in bad]
+            raise LogitsNotFinite(places, [f"branch {place}" for place in places])
         for pieces in passes:
             self._commit(pieces)
         return torch.cat(logits)
@@ -215,12 +223,30 @@ class Branches:
                 start = end
         return passes
 
+    def _compute_pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, set[Hashable]]:
+        """The wanted logits, and the branches whose logits are no numbers, after wanted tokens or a piece's last."""
+        checked = [_with_last(piece) for piece in pieces]
+        logits = self.engine.compute(checked)
+        owners = [piece.seq_id for piece in checked for _ in piece.wanted]
+        bad = {owners[row] for row in rows_not_finite(logits.amax(dim=-1))}
+        is_wanted = [
+            index < len(piece.wanted)
+            for piece, more in zip(pieces, checked, strict=True)
+            for index in range(len(more.wanted))
+        ]
+        return logits if all(is_wanted) else logits[torch.tensor(is_wanted, device=logits.device)], bad
+
     @uninterrupted
     def _commit(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             assert isinstance(piece.seq_id, Branch)
             self._manager.commit(piece.seq_id, piece.token_ids)
             piece.seq_id.num_computed = piece.end
+
+
+def _with_last(piece: Piece) -> Piece:
+    last = piece.end - piece.start - 1
+    return piece if last in piece.wanted[-1:] else piece._replace(wanted=[*piece.wanted, last])
 
 
 def _counts(wanted: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -20,14 +20,15 @@ from kvpage.serving.kv_page_cache import Held
 from kvpage.serving.kv_shape import KVShape
 from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
-from kvpage.serving.model_limits import constant_rope_len, vocab_size
+from kvpage.serving.model_kind import check_model
+from kvpage.serving.model_limits import constant_rope_len, rope_limit, vocab_size
 
 
 class KVPageCachePool:
     """Owns the cache tensors and the block manager; the model stays the caller's. Make it by `from_model`.
 
-    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and other
-    weights need another pool.
+    What is cached is cached for the model's weights as they are: adapters go into namespaces of their own, and whoever
+    changes weights in place calls `reset_prefix_cache`.
     """
 
     def __init__(self, model: PreTrainedModel, shape: KVShape, engine: CacheEngine, manager: BlockManager) -> None:
@@ -61,8 +62,10 @@ class KVPageCachePool:
 
         Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
         fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
-        takes none of or that leave nothing of the model. TypeError for a config of another type.
+        takes none of or that leave nothing of the model; for a compiled model. TypeError for a config or a model of
+        another type.
         """
+        check_model(model)
         if not isinstance(cache_config, CacheConfig):
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
         if cache_config.num_gpu_blocks == 0:
@@ -110,14 +113,27 @@ class KVPageCachePool:
         )
         return cls(model, shape, engine, manager)
 
+    @uninterrupted
+    def reset_prefix_cache(self) -> None:
+        """Forgets all that is cached, in both tiers, and ends all pins: for one who has changed weights in place.
+
+        RuntimeError, and nothing is forgotten, while a KVPageCache of the pool is not released: its K and V are of the
+        weights before.
+        """
+        self._release_forgotten()
+        self.manager.reset_prefix_cache()
+
     # --- for KVPageCache ---------------------------------------------------------------------------------------------
 
     @uninterrupted
     def make_rows(self) -> CachedRows:
         """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
+        self._release_forgotten()
+        return CachedRows(self.manager, self.engine, self._seq_ids)
+
+    def _release_forgotten(self) -> None:
         while self.forgotten:
             self.forgotten.popleft().release()
-        return CachedRows(self.manager, self.engine, self._seq_ids)
 
     def check_forward(self, tokens: TokenRows, num_tokens: int) -> None:
         """ValueError unless the model may compute these tokens, at the end of rows of so many."""
@@ -136,7 +152,7 @@ class KVPageCachePool:
         if num_tokens > self._max_len:
             raise ValueError(
                 f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
-                f"got {num_tokens}"
+                f"got {num_tokens}{rope_limit(self.model, num_tokens)}"
             )
 
 

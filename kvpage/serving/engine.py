@@ -27,16 +27,19 @@ from kvpage.events import EventConfig
 from kvpage.interrupts import HeldInterrupts, made_or_undone, uninterrupted
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
+from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.serving import assembly
 from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blender import Blender
 from kvpage.serving.links import Links
 from kvpage.serving.model_check import verify_model
-from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
+from kvpage.serving.model_kind import check_model
+from kvpage.serving.model_limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
 from kvpage.serving.model_runner import ModelRunner
 from kvpage.serving.piece_runner import PieceRunner
+from kvpage.serving.prompts import as_prompts
+from kvpage.serving.refusal import names_alternative
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
 from kvpage.serving.scheduler import Scheduler
@@ -136,13 +139,16 @@ class Engine:
         blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
             `segments`: by default in `store`, where that is a KVStore of the cache's dtype, or in host memory.
 
-        Raises ValueError, with the reason, for a model that cannot be served from blocks, or not be blended where that
-        is asked for, for a cache without any, and for scales that the cache takes none of or that leave nothing of the
-        model. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
+        Raises ValueError, with the reason, for a model that cannot be served from blocks (and says if KVPageCache
+        serves it), or not be blended where that is asked for, for a compiled one, for a cache without any, and for
+        scales that the cache takes none of or that leave nothing of the model. TypeError for what is no
+        PreTrainedModel, as its name. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
         """
-        model_config = assembly.check_servable(model, cache_config)
-        runner = ModelRunner(model)
-        window = verify_model(runner, cache_config, model_config)
+        check_model(model)
+        with names_alternative(model, cache_config):
+            model_config = assembly.check_servable(model, cache_config)
+            runner = ModelRunner(model)
+            window = verify_model(runner, cache_config, model_config)
         cache = assembly.make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
         manager = BlockManager(
             cache_config.num_gpu_blocks,
@@ -222,6 +228,32 @@ class Engine:
             request.reusable = []
         self.telemetry.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all K and V, for one whose model has got other weights in place: call it after the change, before the
+        next step. Nothing that was computed before is found by a request, whether it is new or under way.
+
+        Forgotten is what is cached in both tiers, in all namespaces, pinned or not, and the segments that are kept in
+        host memory for blending. Unfinished requests keep their tokens, and compute the K and V of all of them again.
+        Waits for what is on its way to a store, and from it.
+
+        A store is left as it is, with the segments in it, and is asked as before: its keys name the model. For other
+        weights make a store whose metadata name another model, or another revision of it, and give it to another
+        engine. `segments` of one's own are forgotten if they have a method `clear`. KVScales stay.
+
+        RuntimeError, and nothing is forgotten, during a step, and while there are live Branches: close these, and
+        `clear` each PagedTokenTrie, which keeps log-probabilities besides.
+        """
+        self._loop.check_between_steps("reset_prefix_cache")
+        self._links.drain()
+        with HeldInterrupts():
+            num_branches = self.manager.stats().num_sequences - len(self.scheduler.running)
+            if num_branches:
+                raise RuntimeError(f"reset_prefix_cache needs all Branches to be closed, {num_branches} are live")
+            self._loop.restart()
+            self._links.forget_kept()
+            self.manager.reset_prefix_cache()
+            self.telemetry.tell()
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
@@ -246,7 +278,7 @@ class Engine:
         Raises ValueError, and changes nothing, for an id in use, no tokens, tokens that are no ids of the vocabulary, a
         request that is longer than the model or than all blocks, blend and segments in an engine without a BlendConfig,
         and segments that are no lengths, longer than the prompt, or neither given nor found by the BlendConfig;
-        TypeError for params, an id or a namespace of another type.
+        TypeError for text, and for params, an id or a namespace of another type.
         """
         prompt = Prompt(tokens, params, request_id, namespace, blend, segments)
         return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
@@ -258,7 +290,8 @@ class Engine:
         With BlendConfig.uses_sensitivity each is computed once more behind itself, to see which of its tokens change
         with what stands before them; but for those of which two, and a token, are more than the engine takes.
 
-        Other requests go on meanwhile. ValueError as of add_request, before anything is computed.
+        Other requests go on meanwhile. ValueError as of add_request, before anything is computed. RuntimeError for
+        those that could not be computed; the others are kept.
         """
         blend = self._links.blend
         if blend is None:
@@ -267,8 +300,10 @@ class Engine:
         warmings = [self._warming(tokens, namespace) for tokens in segments]
         asked = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
         wanted = blend.wants_each(asked, namespace)
-        self._generate([prompt for prompt, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
+        outputs = self._generate([one for one, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
         blend.drain()
+        if errors := [output.error for output in outputs if output.error is not None]:
+            raise RuntimeError(f"{len(errors)} of {len(outputs)} segments could not be computed: {errors[0]}")
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request now, and returns what came of it. KeyError if there is no such unfinished request;
@@ -314,8 +349,13 @@ class Engine:
         """Computes one batch; the tokens of the requests that `add_request` queued, those of steps inside `generate`
         and `stream` included. Empty if none is complete yet, or there is nothing to do.
 
-        If the model raises, its exception comes through, and the batch's requests are back in the queue: nothing of it
-        is cached, no token is lost, and the next step computes it again. RuntimeError within another step.
+        A request whose logits are no numbers (a NaN, or nothing finite) ends alone, with the finish_reason "error" and
+        the reason in `error`. If the model raises, its exception comes through the first time, and the batch's requests
+        are back in the queue: nothing of it is cached, no token is lost, and the next step computes it again. If that
+        raises, too, the next steps compute fewer of them, and a request with which the model raises alone ends with an
+        error. Nothing of a request that ends so is found afterwards but what others use or share.
+
+        RuntimeError within another step, ValueError for a model in training mode.
         """
         self._loop.step()
         outputs, self._loop.outputs = self._loop.outputs, []
@@ -333,9 +373,10 @@ class Engine:
 
         params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
         the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
-        prompt, before a step.
+        prompt, before a step. What the model raises does not come through: it is logged, the step is tried again, and
+        the requests that cannot be computed have an `error`, see step.
         """
-        prompts = as_list("prompts", prompts)
+        prompts = as_prompts(prompts)
         each = params_of_each(params, len(prompts))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, got {type(progress).__name__}")
@@ -351,7 +392,7 @@ class Engine:
         blocks of what they have in common. Raises as `add_request` does, before anything is computed, and OutOfBlocks
         if the beams of one prompt do not fit into all blocks.
         """
-        return search_beams(self, prompts, params, namespace)
+        return search_beams(self, as_prompts(prompts), params, namespace)
 
     def stream(
         self, tokens: Tokens, params: SamplingParams, *, blend: bool = False, segments: Sequence[int] | None = None
@@ -359,7 +400,8 @@ class Engine:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
         The request is queued at once. Closing the iterator aborts it; one that is merely forgotten does, too, by the
-        next step or when has_unfinished is asked. ValueError for params.n > 1.
+        next step or when has_unfinished is asked. After its end it has a finish_reason. What the model raises does not
+        come through, as in generate. ValueError for params.n > 1.
         blend, segments: see add_request.
         """
         if check_params(params).n != 1:
@@ -377,7 +419,7 @@ class Engine:
     # --- for those who steer sequences themselves: Branches ----------------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> np.ndarray:
-        """The same as an array. ValueError for none, and for what are no ids of the vocabulary."""
+        """The same as an array. ValueError for none, and for what are no ids of the vocabulary; TypeError for text."""
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")
@@ -394,9 +436,10 @@ class Engine:
             as_integer("max_tokens", max_tokens),
         )
         if num_prompt_tokens + max_tokens > self.max_model_len:
+            why = rope_limit(self._runner.model, num_prompt_tokens + max_tokens)
             raise ValueError(
                 f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
-                f"got {num_prompt_tokens} + {max_tokens}"
+                f"got {num_prompt_tokens} + {max_tokens}{why}"
             )
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:

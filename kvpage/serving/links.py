@@ -61,6 +61,16 @@ class Links:
         for link in self._all():
             link.forget(request)
 
+    def forget_found(self, requests: Iterable[Request]) -> None:
+        """Segments that were found for them are looked up again."""
+        for request in requests:
+            request.reusable, request.wanted_spans = None, []
+
+    def forget_kept(self) -> None:
+        """Segments that are kept are forgotten, where what keeps them can do that."""
+        if self.blend:
+            self.blend.forget_kept()
+
     def drain(self) -> None:
         """Waits for what is on its way. Whatever interrupts it, it may be called again."""
         for link in self._all():

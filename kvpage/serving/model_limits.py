@@ -56,8 +56,21 @@ def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
     if asked is None:
         return allowed
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= allowed:
-        raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}")
+        why = rope_limit(model, allowed + 1)
+        raise ValueError(f"max_model_len must be in [1, {allowed}] for this model, got {asked!r}{why}")
     return asked
+
+
+def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
+    """Ends an error about so many tokens: why rotary embeddings forbid them. Empty if they do not."""
+    limit = constant_rope_len(model)
+    if num_tokens <= limit:
+        return ""
+    kinds = " and ".join(sorted(rope_types(model) & set(CHANGING_ROPE)))
+    return (
+        f"; its rotary embedding ({kinds}) has other frequencies beyond {limit} tokens, with which cached K would be "
+        f"wrong: longer sequences need model.generate with a cache of transformers' own"
+    )
 
 
 def rope_types(model: PreTrainedModel) -> set[str]:

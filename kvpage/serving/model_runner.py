@@ -57,8 +57,7 @@ class ModelRunner:
 
         ValueError if the model is in training mode. What the model raises comes through; some K and V may be written.
         """
-        if self.model.training:
-            raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
+        self.check()
         wanted = torch.from_numpy(packed.wanted).to(self.model.device)
         inputs = {
             "input_ids": self._row(packed.token_ids),
@@ -71,6 +70,11 @@ class ModelRunner:
         with torch.no_grad(), self._switch.on(), step.blend.hooks() if step.blend else nullcontext():
             logits = self._call(inputs, step)[0]
         return logits if self._selects_logits else logits[wanted]
+
+    def check(self) -> None:
+        """ValueError if the model is in training mode."""
+        if self.model.training:
+            raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
         if self._passes_step:

@@ -28,6 +28,7 @@ from kvpage.errors import OutOfBlocks
 from kvpage.sequence_args import check_namespace
 from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.engine import Engine
+from kvpage.serving.logits_check import LogitsNotFinite
 from kvpage.serving.sampling_params import is_int
 from kvpage.tokens import Tokens
 
@@ -48,6 +49,7 @@ class _Node:
 
 
 class _Query(NamedTuple):
+    place: int  # among the lists of the call
     tokens: TokenIds
     path: list[_Node]  # a node for each token
 
@@ -112,15 +114,17 @@ class PagedTokenTrie:
         What is not known yet is computed. Lists may be equal, and may be beginnings of one another.
 
         ValueError, before anything is computed, for an empty list, tokens that are no ids, a list longer than the model
-        takes. OutOfBlocks if one list alone does not fit; what was computed before is kept.
+        takes. OutOfBlocks if one list alone does not fit, and LogitsNotFinite with the lists whose logits are no
+        numbers; what was computed before is kept.
         """
         checked = [self.engine.check_tokens(tokens) for tokens in token_lists]
         for tokens in checked:
             self.engine.check_length(len(tokens), 0)
-        unique = {tokens.tobytes(): tokens for tokens in checked}
-        found = {key: self._find(tokens) for key, tokens in unique.items()}
-        missing = [key for key, logprobs in found.items() if logprobs is None]
-        for key, logprobs in zip(missing, self._compute([unique[key] for key in missing]), strict=True):
+        places = {tokens.tobytes(): place for place, tokens in reversed([*enumerate(checked)])}
+        found = {key: self._find(checked[place]) for key, place in places.items()}
+        missing = {key: checked[places[key]] for key, logprobs in found.items() if logprobs is None}
+        queries = [_Query(places[key], tokens, self._path(tokens)) for key, tokens in missing.items()]
+        for key, logprobs in zip(missing, self._compute(queries), strict=True):
             found[key] = logprobs
         rows = [found[tokens.tobytes()] for tokens in checked]
         return torch.stack([row for row in rows if row is not None]) if rows else torch.empty(0, self.engine.vocab_size)
@@ -178,12 +182,11 @@ class PagedTokenTrie:
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, token_lists: Sequence[TokenIds]) -> list[torch.Tensor]:
+    def _compute(self, queries: Sequence[_Query]) -> list[torch.Tensor]:
         """Of distinct lists."""
-        queries = [_Query(tokens, self._path(tokens)) for tokens in token_lists]
         found: dict[_Node, torch.Tensor] = {}
         try:
-            left = queries
+            left = list(queries)
             while left:
                 self._compute_some(self._first(left), {query.end: query for query in left}, found)
                 left = [query for query in left if query.end not in found]
@@ -242,7 +245,7 @@ class PagedTokenTrie:
             branches = self._branches_for(queries)
             in_use.update(branches)
             nodes = self._nodes_on_the_way(queries, branches, asked)
-            logits = self._branches.compute(branches, [list(each) for each in nodes])
+            logits = self._logits(queries, branches, nodes)
             rows = logits.float().log_softmax(dim=-1).cpu().split(1)
         for query, branch in zip(queries, branches, strict=True):
             self._by_use[branch] = query.end
@@ -254,6 +257,15 @@ class PagedTokenTrie:
             self._keep(node, found[node])
         while len(self._by_use) > self.max_branches:
             self._end_oldest()
+
+    def _logits(
+        self, queries: Sequence[_Query], branches: Sequence[Branch], nodes: Sequence[Mapping[int, _Node]]
+    ) -> torch.Tensor:
+        try:
+            return self._branches.compute(branches, [list(each) for each in nodes])
+        except LogitsNotFinite as error:
+            places = sorted(queries[row].place for row in error.rows)
+            raise LogitsNotFinite(places, [f"list {place}" for place in places]) from error
 
     def _nodes_on_the_way(
         self, queries: Sequence[_Query], branches: Sequence[Branch], asked: Mapping[_Node, _Query]

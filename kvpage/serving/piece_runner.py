@@ -40,6 +40,10 @@ class PieceRunner:
         self.num_passes = self.num_computed_tokens = 0
         self._runner, self._cache, self._manager = runner, cache, manager
 
+    def check(self) -> None:
+        """ValueError if the model cannot compute anything now, see ModelRunner."""
+        self._runner.check()
+
     def run(self, pieces: Sequence[Piece]) -> Computed:
         """One forward pass. Whatever the model raises comes through."""
         self.move_blocks()

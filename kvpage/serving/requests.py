@@ -27,7 +27,7 @@ from kvpage.blend.segments import Reuse
 from kvpage.blend.spans import Span
 from kvpage.serving.sampling_params import MAX_SEED, SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,20 @@ class Sample:
     """One continuation of a prompt.
 
     token_ids: the generated tokens, the stop token included.
-    finish_reason: "stop" (a stop or end-of-sequence token), "length" (max_tokens) or "abort".
+    finish_reason: "stop" (a stop or end-of-sequence token), "length" (max_tokens), "abort" or "error".
+    error: the reason, where that is "error"; else None.
     """
 
     token_ids: list[int]
     finish_reason: FinishReason
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What came of a request.
 
-    samples: `SamplingParams.n` of them; fewer if it was aborted before its first token.
+    samples: `SamplingParams.n` of them; fewer if it was aborted, or failed, before its first token.
     num_cached_tokens: leading tokens of the prompt whose K and V were found in the cache when it was first admitted.
     num_reused_tokens, num_recomputed_tokens: tokens of the prompt whose K and V came out of segments, and those of them
         that were computed again; 0 both for a prompt that was computed in full, exactly.
@@ -78,19 +80,25 @@ class RequestOutput:
         """That of the first sample."""
         return self.samples[0].finish_reason
 
+    @property
+    def error(self) -> str | None:
+        """The reason of the first sample that ended in an error; None if none did."""
+        return next((sample.error for sample in self.samples if sample.error is not None), None)
+
 
 class StepOutput(NamedTuple):
-    """The token that a step gave a request.
+    """The token that a step gave a request, or the error that ended it.
 
-    sample_index: of the sample that it belongs to. finish_reason: with the sample's last token. output: with the last
-        token of the last sample.
+    token_id: None with an error. sample_index: of the sample that it belongs to. finish_reason: with the sample's last
+        token, or its error. output: with the last token, or the error, of the last sample. error: the reason.
     """
 
     request_id: str
-    token_id: int
+    token_id: int | None
     sample_index: int = 0
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
+    error: str | None = None
 
 
 class Request:
@@ -134,11 +142,13 @@ class Request:
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
 
     @property
     def num_forks_due(self) -> int:
         """How many more requests it will become."""
-        return self.params.n - len(self.samples) if self.first is self else 0
+        will_fork = self.first is self and self.finish_reason is None
+        return self.params.n - len(self.samples) if will_fork else 0
 
     @property
     def is_over(self) -> bool:
@@ -211,7 +221,9 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt.tolist(),
-            samples=tuple(Sample(one.generated_token_ids, one.finish_reason or "abort") for one in self.samples),
+            samples=tuple(
+                Sample(one.generated_token_ids, one.finish_reason or "abort", one.error) for one in self.samples
+            ),
             num_cached_tokens=self.num_cached_tokens or 0,
             arrival_time=self.arrival_time,
             first_token_time=self.first_token_time,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from kvpage.serving.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.requests import Request
 from kvpage.serving.sampling_params import SamplingParams
 
@@ -25,13 +26,12 @@ Warping = tuple[float, int, float]
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token a row. logits: [len(requests), vocab_size]. ValueError if a row holds NaN or no finite number."""
+    """One token a row. logits: [len(requests), vocab_size]. LogitsNotFinite with rows that are no numbers."""
     if not requests:
         return []
     highest, tokens = logits.max(dim=-1)
-    if not torch.isfinite(highest).all():
-        bad = [request.request_id for request, ok in zip(requests, highest.isfinite().tolist(), strict=True) if not ok]
-        raise ValueError(f"logits must be numbers, those of {', '.join(bad)} are not")
+    if bad := rows_not_finite(highest):
+        raise LogitsNotFinite(bad, [requests[row].request_id for row in bad])
     for warping, rows in _drawn_rows(requests).items():
         tokens[rows] = _draw(logits[rows].double(), warping, [requests[row] for row in rows])
     return tokens.tolist()

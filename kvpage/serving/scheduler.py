@@ -73,6 +73,8 @@ class Scheduler:
         """Each gives back some blocks that it holds for no request; False if it cannot."""
         self.is_held: Callable[[Request], bool] = lambda request: False
         """Whether a waiting request is to be passed over for now; for a finite time."""
+        self.tried: list[Request] = []
+        """The only ones that are admitted, for a finite time; empty for all. Nobody else must run then."""
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept on the host what was computed
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
@@ -149,6 +151,13 @@ class Scheduler:
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
 
+    def restart(self) -> None:
+        """Every request goes back to the queue without a block: all of its K and V are computed again."""
+        self.requeue(self.running[:])
+        for request in self.waiting:
+            if self.manager.is_swapped(request.seq_id):
+                self.manager.release(request.seq_id)
+
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=_arrival)
 
@@ -215,7 +224,7 @@ class Scheduler:
             return
         prefills = _Prefills(self.manager, self.running)
         num_passed_over = 0
-        for request in self.waiting[:]:
+        for request in [one for one in self.waiting if one in self.tried] if self.tried else self.waiting[:]:
             num_seqs = self._num_seqs() + 1 + request.num_forks_due
             if not budget or num_seqs > self.max_num_seqs or num_passed_over > self.max_num_seqs:
                 break

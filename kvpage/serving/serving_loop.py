@@ -3,25 +3,32 @@
     add ─► Scheduler.schedule ─► PieceRunner.run ─► sample ─► Scheduler.complete ─► StepOutput, to the request's sink
                 blocks              K, V, logits      tokens      blocks findable
 
+A request whose logits are no numbers ends there, and its blocks never become findable. A step that raises is computed
+once more; if it raises again, Suspects finds the requests that do it, and these end.
+
 Everything happens inside `step` and `compute`: between two of them the caller's model is its own.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvpage.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.own_process import OwnProcess
+from kvpage.serving.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.links import Links
 from kvpage.serving.piece_runner import PieceRunner
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
-from kvpage.serving.sampler import sample
-from kvpage.serving.scheduler import Batch, Scheduler
+from kvpage.serving.scheduler import Batch, Chunk, Scheduler
 from kvpage.serving.step import Piece
+from kvpage.serving.suspects import Suspects
 from kvpage.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 
 class ServingLoop:
@@ -39,6 +46,7 @@ class ServingLoop:
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
         self._process = OwnProcess("the engine")
+        self._suspects = Suspects()
         scheduler.is_held = links.holds
 
     def new_id(self) -> str:
@@ -90,19 +98,38 @@ class ServingLoop:
         return bool(self.requests or self.outputs)
 
     def step(self) -> None:
-        """Computes one batch. If the model raises, its requests are back in the queue, and nothing of it is cached.
-        RuntimeError within another step, as of a hook of the model.
+        """Computes one batch. What raises in it raises here the first time; its requests are back in the queue then,
+        and nothing of it is cached. What raises again ends the requests that raise alone. RuntimeError within another
+        step, as of a hook of the model.
         """
-        with self._step():
-            self._compute_batch()
+        failure = self._try_batch()
+        if failure is not None:
+            raise failure
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
-        """Steps until something is in the sink. RuntimeError if one of its requests was aborted by somebody else."""
+        """Steps until something is in the sink. What raises the first time is logged, and tried once more.
+        RuntimeError if one of its requests was aborted by somebody else.
+        """
         while not sink:
             for request in requests:
                 if request.is_aborted:
                     raise RuntimeError(f"request {request.request_id!r} was aborted")
-            self.step()
+            failure = self._try_batch()
+            if failure is not None:
+                logger.warning("a step raised, and its requests are computed once more", exc_info=failure)
+
+    @uninterrupted
+    def restart(self) -> None:
+        """Every request computes all of its K and V again, from no segment that was found; its tokens stay."""
+        self._abort_dropped()
+        self.scheduler.restart()
+        self.links.forget_found(self.scheduler.waiting)
+
+    def check_between_steps(self, call: str) -> None:
+        """RuntimeError, with the call's name, during a step, and in a forked process."""
+        self._process.check()
+        if self._is_stepping:
+            raise RuntimeError(f"{call} must not be called during a step")
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Pieces of sequences that are nobody's requests: the logits of the wanted tokens."""
@@ -136,30 +163,52 @@ class ServingLoop:
             if self.requests.get(request.request_id) is request:
                 self.abort(request)
 
-    def _compute_batch(self) -> None:
+    def _try_batch(self) -> Exception | None:
+        """What a batch has raised, where that is worth a second try."""
+        with self._step():
+            if self.requests:
+                self.pieces.check()
+            return self._compute_batch()
+
+    def _compute_batch(self) -> Exception | None:
         batch = self._schedule()
         if not batch.chunks:
-            return
-        due = [chunk.request for chunk in batch.chunks if chunk.is_last]
-        forks = {request: request.forks() for request in due if request.num_forks_due}
-        sampled = due + [fork for each in forks.values() for fork in each]
-        begin, untaken = time.monotonic(), [*(chunk.request for chunk in batch.chunks), *sampled[len(due) :]]
+            return None
+        begin, untaken = time.monotonic(), [chunk.request for chunk in batch.chunks]
         try:
-            tokens = sample(_with_forks(self._run(batch), due, forks), sampled)
+            chosen = choose_tokens(batch, self._run(batch))
             now = time.monotonic()
             self._saw(batch, now - begin)
-            self._complete(batch, due, forks)
-            untaken = sampled[::-1]
-            for request, token in zip(sampled, tokens, strict=True):
+            untaken += chosen.new_requests
+            self._complete(chosen)
+            untaken = [*chosen.failed, *chosen.requests[::-1]]
+            for request, token in zip(chosen.requests, chosen.token_ids, strict=True):
                 self._take_token(request, token, now)
                 untaken.pop()
-        except BaseException:  # an interrupt too must leave no request without its blocks, or without its next token
+            for request in chosen.failed:
+                self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
+        except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
             for request in untaken:
                 request.take_back()
             self.scheduler.requeue(untaken)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            return self._blame([request for request in untaken if request in self.scheduler.waiting], error)
+        return None
+
+    def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:
+        """Their step has raised; they are back in the queue. The error, if that was the first time."""
+        if not requests or self._suspects.blame(requests):
+            return error
+        culprit = self._suspects.narrow(requests)
+        if culprit is not None:
+            self._fail(culprit, f"{type(error).__name__}: {error}")
+        return None
 
     def _schedule(self) -> Batch:
+        self.scheduler.tried = tried = self._suspects.group
+        if tried:  # nobody else may hold blocks, or have a part in what goes wrong
+            self.scheduler.requeue([request for request in self.scheduler.running if request not in tried])
         while True:
             self.links.ask(self.scheduler.waiting)
             batch = self.scheduler.schedule()
@@ -169,8 +218,8 @@ class ServingLoop:
                 self.links.wait()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        """The logits of the next token of each request whose chunk is its last."""
-        computed = self.pieces.run([_piece(*chunk, chunk.is_last) for chunk in batch.chunks])
+        """The logits after each chunk: [len(batch.chunks), vocab_size]."""
+        computed = self.pieces.run([_piece(chunk) for chunk in batch.chunks])
         for chunk, counts in zip(batch.chunks, computed.blended, strict=False):
             if chunk.request.reuse:
                 assert self.links.blend is not None
@@ -185,41 +234,46 @@ class ServingLoop:
         if rule := self.scheduler.manager.space.rule:
             rule.saw_prefill(batch.num_tokens, seconds)
 
-    def _complete(self, batch: Batch, due: list[Request], forks: Mapping[Request, list[Request]]) -> None:
-        self.links.keep(due)
-        self.scheduler.complete(batch)
-        for request, each in forks.items():
+    def _complete(self, chosen: ChosenTokens) -> None:
+        self.links.keep(chosen.due)
+        self.scheduler.complete(chosen.batch)
+        for request, each in chosen.forks.items():
             self.scheduler.fork(request, each)
-        self.links.save(due)
+        self.links.save(chosen.due)
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self.num_generated_tokens += 1
-        output, finish_reason = None, request.append(token, now)
-        if finish_reason:
+        if request.append(token, now):
             self.links.save_generated(request)
             self._end(request)
+        self._suspects.clear(request)
+        self._tell(request, token)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """Ends it. What of it is cached is forgotten, but for what others use or share."""
+        request.finish_reason, request.error = "error", reason
+        self._end(request)
+        self.scheduler.manager.space.drop(request.tokens[: request.num_tokens], request.namespace)
+        self._tell(request, None)
+
+    def _tell(self, request: Request, token: int | None) -> None:
+        """Its new token, or its end without one, goes to its caller."""
+        output = None
         if request.first.is_over:
             del self.requests[request.request_id]
             self.num_finished += 1
             output = request.first.output()
         sink = self.outputs if request.sink is None else request.sink
-        sink.append(StepOutput(request.request_id, token, request.sample_index, finish_reason, output))
+        about = request.sample_index, request.finish_reason, output, request.error
+        sink.append(StepOutput(request.request_id, token, *about))
 
     def _end(self, request: Request) -> None:
+        self._suspects.clear(request)
         self.scheduler.finish(request)
         self.links.forget(request)
 
 
-def _piece(request: Request, start: int, end: int, is_last: bool) -> Piece:
-    wanted = [end - start - 1] if is_last else []
-    return Piece(request.seq_id, request.tokens[start:end], start, end, wanted, request.reuse)
-
-
-def _with_forks(
-    logits: torch.Tensor, requests: Sequence[Request], forks: Mapping[Request, Sequence[Request]]
-) -> torch.Tensor:
-    """A row for each request, then one for each of its forks: [len(requests) + number of forks, vocab_size]."""
-    if not forks:
-        return logits
-    rows = {request: row for row, request in enumerate(requests)}
-    return logits[list(rows.values()) + [rows[request] for request, each in forks.items() for _ in each]]
+def _piece(chunk: Chunk) -> Piece:
+    """Its last row is always wanted: K and V that come to no numbers are not committed."""
+    request, start, end = chunk
+    return Piece(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

@@ -1,0 +1,52 @@
+"""Suspects: whose fault it is that a step raises.
+
+    a batch raises            [ a b c d e ]     the first time: it may have been chance, all are tried once more
+    it raises again           [ a b ] [ c d e ]            each half by itself
+    a half raises             [ a b ]   ok      [ c ] [ d e ]
+    one alone raises                            [ c ] ok    [ d ] raises: it ends    [ e ] ok
+
+A request passes when it gets its next token. Each failure makes the groups smaller, each success makes them fewer: so
+it comes to an end, after about 2 * log2(requests) steps for one culprit.
+"""
+
+from collections.abc import Sequence
+
+from kvpage.serving.requests import Request
+
+
+class Suspects:
+    """Requests that were in a step that raised, and have got no token since."""
+
+    def __init__(self) -> None:
+        self._failed: set[Request] = set()
+        self._groups: list[list[Request]] = []  # to be tried by themselves, the next one last
+
+    @property
+    def group(self) -> list[Request]:
+        """The only ones to be computed now; empty while everybody may be."""
+        return self._groups[-1] if self._groups else []
+
+    def blame(self, requests: Sequence[Request]) -> bool:
+        """A step of these, at least one, has raised: whether that was the first time for all of them."""
+        is_first = self._failed.isdisjoint(requests)
+        self._failed.update(requests)
+        return is_first
+
+    def narrow(self, requests: Sequence[Request]) -> Request | None:
+        """They raised again: the next step computes fewer of them. If there is one only, it is the culprit."""
+        if self._groups:
+            rest = [request for request in self._groups.pop() if request not in requests]
+            self._groups += [rest] if rest else []
+        if len(requests) == 1:
+            return requests[0]
+        middle = len(requests) // 2
+        self._groups += [list(requests[middle:]), list(requests[:middle])]
+        return None
+
+    def clear(self, request: Request) -> None:
+        """It has got a token, or has ended."""
+        if request not in self._failed:
+            return
+        self._failed.remove(request)
+        groups = ([one for one in group if one is not request] for group in self._groups)
+        self._groups = [group for group in groups if group]

@@ -1,0 +1,129 @@
+"""What Engine and KVPageCachePool cannot take is refused with what to do instead."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as tf
+from serving.models import COMMON, VOCAB, make_model
+
+from kvpage import CacheConfig
+from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCachePool, SamplingParams
+
+CONFIG = CacheConfig(block_size=4, num_gpu_blocks=64)
+PARAMS = SamplingParams(max_tokens=2)
+MAKE = pytest.mark.parametrize("make", [Engine.from_model, KVPageCachePool.from_model])
+
+
+@MAKE
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ("gpt2", r"the name 'gpt2': load it, as transformers.AutoModelForCausalLM.from_pretrained\('gpt2'\)"),
+        (None, "model must be a PreTrainedModel of transformers, got NoneType"),
+        (tf.LlamaForCausalLM, "model must be a PreTrainedModel of transformers, got type"),
+        (torch.nn.Linear(2, 2), "model must be a PreTrainedModel of transformers, got Linear"),
+    ],
+)
+def test_what_is_no_model(make: Callable[..., object], model: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make(model, CONFIG)
+
+
+@MAKE
+def test_compiled_models(make: Callable[..., object]) -> None:
+    """Nothing is compiled for it: that would take minutes, at each new shape of a batch."""
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="model must not be compiled.* it is compiled_model._orig_mod"):
+        make(torch.compile(model), CONFIG)
+    make(torch.compile(model)._orig_mod, CONFIG)
+    model.compile()
+    with pytest.raises(ValueError, match=r"load this LlamaForCausalLM again, without a call of its compile\(\)"):
+        make(model, CONFIG)
+
+
+def test_text_for_token_ids() -> None:
+    engine = Engine.from_model(make_model("llama"), CONFIG)
+    ids = r"tokenizer\(text\)\['input_ids'\]"
+    text = f"tokens must be token ids, got the text .*: {ids} makes ids of it"
+    for tokens in ("hello " * 50, ["hello", "world"], b"hello"):
+        for call in (
+            lambda tokens=tokens: engine.add_request(tokens, PARAMS),
+            lambda tokens=tokens: engine.stream(tokens, PARAMS),
+            lambda tokens=tokens: engine.generate([[1, 2], tokens], PARAMS),
+            lambda tokens=tokens: engine.beam_search([tokens], BeamSearchParams()),
+            lambda tokens=tokens: Branches(engine).start(tokens),
+        ):
+            with pytest.raises(TypeError, match=text) as error:
+                call()
+            assert len(str(error.value)) < 150
+    encoding = tf.BatchEncoding({"input_ids": [1, 2]})
+    with pytest.raises(
+        TypeError, match="tokens must be token ids, got a BatchEncoding: take the row of its 'input_ids'"
+    ):
+        engine.add_request(encoding, PARAMS)
+    for call in (
+        lambda prompts: engine.generate(prompts, PARAMS),
+        lambda prompts: engine.beam_search(prompts, BeamSearchParams()),
+    ):
+        with pytest.raises(TypeError, match=rf"prompts must be several, .* got one text: give \[{ids}\]"):
+            call("hello")
+        with pytest.raises(TypeError, match="prompts must be several, .* got the ids of one: put them into a list"):
+            call([1, 2, 3])
+    assert not engine.has_unfinished and engine.stats().num_used_blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_length_where_rotary_frequencies_change(kind: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {"factor": 2.0}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    key = "rope_parameters" if hasattr(tf.LlamaConfig(), "rope_parameters") else "rope_scaling"
+    fields = {**COMMON, "original_max_position_embeddings": 32, key: rope}
+    config = tf.Phi3Config(**fields) if kind == "longrope" else tf.LlamaConfig(**fields)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    reason = rf"embedding \({kind}\) has other frequencies beyond 32 tokens, .* need model.generate with a cache of"
+    with pytest.raises(
+        ValueError, match=rf"max_model_len must be in \[1, 32\] for this model, got 100; its .*{reason}"
+    ):
+        Engine.from_model(model, CONFIG, max_model_len=100)
+    engine = Engine.from_model(model, CONFIG)
+    engine.generate([[1] * 30], PARAMS)
+    with pytest.raises(ValueError, match=rf"fit into max_model_len=32, got 31 \+ 2; its .*{reason}"):
+        engine.add_request([1] * 31, PARAMS)
+    held = Engine.from_model(model, CONFIG, max_model_len=20)
+    with pytest.raises(ValueError, match=r"fit into max_model_len=20, got 20 \+ 2$"):
+        held.add_request([1] * 20, PARAMS)
+    pool = KVPageCachePool.from_model(model, CONFIG)
+    with pytest.raises(ValueError, match=rf"rows must have at most 32 tokens.* got 33; its .*{reason}"):
+        pool.check_length(33)
+
+
+SERVED_BY_POOL = {
+    "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=256),
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]],
+        max_position_embeddings=256,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SERVED_BY_POOL)
+def test_a_family_that_the_pool_serves(kind: str) -> None:
+    model = tf.AutoModelForCausalLM.from_config(SERVED_BY_POOL[kind]()).eval()
+    if model._can_set_attn_implementation():
+        pytest.skip("this version of transformers serves it through AttentionInterface")
+    KVPageCachePool.from_model(model, CONFIG)
+    with pytest.raises(ValueError, match="attention must go through .*KVPageCache serves this model, .*from_model"):
+        Engine.from_model(model, CONFIG)
+    for other in (CacheConfig(block_size=4), CacheConfig(block_size=4, num_gpu_blocks=64, backend="mla")):
+        with pytest.raises(ValueError) as error:
+            Engine.from_model(model, other)
+        assert "KVPageCache serves" not in str(error.value)
+
+
+def test_a_family_that_nobody_serves() -> None:
+    config = tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="layers must be of") as error:
+        Engine.from_model(tf.AutoModelForCausalLM.from_config(config).eval(), CONFIG)
+    assert "KVPageCache" not in str(error.value)
