@@ -51,6 +51,8 @@ EXCEPTIONS = {
     "kvpage.serving.RequestOutput": RESULTS,
     "kvpage.serving.Sample": RESULTS,
     "kvpage.serving.StepOutput": RESULTS,
+    "kvpage.vllm_ops.register_caches": "a registry of the whole process; what it names is fuzzed",
+    "kvpage.vllm_ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
     "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
     "kvpage.store.Tier": "an abstract class",
@@ -62,7 +64,7 @@ EXCEPTIONS = {
 
 def public_names() -> set[str]:
     names = set()
-    for module_name in ("kvpage", "kvpage.blend", "kvpage.events", "kvpage.serving", "kvpage.store"):
+    for module_name in ("kvpage", "kvpage.blend", "kvpage.events", "kvpage.serving", "kvpage.store", "kvpage.vllm_ops"):
         names |= {f"{module_name}.{name}" for name in importlib.import_module(module_name).__all__}
     for module_name, prefix in (("kvpage._C", "kvpage._C"), ("kvpage.ops", "kvpage.ops")):
         module = importlib.import_module(module_name)
