@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from fuzz_case import Case
 
@@ -113,7 +114,7 @@ class TrieWorld:
     def case(self, rng: random.Random) -> Case:
         tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         start = rng.randrange(len(tokens) + 1)
-        kv = torch.zeros(1, 2, 1, len(tokens) - start, 2)
+        kv = rng.choice((torch.zeros, np.zeros))((1, 2, 1, len(tokens) - start, 2))
         logits = torch.zeros(len(tokens), 5)
         missing = (KeyError,)
         makers = (
