@@ -9,6 +9,7 @@ from kvpage.serving.paged_token_trie import PagedTokenTrie
 from kvpage.serving.requests import RequestOutput, Sample, StepOutput
 from kvpage.serving.sampling_params import SamplingParams
 from kvpage.serving.stats import EngineStats
+from kvpage.serving.token_stream import TokenStream
 
 __all__ = [
     "Beam",
@@ -25,4 +26,5 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "StepOutput",
+    "TokenStream",
 ]
