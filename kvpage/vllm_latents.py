@@ -14,6 +14,7 @@ from kvpage.token_args import COMPUTE_DTYPES
 from kvpage.vllm_args import (
     RAW_CACHE_DTYPES,
     check_kind,
+    check_reachable,
     check_same_dtype,
     check_shape,
     check_tensors,
@@ -172,7 +173,8 @@ def check_group(
             raise ValueError(f"kv_scales must be None for {kv_cache_dtype}, got {type(kv_scales).__name__}")
         return RAW_CACHE_DTYPES[kv_cache_dtype] or kv_c.dtype
     dtype = fp8_dtype("kv_cache_dtype", kv_cache_dtype)
-    check_tensors(kv_scales=kv_scales)
+    check_reachable("kv_scales", kv_scales)
+    assert kv_scales is not None  # check_reachable raises for None
     check_shape("kv_scales", kv_scales, "num_layers", (len(kv_c),))
     check_kind("kv_scales", kv_scales, (torch.float32,), kv_c.device)
     return dtype

@@ -18,7 +18,7 @@ it, in a cache of uint8 or of that 8-bit float. Some operations on latents know 
 Unlike vLLM's: every operation works on the CPU too; shapes, dtypes and ids are checked, and what is wrong is a
 ValueError before anything is written (ids on a CUDA device are checked there: bad ones are skipped, and
 kvpage.ops.check_device reports them); a slot of -1 is padding; raw addresses must lie in registered caches; what CUDA
-reports is raised. `vars(vllm_ops)["REFUSED"]` names vLLM's operations on caches that are not served, and why.
+reports is raised. REFUSED names vLLM's operations on caches that are not served here, and why.
 """
 
 from collections.abc import Mapping, Sequence
