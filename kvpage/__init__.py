@@ -14,14 +14,19 @@ from kvpage import _C
 from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager
+from kvpage.block_moves import BlockMove, BlockMoves
+from kvpage.block_space import HostPolicy, SpaceStats
 from kvpage.block_stats import BlockStats
 from kvpage.build import build_info
 from kvpage.cache_engine import CacheEngine
-from kvpage.calibration import Calibration, calibrate
+from kvpage.calibration import Calibration, Throughput, calibrate
 from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.kv_scales import KVScales
+from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
+from kvpage.load_or_compute import LoadOrCompute
 from kvpage.transfer import Transfer
+from kvpage.transfer_stream import TransferEvent, TransferStream
 
 __version__: str = _C.build_info()["version"]
 
@@ -29,6 +34,8 @@ __all__ = [
     "Allocation",
     "AttentionBackend",
     "BlockManager",
+    "BlockMove",
+    "BlockMoves",
     "BlockPool",
     "BlockStats",
     "CacheConfig",
@@ -36,13 +43,20 @@ __all__ = [
     "CacheLayout",
     "Calibration",
     "DeviceConfig",
+    "HostPolicy",
     "KVScales",
+    "KVView",
+    "LoadOrCompute",
     "Match",
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",
     "PrefixTree",
+    "SpaceStats",
+    "Throughput",
     "Transfer",
+    "TransferEvent",
+    "TransferStream",
     "build_info",
     "calibrate",
     "register_backend",

@@ -18,6 +18,17 @@ import torch
 
 from kvpage.kv_view import KVView
 
+__all__ = [
+    "KV_LAYOUTS",
+    "AttentionBackend",
+    "FlashBackend",
+    "FlashInferBackend",
+    "MlaBackend",
+    "PagedBackend",
+    "get_backend",
+    "register_backend",
+]
+
 KV_LAYOUTS = ("NHD", "HND")
 RUN_BYTES = 16  # of K in the backend "paged"
 
@@ -158,6 +169,7 @@ def register_backend(name: str, backend: type[AttentionBackend]) -> None:
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
+    """The backend of that name. ValueError, with the names there are, for another."""
     if name not in _backends:
         raise ValueError(f"backend must be one of {', '.join(sorted(_backends))}, got {name!r}")
     return _backends[name]

@@ -6,6 +6,7 @@
 Both speeds are measured while serving, as moving averages; until both are known, everything is loaded.
 """
 
+import numbers
 from dataclasses import dataclass
 
 SMOOTHING = 0.2  # the weight of the newest measurement
@@ -29,6 +30,10 @@ class LoadOrCompute:
         for name in ("block_bytes", "block_size"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        for name in ("bytes_per_second", "tokens_per_second", "latency"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) and (value is not None or name == "latency"):
+                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
         for name in ("bytes_per_second", "tokens_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:

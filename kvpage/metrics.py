@@ -20,6 +20,8 @@ from kvpage.serving.blend_link import BlendStats
 from kvpage.serving.engine import Engine
 from kvpage.serving.stats import EngineStats
 
+__all__ = ["EngineCollector"]
+
 Values = Mapping[Any, float]  # by the labels' values, a tuple of str
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from kvpage.block_table import Ids
 from kvpage.tokens import Tokens, as_tokens
 
+__all__ = ["Content", "keyed_tokens", "namespace_of"]
+
 ID_BITS = 31
 WHOLE_DIGEST = 9  # placeholders that hold 256 bits
 

@@ -19,6 +19,24 @@ from kvpage.blend_ops import row_deviation as row_deviation
 from kvpage.block_copy import BlockCopier
 from kvpage.layout import CacheLayout
 from kvpage.token_ops_cuda import check_device as check_device
+from kvpage.turn import Turn as Turn
+
+__all__ = [
+    "BlockCopier",
+    "Turn",
+    "attends_in_place",
+    "check_device",
+    "copy_blocks",
+    "gather_cache",
+    "load_chunk",
+    "mix_rows",
+    "paged_attention",
+    "reshape_and_cache",
+    "row_deviation",
+    "store_chunk",
+    "swap_blocks",
+    "swap_blocks_layers",
+]
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")

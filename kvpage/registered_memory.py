@@ -102,6 +102,19 @@ class RegisteredMemory:
             _check_overlap(extents)
             _copy(extents, regions)
 
+    def bytes_from(self, name: str, address: int) -> torch.Tensor:
+        """A view, uint8 [num_bytes], of the registered memory from the address to where its region ends.
+
+        name: of the argument that gave the address. ValueError for one that is not in registered memory.
+        """
+        with self._lock:
+            regions = list(self._regions)
+        one = np.ones(1, np.int64)
+        region = regions[int(_find(name, one * address, one, regions)[0])]
+        begins = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in region.tensors]
+        ends = [begin + tensor.untyped_storage().nbytes() for tensor, begin in begins if begin <= address]
+        return region.bytes_at(address, min(region.end, max(ends)) - address)
+
     def _merge(self) -> None:
         """Spans that overlap, as those of layers in one slab do, become one region."""
         self._regions = []

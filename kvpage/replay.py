@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from kvpage._C import BlockPool, PrefixTree
 
+__all__ = ["POLICIES", "Replay", "ReplayConfig", "ReplayReport", "TraceError", "TraceRequest", "read_trace"]
+
 POLICIES = ("on_eviction", "at_once")
 
 

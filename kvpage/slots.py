@@ -23,6 +23,8 @@ from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_dense, check_writable, tensor_list
 from kvpage.tokens import Tokens
 
+__all__ = ["PrefixCacheManager", "PrefixHit", "SlotAllocator"]
+
 HOST = -1
 LayerKV = torch.Tensor | Sequence[torch.Tensor]
 

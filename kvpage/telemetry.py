@@ -10,6 +10,8 @@ from kvpage.tree_watch import TreeWatch
 if TYPE_CHECKING:
     from kvpage.events.stream import EventStream
 
+__all__ = ["Telemetry"]
+
 
 class Telemetry:
     """Follows a tree if there is something to tell; else it does nothing. `tell` is called after each step.

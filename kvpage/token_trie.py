@@ -12,105 +12,41 @@ No call recurses, so a path may be as long as it likes. None is safe to use from
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpage.output_cache import OutputCache
+from kvpage.owned_arrays import check_array, copied, owned
 from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_dense
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
+__all__ = ["DynamicTokenTrie", "OutputCache", "TokenTrie"]
+
 LOGITS_AT_ONCE = 1 << 22  # in log_softmax: what is needed beside the result
 KV_AT_ONCE = 1 << 14  # elements: they stay in the CPU's cache, and torch does not wake its threads for them
 TOKEN_DIM = 3  # of K and V [num_layers, 2, heads, num_tokens, head_size]
 
 
-def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a contiguous copy if its storage holds more than its own elements. Raises as check_dense does."""
-    check_dense("a tensor", tensor)
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-class OutputCache:
-    """A bounded cache of tensors; the one that was not read or written for the longest time goes first.
-
-    With `move_to_cpu` the tensors wait in host memory and are given out on the device that they came from. A tensor
-    whose storage holds more than itself is copied, so that `num_bytes` is what the cache keeps from being freed (a
-    tensor under two keys counts twice).
-    """
-
-    def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
-        """`maxsize`: tensors kept; 0 keeps none. ValueError if negative."""
-        maxsize = as_integer("maxsize", maxsize)
-        if maxsize < 0:
-            raise ValueError(f"maxsize must not be negative, got {maxsize}")
-        self.maxsize = maxsize
-        self.move_to_cpu = move_to_cpu
-        self._entries: OrderedDict[Hashable, tuple[torch.device, torch.Tensor]] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors held."""
-        return self._num_bytes
-
-    def __getitem__(self, key: Hashable) -> torch.Tensor:
-        """On its original device; it is now the last used. KeyError if it is not held."""
-        device, tensor = self._entries[key]
-        self._entries.move_to_end(key)
-        return tensor.to(device)
-
-    def __setitem__(self, key: Hashable, tensor: torch.Tensor) -> None:
-        """Replaces what `key` had, and otherwise evicts the least recently used where the cache is full."""
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"values must be torch.Tensors, got {type(tensor).__name__}")
-        if self.maxsize == 0:
-            return
-        held = owned(tensor.cpu() if self.move_to_cpu else tensor)
-        if key in self._entries:
-            del self[key]
-        elif len(self._entries) == self.maxsize:
-            del self[next(iter(self._entries))]
-        self._entries[key] = (tensor.device, held)
-        self._num_bytes += held.untyped_storage().nbytes()
-
-    def __delitem__(self, key: Hashable) -> None:
-        """KeyError if it is not held."""
-        _, tensor = self._entries.pop(key)
-        self._num_bytes -= tensor.untyped_storage().nbytes()
-
-    def __contains__(self, key: Hashable) -> bool:
-        """Is no use."""
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self._num_bytes = 0
-
-
 class TokenTrie:
     """A node, and with it the trie below; whoever holds the root holds it all.
 
-    children: the child of each token id. logprobs: [vocab_size] on the CPU, of the token that follows, or None.
+    children: the child of each token id. logprobs: [vocab_size] on the CPU, of the token that follows, or None. A
+    tensor, or the array that the caller gave.
     past_key_values: whatever the caller keeps with the token, or None.
     """
 
     __slots__ = ("children", "logprobs", "past_key_values", "__weakref__")
 
     children: dict[int, Self]
-    logprobs: torch.Tensor | None
+    logprobs: Any
     past_key_values: Any
 
-    def __init__(self, parent: TokenTrie | None = None, logprobs: torch.Tensor | None = None) -> None:
+    def __init__(self, parent: TokenTrie | None = None, logprobs: Any = None) -> None:
         """A node that is in nobody's `children` yet; add_token makes those. `parent` is not kept."""
         self.children = {}
         self.logprobs = logprobs
@@ -127,8 +63,10 @@ class TokenTrie:
         """KeyError if there is no such child."""
         return self.children[token_id]
 
-    def add_token(self, token_id: int, logprobs: torch.Tensor | None = None) -> Self:
+    def add_token(self, token_id: int, logprobs: Any = None) -> Self:
         """A new child, in place of one that is there, with all below it."""
+        if logprobs is not None:
+            check_array("logprobs", logprobs)
         child = self.children[token_id] = type(self)(self, None if logprobs is None else owned(logprobs))
         return child
 
@@ -215,7 +153,7 @@ class _KVUse:
 class DynamicTokenTrie(TokenTrie):
     """A TokenTrie whose K and V can be evicted by last use, the nodes and their logprobs remaining.
 
-    past_key_values: K and V of the node's token, a tensor of whatever shape or any other object, or None. A node counts
+    past_key_values: K and V of the node's token, an array of whatever shape or any other object, or None. A node counts
     as used when it is added, touched or given K and V, and whenever one below it is. `children` is for reading:
     add_token and extend_cache add to it, and nothing is taken out.
     """
@@ -240,7 +178,7 @@ class DynamicTokenTrie(TokenTrie):
     def __init__(
         self,
         parent: Self | None = None,
-        logprobs: torch.Tensor | None = None,
+        logprobs: Any = None,
         past_key_values: Any = None,
     ) -> None:
         """A root, or with `parent` a node that add_token enters there."""
@@ -267,7 +205,7 @@ class DynamicTokenTrie(TokenTrie):
         if kv is None:
             self._drop_kv()
         else:
-            self._keep_kv(owned(kv) if isinstance(kv, torch.Tensor) else kv)
+            self._keep_kv(owned(kv))
 
     def touch(self) -> None:
         """This node, and with it all above it, are the last used.
@@ -289,11 +227,11 @@ class DynamicTokenTrie(TokenTrie):
             self.past_key_values = past_key_values
 
     def add_token(  # type: ignore[override]
-        self, token_id: int, logprobs: torch.Tensor | None = None, past_key_values: Any = None
+        self, token_id: int, logprobs: Any = None, past_key_values: Any = None
     ) -> Self:
         """The child of `token_id`, made if it lacks, and touched; it gets what it does not have already."""
         if logprobs is not None:
-            check_dense("logprobs", logprobs)
+            check_array("logprobs", logprobs)
         if isinstance(past_key_values, torch.Tensor):
             check_dense("past_key_values", past_key_values)
         child = self.children.get(token_id)
@@ -309,33 +247,37 @@ class DynamicTokenTrie(TokenTrie):
         self,
         next_token_index: int,
         token_ids: Sequence[int],
-        logprobs: torch.Tensor | None = None,
-        kv: torch.Tensor | None = None,
+        logprobs: Any = None,
+        kv: Any = None,
     ) -> Self:
         """Adds the path of token_ids[next_token_index:] below this node where it lacks, and returns its end.
 
         logprobs: of the token after the last, for the end if it has none.
         kv: K and V of the new tokens, [num_layers, 2, heads, num_tokens, head_size]; each node that has none gets a
             copy of its slice, [num_layers, 2, heads, 1, head_size].
-        Takes time in proportion to the new tokens.
+        Both are tensors, or arrays of numpy's or of another library that have a shape and slice alike. Such slices are
+        copied by the array's `copy` or `clone`, or as copy.copy does. Takes time in proportion to the new tokens.
 
         ValueError, with nothing added, for an index beyond token_ids or a kv of another shape or number of tokens.
+        TypeError, with nothing added, for what is no array.
         """
         num_new = _num_new(next_token_index, token_ids)
-        for name, tensor in (("logprobs", logprobs), ("kv", kv)):
-            if tensor is not None:
-                check_dense(name, tensor)
-        if kv is not None and (kv.dim() != 5 or kv.shape[TOKEN_DIM] != num_new):
+        for name, array in (("logprobs", logprobs), ("kv", kv)):
+            if array is not None:
+                check_array(name, array)
+        if kv is not None and (len(kv.shape) != 5 or kv.shape[TOKEN_DIM] != num_new):
             raise ValueError(
                 f"kv must be [num_layers, 2, heads, {num_new}, head_size] for {num_new} new tokens, "
                 f"got shape {list(kv.shape)}"
             )
+        # An array of another library may fail where it is sliced: then nothing has been added.
+        pieces = None if kv is None else _pieces_reversed(kv)
         path = self._extend_path(token_ids[next_token_index:])
         end = path[-1] if path else self
         end.touch()
-        if kv is not None:
+        if pieces is not None:
             # From the end, so that each node is listed before the one above it.
-            for node, piece in zip(reversed(path), _kv_pieces_reversed(kv), strict=True):
+            for node, piece in zip(reversed(path), pieces, strict=True):
                 if node._kv is None:
                     node._keep_kv(piece)
         if end.logprobs is None and logprobs is not None:
@@ -470,6 +412,13 @@ def _log_softmax_rows(logits: torch.Tensor, first: int, count: int) -> Iterator[
     for start in range(first, first + count, step):
         stop = min(start + step, first + count)
         yield from map(torch.clone, torch.log_softmax(logits[start:stop], dim=-1).cpu().unbind())
+
+
+def _pieces_reversed(kv: Any) -> Iterable[Any]:
+    """K and V of each token, the last first, in memory of its own."""
+    if isinstance(kv, torch.Tensor):
+        return _kv_pieces_reversed(kv)
+    return [copied(kv[:, :, :, token : token + 1, :]) for token in reversed(range(kv.shape[TOKEN_DIM]))]
 
 
 def _kv_pieces_reversed(kv: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -36,6 +36,8 @@ class TransferEvent(Protocol):
 
 
 class TransferStream(Protocol):
+    """Does work in the order in which it was submitted, beside the caller."""
+
     def wait_current(self) -> None:
         """What is submitted from now on comes after the work that the caller's current stream has by now.
 

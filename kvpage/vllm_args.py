@@ -11,12 +11,12 @@ from kvpage.kv_view import KVView
 from kvpage.layout import CacheLayout
 from kvpage.tensors import check_dense, check_plain
 
-KV_CACHE_DTYPES = {
-    "auto": None,
+FP8_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+RAW_CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_tensors(**tensors: torch.Tensor | None) -> None:
@@ -26,26 +26,55 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
             check_reachable(name, tensor)
 
 
+def check_shape(name: str, tensor: torch.Tensor, dims: str, shape: tuple[int | None, ...]) -> None:
+    """ValueError unless the tensor has this shape. None stands for any size; dims names them in the message."""
+    given = tuple(tensor.shape)
+    if len(given) != len(shape) or any(size not in (None, got) for size, got in zip(shape, given, strict=True)):
+        sizes = ", ".join(dim if size is None else str(size) for dim, size in zip(dims.split(), shape, strict=True))
+        raise ValueError(f"{name} must be [{sizes}], got shape {given}")
+
+
+def check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """ValueError unless the tensor has one of these dtypes, and lies on the device."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
 def check_reachable(name: str, tensor: torch.Tensor | None) -> None:
     check_dense(name, tensor)
     if tensor is not None and tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
 
 
+def overwrite(tensor: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows into a tensor, whatever autograd knows of it."""
+    with torch.inference_mode():
+        tensor.copy_(rows)
+
+
 def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"{name} must be a str, got {type(kv_cache_dtype).__name__}")
-    dtype = KV_CACHE_DTYPES.get(kv_cache_dtype)
+    dtype = FP8_CACHE_DTYPES.get(kv_cache_dtype)
     if dtype is None:
-        known = ", ".join(known for known, dtype in KV_CACHE_DTYPES.items() if dtype is not None)
-        raise ValueError(f"{name} must be one of {known}, got {kv_cache_dtype!r}")
+        raise ValueError(f"{name} must be one of {', '.join(FP8_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
     return dtype
+
+
+def is_raw(kv_cache_dtype: str) -> bool:
+    """Rows are stored as they are."""
+    return isinstance(kv_cache_dtype, str) and kv_cache_dtype in RAW_CACHE_DTYPES
 
 
 def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
     """The cache as what kv_cache_dtype says it holds."""
     check_plain("a cache", cache)
-    if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto":
+    if is_raw(kv_cache_dtype):
+        named = RAW_CACHE_DTYPES[kv_cache_dtype]
+        if named not in (None, cache.dtype):
+            raise ValueError(f"a cache of {kv_cache_dtype} must be of {named}, got {cache.dtype}")
         return cache
     dtype = fp8_dtype("kv_cache_dtype", kv_cache_dtype)
     if cache.dtype not in (torch.uint8, dtype):
@@ -56,7 +85,7 @@ def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
 def scales_of(
     cache: torch.Tensor, kv_cache_dtype: str, key: torch.Tensor | float, value: torch.Tensor | float
 ) -> KVScales | None:
-    if kv_cache_dtype == "auto":
+    if is_raw(kv_cache_dtype):
         return None
     for name, scale in (("k_scale", key), ("v_scale", value)):
         if isinstance(scale, torch.Tensor):
@@ -73,7 +102,7 @@ def check_rows(name: str, rows: torch.Tensor, cached: torch.Tensor, size: int, k
         raise ValueError(f"the cache of {name} must be contiguous in its last dimension, got stride {cached.stride(4)}")
     if rows.dim() != 3 or not 1 <= rows.shape[2] <= size:
         raise ValueError(f"{name} must be [num_tokens, num_heads, 1 to {size}], got shape {tuple(rows.shape)}")
-    if kv_cache_dtype == "auto":
+    if is_raw(kv_cache_dtype):
         check_same_dtype(name, rows, cached)
 
 

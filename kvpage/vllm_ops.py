@@ -11,44 +11,111 @@ copy_blocks_mla, and swap_blocks without a block size). The layout of a cache is
                               value_cache [num_blocks, num_heads, head_size, block_size]
     *_mla, *gather*           kv_cache [num_blocks, block_size, entry_size]
 
-kv_cache_dtype: "auto", rows are stored as they are; "fp8" and "fp8_e4m3", or "fp8_e5m2": quantised, rows divided by the
-scale (fp32, one for the tensor or one a head) and read times it, in a cache of uint8 or of that 8-bit float.
+kv_cache_dtype: "auto", rows are stored as they are, "float16" and "bfloat16" too, in a cache of that dtype; "fp8" and
+"fp8_e4m3", or "fp8_e5m2": quantised, rows divided by the scale (fp32, one for the tensor or one a head) and read times
+it, in a cache of uint8 or of that 8-bit float. Some operations on latents know "fp8_ds_mla" as well.
 
 Unlike vLLM's: every operation works on the CPU too; shapes, dtypes and ids are checked, and what is wrong is a
 ValueError before anything is written (ids on a CUDA device are checked there: bad ones are skipped, and
 kvpage.ops.check_device reports them); a slot of -1 is padding; raw addresses must lie in registered caches; what CUDA
-reports is raised.
+reports is raised. REFUSED names vLLM's operations on caches that are not served here, and why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from kvpage import reference, token_ops
+from kvpage import reference
 from kvpage.block_copy import BlockCopier
 from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 from kvpage.registered_memory import RegisteredMemory
 from kvpage.sequence_args import as_integer
 from kvpage.tensors import check_plain, check_writable, tensor_list
-from kvpage.view_layout import layout_of
 from kvpage.vllm_args import (
     blocks_of,
     byte_layout,
     check_gathered,
-    check_rows,
+    check_kind,
     check_same_dtype,
     check_tensors,
     consecutive_blocks,
     fp8_dtype,
     latent_view,
     lengths_of,
-    num_slots,
     scales_of,
     sequences_of,
     stored,
 )
+from kvpage.vllm_entries import cp_gather_and_upconvert_fp8_kv_cache
+from kvpage.vllm_indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from kvpage.vllm_latents import (
+    cache_at,
+    check_group,
+    concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
+    concat_mla_q,
+    grouped_layers,
+    write_layers,
+)
+from kvpage.vllm_rows import gather_rows, write_rows
+
+__all__ = [
+    "concat_and_cache_mla",
+    "concat_and_cache_mla_grouped",
+    "concat_and_cache_mla_rope_fused",
+    "concat_mla_q",
+    "convert_fp8",
+    "copy_blocks",
+    "copy_blocks_mla",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "cp_gather_indexer_k_quant_cache",
+    "gather_and_maybe_dequant_cache",
+    "indexer_k_quant_and_cache",
+    "register_caches",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "swap_blocks",
+    "swap_blocks_batch",
+    "unregister_caches",
+]
+
+_FUSED = "it computes norms of one model's projections; write its rows with reshape_and_cache_flash"
+_HISPARSE = "it moves entries between vLLM's own host and device tables; kvpage.CacheEngine swaps blocks"
+_CPU = "it is of vLLM's CPU backend; the operations here work on the CPU under their usual names"
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "amx_mla_concat_and_cache": _CPU,
+        "cp_gather_and_upconvert_nvfp4_kv_cache": "kvpage keeps no 4-bit floats; vLLM's needs a GPU of SM100",
+        "cpu_attention_with_kv_cache": "it attends; kvpage.ops.paged_attention does",
+        "cpu_attn_reshape_and_cache": _CPU,
+        "fused_minimax_m3_qknorm_rope_kv_insert": _FUSED,
+        "fused_muse_spark_qknorm_rope_kv_insert": _FUSED,
+        "fused_qknorm_rope_cache": _FUSED,
+        "gather_mla_context_cache_cpu": _CPU,
+        "hisparse_gather_compact": _HISPARSE,
+        "hisparse_gather_plan": _HISPARSE,
+        "hisparse_invalidate_written_slots": _HISPARSE,
+        "hisparse_resolve_residency": _HISPARSE,
+        "mla_decode_kvcache_cpu": "it attends; kvpage.ops.paged_attention does",
+        "paged_attention_rocm": "it attends, on ROCm; kvpage.ops.paged_attention attends on CUDA and the CPU",
+    }
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, with the reason for an operation of vLLM's that is refused."""
+    reason = REFUSED.get(name)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}"
+        + (f": this operation of vLLM is not served, {reason}" if reason else ""),
+        name=name,
+    )
+
 
 _memory = RegisteredMemory()
 register_caches = _memory.register
@@ -66,11 +133,15 @@ def reshape_and_cache(
     kv_cache_dtype: str,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
+    interleaved_v: bool = False,
 ) -> None:
     """Writes rows [num_tokens, num_heads, head_size] into slots of a cache whose K comes in runs of x elements.
 
-    slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1.
+    slot_mapping: int64 [at most num_tokens]; rows past it are padding, like those whose slot is -1. interleaved_v: V in
+    runs as well, a layout of ROCm's kernels; ValueError for True.
     """
+    if interleaved_v is not False:
+        raise ValueError(f"interleaved_v must be False, V in runs is a layout of ROCm's kernels, got {interleaved_v!r}")
     check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     keys, values = (stored(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
     if keys.dim() != 5 or values.dim() != 4:
@@ -80,7 +151,7 @@ def reshape_and_cache(
         )
     key_view = KVView(keys.permute(0, 3, 1, 2, 4))
     value_view = KVView(values.permute(0, 3, 1, 2).unsqueeze(4))
-    _write(key, value, key_view, value_view, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    write_rows(key, value, key_view, value_view, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
 def reshape_and_cache_flash(
@@ -103,32 +174,7 @@ def reshape_and_cache_flash(
         if cache.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(cache.shape)}")
     views = KVView(keys.unsqueeze(3)), KVView(values.unsqueeze(3))
-    _write(key, value, *views, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-
-
-def concat_and_cache_mla(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    scale: torch.Tensor,
-) -> None:
-    """Writes latents kv_c [num_tokens, kv_lora_rank], each followed by its k_pe [num_tokens, rope size], into slots.
-
-    kv_cache: [num_blocks, block_size, kv_lora_rank + rope size].
-    """
-    check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    view = latent_view("kv_cache", stored(kv_cache, kv_cache_dtype))
-    k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
-    for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
-        if rows.dim() != 2:
-            raise ValueError(f"{name} must be [num_tokens, size], got shape {tuple(rows.shape)}")
-    rank, size = kv_c.shape[1], kv_c.shape[1] + k_pe.shape[1]
-    if view.rows.shape[2:] != (1, 1, size):
-        raise ValueError(f"kv_cache must have entries of {size} elements, got shape {tuple(kv_cache.shape)}")
-    views = view.columns(0, rank), view.columns(rank, size)
-    _write(kv_c.unsqueeze(1), k_pe.unsqueeze(1), *views, slot_mapping, kv_cache_dtype, scale, scale)
+    write_rows(key, value, *views, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
 def gather_and_maybe_dequant_cache(
@@ -248,6 +294,33 @@ def swap_blocks(
     BlockCopier(blocks[:1], blocks[1:], byte_layout(blocks[0].shape[2])).run(block_mapping)
 
 
+def concat_and_cache_mla_grouped(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache_ptrs: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_size: int,
+    block_stride: int,
+    entry_stride: int,
+    kv_scales: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """`concat_and_cache_mla` for some layers at once, whose caches are named by address and are laid out alike.
+
+    kv_c, k_pe: [num_layers, num_tokens, size]. kv_cache_ptrs: int64 [num_layers], on the CPU or a device, which is
+    waited for; each in a cache that `register_caches` was given, and whose blocks end with it. slot_mapping: int64
+    [num_layers, at most num_tokens]. block_stride, entry_stride: elements from a block to the next, and from a token to
+    the next. kv_scales: fp32 [num_layers] for 8-bit floats, else None. No two caches may share memory.
+    """
+    dtype = check_group(kv_c, k_pe, kv_cache_ptrs, slot_mapping, kv_scales, kv_cache_dtype)
+    sizes = as_integer("block_size", block_size), kv_c.shape[2] + k_pe.shape[2]
+    strides = as_integer("block_stride", block_stride), as_integer("entry_stride", entry_stride)
+    caches = [cache_at(_memory, address, dtype, sizes, strides) for address in kv_cache_ptrs.tolist()]
+    for cache in caches:
+        check_kind("kv_cache_ptrs", cache, (dtype,), kv_c.device)
+    write_layers(grouped_layers(kv_c, k_pe, caches, slot_mapping, kv_scales, kv_cache_dtype), kv_cache_dtype)
+
+
 def swap_blocks_batch(
     src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
 ) -> None:
@@ -302,35 +375,5 @@ def _gather(
     seq_starts: torch.Tensor | None,
     scales: KVScales | None,
 ) -> None:
-    view = latent_view("src_cache", cache)
     rows = dst.unsqueeze(1) if cache.dim() == 3 else dst
-    starts = seq_starts.tolist() if seq_starts is not None and isinstance(lengths, list) else seq_starts
-    layout = layout_of(view, None, view.run_size)
-    token_ops.gather_cache(view.rows, block_table, lengths, layout, starts, (rows, None), scales)
-
-
-def _write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_view: KVView,
-    value_view: KVView,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
-    keys, values = key_view.rows, value_view.rows
-    if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype or keys.device != values.device:
-        raise ValueError(
-            "key and value caches must have as many blocks, slots and heads, one dtype and device, got "
-            f"{tuple(keys.shape[:3])} {keys.dtype} on {keys.device} and "
-            f"{tuple(values.shape[:3])} {values.dtype} on {values.device}"
-        )
-    sizes = [rows.shape[3] * rows.shape[4] for rows in (keys, values)]
-    for name, rows, cached, size in (("key", key, keys, sizes[0]), ("value", value, values, sizes[1])):
-        check_rows(name, rows, cached, size, kv_cache_dtype)
-    num_tokens = num_slots(slot_mapping, key, value)
-    if not num_tokens == len(key) == len(value):
-        key, value = key[:num_tokens], value[:num_tokens]
-    layout, scales = layout_of(key_view, value_view, max(sizes)), scales_of(keys, kv_cache_dtype, k_scale, v_scale)
-    token_ops.reshape_and_cache(key, value, keys, slot_mapping, layout, scales)
+    gather_rows((latent_view("src_cache", cache), None), (rows, None), block_table, lengths, seq_starts, scales)

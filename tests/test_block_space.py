@@ -113,6 +113,13 @@ def test_the_rule_checks_its_numbers(wrong):
         LoadOrCompute(**{"block_bytes": 1, "block_size": 1, **wrong})
 
 
+@pytest.mark.parametrize("name", ["bytes_per_second", "tokens_per_second", "latency"])
+@pytest.mark.parametrize("value", ["1e9", [1.0], 1j])
+def test_speeds_of_a_rule_are_numbers(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a number, got {type(value).__name__}"):
+        LoadOrCompute(1 << 16, 4, **{name: value})
+
+
 # --- pins and hints ---
 
 

@@ -6,12 +6,13 @@ What the operations write is compared over vLLM's own parameters in test_vllm_gr
 import inspect
 import itertools
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvpage import vllm_ops
+from kvpage import token_ops, vllm_ops
 from kvpage.kv_view import KVView
 from kvpage.reshape_memo import Call, ReshapeMemo
 from kvpage.view_layout import layout_of
@@ -22,13 +23,22 @@ SIGNATURES = {
     "swap_blocks_batch": "src_ptrs dst_ptrs sizes is_src_access_order_any",
     "copy_blocks": "key_caches value_caches block_mapping",
     "copy_blocks_mla": "kv_caches block_mapping",
-    "reshape_and_cache": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale",
+    "reshape_and_cache": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale interleaved_v",
     "reshape_and_cache_flash": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale",
-    "concat_and_cache_mla": "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale",
+    "concat_and_cache_mla": "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale skip_scale",
     "gather_and_maybe_dequant_cache": "src_cache dst block_table cu_seq_lens token_to_seq num_tokens kv_cache_dtype "
     "scale seq_starts",
     "cp_gather_cache": "src_cache dst block_table cu_seq_lens batch_size seq_starts",
     "convert_fp8": "output input scale kv_dtype",
+    "concat_and_cache_mla_grouped": "kv_c k_pe kv_cache_ptrs slot_mapping block_size block_stride entry_stride "
+    "kv_scales kv_cache_dtype",
+    "concat_and_cache_mla_rope_fused": "positions q_pe k_pe kv_c cos_sin_cache is_neox slot_mapping kv_cache "
+    "kv_cache_dtype kv_cache_scale",
+    "concat_mla_q": "ql_nope q_pe q_out",
+    "cp_gather_and_upconvert_fp8_kv_cache": "src_cache dst block_table workspace_starts batch_size seq_starts "
+    "host_cache host_row_ids device_row_ids",
+    "indexer_k_quant_and_cache": "k kv_cache slot_mapping quant_block_size kv_cache_dtype",
+    "cp_gather_indexer_k_quant_cache": "kv_cache dst_k dst_scale block_table cu_seq_lens",
 }
 
 
@@ -60,6 +70,36 @@ class Unchanged:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_have_vllms_names_and_order(name):
     assert list(inspect.signature(getattr(vllm_ops, name)).parameters) == SIGNATURES[name].split()
+
+
+def documented():
+    """The table of docs/vllm_ops.md: (status, note) of each operation."""
+    lines = (Path(__file__).parents[1] / "docs" / "vllm_ops.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    assert len({name for name, *_ in rows}) == len(rows)
+    return {name.strip("`"): (status, note) for name, status, note in rows}
+
+
+def test_the_documented_operations_are_those_of_the_module():
+    statuses = {name: status for name, (status, _) in documented().items()}
+    assert {name for name, status in statuses.items() if status == "served"} == set(SIGNATURES)
+    assert set(vllm_ops.__all__) == {*SIGNATURES, "register_caches", "unregister_caches"}
+    refused = {name: note for name, (status, note) in documented().items() if status == "refused"}
+    assert refused == dict(vllm_ops.REFUSED)
+    assert set(statuses.values()) == {"served", "refused"}
+
+
+@pytest.mark.parametrize("name", sorted(vllm_ops.REFUSED))
+def test_what_is_not_served_is_refused_by_name_with_a_reason(name):
+    assert not hasattr(vllm_ops, name)
+    with pytest.raises(AttributeError, match=f"'{name}': this operation of vLLM is not served") as caught:
+        getattr(vllm_ops, name)
+    assert vllm_ops.REFUSED[name] in str(caught.value)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'kvpage.vllm_ops' has no attribute 'silu_and_mul'$"):
+        vllm_ops.silu_and_mul  # noqa: B018
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -120,7 +160,7 @@ def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
         views = layout.views(cache)
         calls.append((Call(key, value, cache, slots, layout, scales), views, [view.rows.data_ptr() for view in views]))
 
-    monkeypatch.setattr(vllm_ops.token_ops, "reshape_and_cache", capture)
+    monkeypatch.setattr(token_ops, "reshape_and_cache", capture)
     layers = torch.zeros(4, 4, 2, 3, 2, 8).unbind(0)  # [num_blocks, 2, ...] each
     apart = flash_caches()
     key, value = filled(2, 1, 2, 8)
@@ -180,6 +220,23 @@ def test_scales_are_checked(scale):
         vllm_ops.reshape_and_cache_flash(
             filled(1, 2, 8), filled(1, 2, 8), *caches, torch.tensor([0]), "fp8", scale, ONE
         )
+
+
+def test_a_dtype_by_name_is_that_of_the_cache():
+    caches, expected = flash_caches(dtype=torch.bfloat16), torch.randn(1, 2, 8).bfloat16()
+    vllm_ops.reshape_and_cache_flash(expected, expected, *caches, torch.tensor([3]), "bfloat16", ONE, ONE)
+    assert all(torch.equal(cache[0, 3], expected[0]) for cache in caches)
+    with (
+        Unchanged(*caches),
+        pytest.raises(ValueError, match="a cache of float16 must be of torch.float16, got torch.bf"),
+    ):
+        vllm_ops.reshape_and_cache_flash(expected, expected, *caches, torch.tensor([0]), "float16", ONE, ONE)
+
+
+def test_values_in_runs_are_refused():
+    caches = filled(4, 2, 2, 4, 4), filled(4, 2, 8, 4)
+    with Unchanged(*caches), pytest.raises(ValueError, match="interleaved_v must be False"):
+        vllm_ops.reshape_and_cache(filled(1, 2, 8), filled(1, 2, 8), *caches, torch.tensor([0]), "auto", ONE, ONE, True)
 
 
 def test_paged_caches_have_five_and_four_dimensions():

@@ -5,9 +5,20 @@ from dataclasses import dataclass
 from kvpage.block_moves import Kind
 from kvpage.block_residency import ResidencyStats
 from kvpage.block_stats import BlockStats
+from kvpage.histogram import HistogramStats
 from kvpage.serving.blend_link import BlendStats
 from kvpage.serving.store_link import StoreLinkStats
 from kvpage.serving.transfer_meter import TransferStats
+
+__all__ = [
+    "BlendStats",
+    "BlockStats",
+    "EngineStats",
+    "HistogramStats",
+    "ResidencyStats",
+    "StoreLinkStats",
+    "TransferStats",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.requests import Request
 from kvpage.started_pool import started_pool
 
+__all__ = ["BlockStore", "StoreLinkStats"]
+
 TokenIds = npt.NDArray[np.int32]
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from kvpage.store.stretches import Runs
 
+__all__ = ["Key", "Reader", "RecordInfo", "Tier", "TierError", "TierStats", "Writer"]
+
 Key = bytes
 """32 bytes, a SHA-256."""
 

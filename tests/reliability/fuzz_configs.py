@@ -4,12 +4,23 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from fuzz_case import Case
 
-from kvpage import CacheConfig, CacheLayout, DeviceConfig, KVScales, ModelConfig, ParallelConfig
+from kvpage import (
+    CacheConfig,
+    CacheLayout,
+    DeviceConfig,
+    HostPolicy,
+    KVScales,
+    LoadOrCompute,
+    ModelConfig,
+    ParallelConfig,
+)
 from kvpage.events import EventConfig
 from kvpage.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.ops import Turn
 from kvpage.serving import BeamSearchParams, SamplingParams
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
@@ -35,6 +46,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "KVScales.of": (KVScales.of, {"key": 0.5, "value": [1.0, 2.0], "device": "cpu"}),
     "KVScales.from_rows": (KVScales.from_rows,
                            {"key": ROWS, "value": ROWS, "dtype": torch.float8_e5m2, "per_head": True}),
+    "Turn": (Turn, {"cos": torch.ones(3, 2), "sin": torch.zeros(3, 2), "head_size": 8, "first": 2}
+             | {"is_interleaved": True}),
+    "HostPolicy": (HostPolicy, {"after_hits": 2}),
+    "LoadOrCompute": (LoadOrCompute, {"block_bytes": 1 << 16, "block_size": 4, "bytes_per_second": 1e9}
+                      | {"tokens_per_second": 1e3, "latency": 1e-5}),
     "SamplingParams": (SamplingParams, {"max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "seed": 1}
                        | {"stop_token_ids": (1, 2), "ignore_eos": False, "priority": 1, "n": 2}),
     "BeamSearchParams": (BeamSearchParams, {"num_beams": 2, "max_tokens": 3}),
@@ -62,10 +78,19 @@ class ConfigWorld:
     """Calls that leave nothing behind, so there is nothing to compare: only their errors."""
 
     covers = tuple(
-        f"kvpage.{name}" for name in ["CacheConfig", "ModelConfig", "ParallelConfig", "DeviceConfig", "KVScales"]
+        f"kvpage.{name}"
+        for name in [
+            "CacheConfig",
+            "ModelConfig",
+            "ParallelConfig",
+            "DeviceConfig",
+            "KVScales",
+            "HostPolicy",
+            "LoadOrCompute",
+        ]
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.events.EventConfig")
-    covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
+    covers += ("kvpage.ops.Turn", "kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -113,7 +138,7 @@ class TrieWorld:
     def case(self, rng: random.Random) -> Case:
         tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         start = rng.randrange(len(tokens) + 1)
-        kv = torch.zeros(1, 2, 1, len(tokens) - start, 2)
+        kv = rng.choice((torch.zeros, np.zeros))((1, 2, 1, len(tokens) - start, 2))
         logits = torch.zeros(len(tokens), 5)
         missing = (KeyError,)
         makers = (

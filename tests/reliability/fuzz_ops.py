@@ -486,6 +486,7 @@ class CopierWorld(CacheWorld):
 
     covers = (
         "kvpage._C.BlockCopier",
+        "kvpage.ops.BlockCopier",
         "kvpage._C._copy_kernel_on_host",
         "kvpage._C.choose_executor",
         "kvpage._C._split_for_launches",
