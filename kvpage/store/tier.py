@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvpage.store.stretches import Runs
 
-__all__ = ["Key", "Reader", "RecordInfo", "Tier", "TierError", "TierStats", "Writer"]
+__all__ = ["Key", "Reader", "RecordGone", "RecordInfo", "Tier", "TierError", "TierRests", "TierStats", "Writer"]
 
 Key = bytes
 """32 bytes, a SHA-256."""
