@@ -5,7 +5,7 @@ Importing it needs neither a GPU nor Triton nor transformers.
 
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
-from kvpage._C import BlockPool, Match, PrefixTree
+from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager
 from kvpage.block_stats import BlockStats
@@ -35,8 +35,10 @@ __all__ = [
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",
+    "PartMatch",
     "PrefixTree",
     "Transfer",
+    "TreeEntry",
     "build_info",
     "calibrate",
     "register_backend",

@@ -229,7 +229,7 @@ def test_addresses_are_64_bits(name, backend):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("name", ["reshape", "load chunk"])
 def test_a_sign_of_fp16_is_taken_from_its_bits(name, dtype):
-    """A GPU that widens a negative NaN drops its sign: only magnitudes are widened, and the sign comes back as a bit."""
+    """A GPU that widens a negative NaN drops its sign: only magnitudes are widened, then the sign is set again."""
     ttir = compile_kernel(name, 80, make_layout("flash", dtype), torch.float16).asm["ttir"]
     constants = dict(re.findall(r"(%\S+) = arith\.constant dense<(-?\d+)>", ttir))
     masked = {
