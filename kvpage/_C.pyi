@@ -228,7 +228,7 @@ class BlockPool:
     def allocate(self, n: int) -> npt.NDArray[np.int32]:
         """`n` blocks with one reference each, the caller's: int32 ids [n] in a new array.
 
-        OutOfBlocks if fewer are free; ValueError if `n` is negative, OverflowError beyond 64 bits.
+        OutOfBlocks if fewer are free; ValueError if `n` is negative.
         """
     def allocate_one(self) -> int:
         """One block with one reference, faster than allocate(1). OutOfBlocks if none is free."""
@@ -240,7 +240,7 @@ class BlockPool:
         ValueError for an id that is out of range, free, named more often than it has references, or cached by a tree.
         """
     def release_one(self, block_id: int, /) -> None:
-        """As release([block_id]), faster. OverflowError beyond 64 bits."""
+        """As release([block_id]), faster."""
     def ref_count(self, block_id: int) -> int:
         """References on the block: 0 if it is free, 1 if it is cached. ValueError if out of range."""
     @property

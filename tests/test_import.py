@@ -72,6 +72,7 @@ NATIVE = pytest.mark.parametrize(
         _C.BlockCopier,
         _C.SlotAllocator,
         _C.SlotTree,
+        _C.TreeEntry,
     ],
 )
 

@@ -46,16 +46,17 @@ inline py::object only_argument(PyObject* const* args, Py_ssize_t num_args, PyOb
   return py::reinterpret_borrow<py::object>(args[0]);
 }
 
-// TypeError for what is no integer, OverflowError beyond 64 bits.
-inline int64_t int64_from(py::handle number) {
+// TypeError for what is no integer, InvalidArgument beyond 64 bits.
+inline int64_t int64_from(py::handle number, const char* name) {
   py::object converted;
   if (!PyLong_Check(number.ptr())) {
     converted = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
     if (!converted) throw py::error_already_set();
     number = converted;
   }
-  const int64_t value = PyLong_AsLongLong(number.ptr());
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0) fail(name, " must fit into 64 bits, got ", py::str(number).cast<std::string>());
   return value;
 }
 

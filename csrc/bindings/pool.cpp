@@ -27,7 +27,7 @@ std::span<int32_t> values_of(const py::object& ids, int64_t size) {
 PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
   return as_method([&] {
     auto& pool = held_by_self<BlockPool>(self);
-    const int64_t n = int64_from(only_argument(args, num_args, names, "n"));
+    const int64_t n = int64_from(only_argument(args, num_args, names, "n"), "n");
     check(n >= 0, "n must not be negative, got ", n);
     if (n > pool.num_blocks())  // no memory for what cannot be
       throw OutOfBlocks(static_cast<size_t>(n), static_cast<size_t>(pool.num_free()));
@@ -67,7 +67,7 @@ PyObject* release(PyObject* self, PyObject* const* args, Py_ssize_t num_args, Py
 PyObject* release_one(PyObject* self, PyObject* block_id) {
   return as_method([&] {
     auto& pool = held_by_self<BlockPool>(self);
-    const int64_t wide = int64_from(block_id);
+    const int64_t wide = int64_from(block_id, "block_id");
     const auto id = static_cast<int32_t>(wide);
     check(id == wide, "block_id must fit into 32 bits, got ", wide);
     pool.release({&id, 1});

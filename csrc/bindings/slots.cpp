@@ -47,7 +47,9 @@ PyObject* alloc_slot(PyObject* self, PyObject*) {
 PyObject* free_slot(PyObject* self, PyObject* slot) {
   return as_method([&] {
     auto& allocator = held_by_self<SlotAllocator>(self);
-    allocator.free(int64_from(slot));
+    const int64_t number = PyLong_AsLongLong(slot);
+    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+    allocator.free(number);
     return py::none().release().ptr();
   });
 }
