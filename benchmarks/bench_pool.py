@@ -1,8 +1,8 @@
 """What does a block cost to allocate and to release, the call from Python included?
 
 Beside it, in the same run:
-- numpy copy: what merely carrying the ids costs (two reads of a property, as empty native calls, and for a batch
-  numpy.empty with a copy of as many ids), which no pool that hands out arrays can be much below.
+- numpy copy: what merely carrying the ids costs in Python: two reads of a property, as empty native calls, and for a
+  batch numpy.empty with a copy of as many ids.
 - array: the fair peer in Python, a free list in a numpy array whose end is sliced off, and counts set by one indexing.
   It refuses no block that is named twice, and knows no threads.
 - list: a free list in plain Python, with a loop over the counts.
@@ -158,7 +158,7 @@ def plot(rows: list[dict], path: str) -> None:
     import matplotlib.pyplot as plt
 
     batches = [row["batch"] for row in rows[1:]]
-    labels = ("BlockPool", "the calls alone", "numpy array", "Python list")
+    labels = ("BlockPool", "a copy of the ids", "numpy array", "Python list")
     for kind, label in zip(KINDS, labels, strict=True):
         low, middle, high = (
             [row[f"{kind}_ns{end}"] / row["batch"] for row in rows[1:]] for end in ("_p25", "", "_p75")

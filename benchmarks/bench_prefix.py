@@ -170,9 +170,7 @@ def measure_cold(tokens: np.ndarray) -> Samples:
         runs.append((match_all(tree, rows), memcmp_all(pieces), flat_ns))
     names = ("cold_match_us", "cold_memcmp_us", "cold_flat_us")
     columns = zip(*runs, strict=True)
-    return {
-        name: [spent / NUM_PROMPTS / 1e3 for spent in column] for name, column in zip(names, columns, strict=True)
-    }
+    return {name: [spent / NUM_PROMPTS / 1e3 for spent in column] for name, column in zip(names, columns, strict=True)}
 
 
 def measure_long(dtype: np.dtype) -> Samples:

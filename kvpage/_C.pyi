@@ -385,9 +385,7 @@ class PrefixTree:
     @property
     def num_matches(self) -> int:
         """Matches that are neither released nor consumed: what does not go back to 0 has been forgotten."""
-    def match(
-        self, tokens: _Integers, namespace: bytes = b"", priority: int = 0, num_left_over: int = 1
-    ) -> Match:
+    def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0, num_left_over: int = 1) -> Match:
         """Pins the longest run of cached whole blocks, in whichever tier, that `tokens` begin with.
 
         priority: 0 to 7. The path's becomes at least that; lower ones are evicted first.

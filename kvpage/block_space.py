@@ -7,8 +7,6 @@ give(m)   a match's blocks from the host come back, the rest is free blocks
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.block_moves import BlockMove, BlockMoves, Kind
 from kvpage.block_table import Ids

@@ -232,9 +232,7 @@ def test_a_sign_of_fp16_is_taken_from_its_bits(name, dtype):
     """A GPU that widens a negative NaN drops its sign: only magnitudes are widened, then the sign is set again."""
     ttir = compile_kernel(name, 80, make_layout("flash", dtype), torch.float16).asm["ttir"]
     constants = dict(re.findall(r"(%\S+) = arith\.constant dense<(-?\d+)>", ttir))
-    masked = {
-        result: constants.get(mask) for result, mask in re.findall(r"(%\S+) = arith\.andi %\S+, (%\S+) :", ttir)
-    }
+    masked = {result: constants.get(mask) for result, mask in re.findall(r"(%\S+) = arith\.andi %\S+, (%\S+) :", ttir)}
     widened = re.findall(r"arith\.extf (%\S+) : \S+xf16>", ttir)
     bits = [re.search(rf"{re.escape(number)} = tt\.bitcast (%\S+) :", ttir)[1] for number in widened]
     assert bits and [masked.get(source) for source in bits] == [str(0x7FFF)] * len(bits)

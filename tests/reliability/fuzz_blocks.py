@@ -72,7 +72,8 @@ class TreeWorld:
 
     def case(self, rng: random.Random) -> Case:
         names = "allocate allocate_one share release release_one ref_count match match_part pin unpin insert insert"
-        names += " insert_after trim promote write_out evict demote evict_host drop clear entries log questions check make"
+        names += " insert_after trim promote write_out evict demote evict_host drop clear entries log questions"
+        names += " check make"
         return getattr(self, f"_{rng.choice(names.split())}")()
 
     # --- the pool ---
