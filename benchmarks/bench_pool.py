@@ -1,15 +1,24 @@
 """What does a block cost to allocate and to release, the call from Python included?
 
-Beside it, in the same run: what merely carrying the ids costs (two reads of a property, as empty native calls, and for
-a batch numpy.empty with a copy of as many ids), which no pool that hands out arrays can be much below; and a free list
-in plain Python. Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
+Beside it, in the same run:
+- numpy copy: what merely carrying the ids costs in Python: two reads of a property, as empty native calls, and for a
+  batch numpy.empty with a copy of as many ids.
+- array: the fair peer in Python, a free list in a numpy array whose end is sliced off, and counts set by one indexing.
+  It refuses no block that is named twice, and knows no threads.
+- list: a free list in plain Python, with a loop over the counts.
 
-    python benchmarks/bench_pool.py [--plot pool.png]
+Each figure is a median of rounds, with the 25th and 75th percentile, of the thread's own time, which other processes
+on the machine disturb less. The candidates take turns within a round.
+Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
+
+    python benchmarks/bench_pool.py [--rounds 21] [--plot pool.png]
 """
 
 import argparse
 import json
+import time
 import timeit
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,76 +26,145 @@ from kvpage import BlockPool
 
 NUM_BLOCKS = 1_000_000
 BATCHES = [1, 10, 100, 1000, 10_000]
+KINDS = ("pool", "numpy_copy", "array", "list")
+
+Cycle = Callable[[], object]
+Spread = tuple[float, float, float]  # 25th percentile, median, 75th percentile, in nanoseconds
 
 
-def best(call, number: int) -> float:
-    """Nanoseconds a call, the best of several repetitions: the others had company."""
-    return min(timeit.repeat(call, number=number, repeat=7)) / number * 1e9
+class ArrayPool:
+    """The least that a pool of Python over numpy does: ids in an array, of which the first num_free are free."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.free, self.num_free, self.counts = ids.copy(), len(ids), np.zeros(len(ids), np.int32)
+
+    def allocate(self, n: int) -> np.ndarray:
+        if n > self.num_free:
+            raise MemoryError(n)
+        self.num_free -= n
+        ids = self.free[self.num_free : self.num_free + n].copy()
+        self.counts[ids] = 1
+        return ids
+
+    def release(self, ids: np.ndarray) -> None:
+        counts = self.counts[ids] - 1
+        if (counts < 0).any():
+            raise ValueError(ids)
+        self.counts[ids] = counts
+        freed = ids if not counts.any() else ids[counts == 0]
+        self.free[self.num_free : self.num_free + len(freed)] = freed
+        self.num_free += len(freed)
 
 
-def used_pool(seed: int) -> BlockPool:
-    """A pool whose free ids are in no order, as after some hours of service."""
-    pool = BlockPool(NUM_BLOCKS)
-    ids = pool.allocate(NUM_BLOCKS)
+class ListPool:
+    """The same with lists and loops."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.free, self.counts = ids.tolist(), [0] * len(ids)
+
+    def allocate(self, n: int) -> list[int]:
+        if n > len(self.free):
+            raise MemoryError(n)
+        ids = self.free[len(self.free) - n :]
+        del self.free[len(self.free) - n :]
+        for i in ids:
+            self.counts[i] = 1
+        return ids
+
+    def release(self, ids: list[int]) -> None:
+        for i in ids:
+            self.counts[i] -= 1
+            if self.counts[i] == 0:
+                self.free.append(i)
+
+
+def shuffled(seed: int) -> np.ndarray:
+    """Ids in no order, as after some hours of service."""
+    ids = np.arange(NUM_BLOCKS, dtype=np.int32)
     np.random.default_rng(seed).shuffle(ids)
+    return ids
+
+
+def used_pool(ids: np.ndarray) -> BlockPool:
+    pool = BlockPool(NUM_BLOCKS)
+    pool.allocate(NUM_BLOCKS)
     for part in np.array_split(ids, 1000):
         pool.release(part)
     return pool
 
 
-def verify(pool: BlockPool) -> None:
-    pool.check()
-    ids = pool.allocate(1000)
-    assert len(set(ids.tolist())) == 1000 and pool.num_free == NUM_BLOCKS - 1000
-    assert all(pool.ref_count(i) == 1 for i in ids.tolist())
-    pool.release(ids)
-    pool.check()
+def verify(pool: BlockPool | ArrayPool | ListPool) -> None:
+    first, second = pool.allocate(1000), pool.allocate(1000)
+    assert len({*map(int, first), *map(int, second)}) == 2000
+    pool.release(first)
+    pool.release(second)
 
 
-def python_list(batch: int) -> float:
-    free, counts = list(range(NUM_BLOCKS)), [0] * NUM_BLOCKS
+def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> dict[str, Cycle]:
+    """One allocation with its release, of each kind. None: BlockPool's single calls."""
+    pool, array, plain = pools
+    n = batch or 1
+    ids = np.arange(n, dtype=np.int32)
 
-    def cycle() -> None:
-        ids = [free.pop() for _ in range(batch)]
-        for i in ids:
-            counts[i] = 1
-        for i in ids:
-            counts[i] -= 1
-            if counts[i] == 0:
-                free.append(i)
+    def copy() -> None:
+        _ = pool.num_blocks, pool.num_blocks
+        if batch:
+            np.copyto(np.empty(n, np.int32), ids)
 
-    return best(cycle, max(1, 20_000 // batch))
+    return {
+        "pool": (lambda: pool.release(pool.allocate(n))) if batch else lambda: pool.release_one(pool.allocate_one()),
+        "numpy_copy": copy,
+        "array": lambda: array.release(array.allocate(n)),
+        "list": lambda: plain.release(plain.allocate(n)),
+    }
 
 
-def measure() -> list[dict]:
-    pool = used_pool(0)
-    verify(pool)
-    empty_call = best(lambda: pool.num_blocks, 200_000)
+def spreads(calls: dict[str, Cycle], number: int, rounds: int) -> dict[str, Spread]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(timeit.timeit(call, timer=time.thread_time, number=number) / number * 1e9)
+    return {name: tuple(np.percentile(values, [25, 50, 75]).tolist()) for name, values in times.items()}
 
-    def single() -> None:
-        pool.release_one(pool.allocate_one())
 
-    rows = [{"batch": "one", "ns": best(single, 200_000), "numpy_copy_ns": 2 * empty_call, "python_ns": python_list(1)}]
-    for batch in BATCHES:
-        ids = np.arange(batch, dtype=np.int32)
-        number = max(10, 200_000 // batch)
-        cycle = best(lambda n=batch: pool.release(pool.allocate(n)), number)
-        copy = best(lambda ids=ids: np.copyto(np.empty(len(ids), np.int32), ids), number)
-        row = {"batch": batch, "ns": cycle, "numpy_copy_ns": 2 * empty_call + copy, "python_ns": python_list(batch)}
-        rows.append(row)
-    for row in rows:
-        row["ns_a_block"] = row["ns"] / (1 if row["batch"] == "one" else row["batch"])
-    pool.check()
+def measure(rounds: int) -> list[dict]:
+    ids = shuffled(0)
+    pools = used_pool(ids), ArrayPool(ids), ListPool(ids)
+    for pool in pools:
+        verify(pool)
+    rows = []
+    for batch in (None, *BATCHES):
+        found = spreads(cycles(pools, batch), max(10, 20_000 // (batch or 1)), rounds)
+        row: dict = {"batch": batch or "one"}
+        for kind, (low, median, high) in found.items():
+            row |= {f"{kind}_ns": median, f"{kind}_ns_p25": low, f"{kind}_ns_p75": high}
+        rows.append(row | {"ns_a_block": row["pool_ns"] / (batch or 1)})
+    pools[0].check()
     return rows
+
+
+def report(rows: list[dict]) -> bool:
+    print("ns a cycle: median (25th to 75th percentile)")
+    print(f"{'batch':>8}" + "".join(f"{kind:>28}" for kind in KINDS) + f"{'ns a block':>12}")
+    for row in rows:
+        cells = [
+            f"{row[f'{kind}_ns']:.0f} ({row[f'{kind}_ns_p25']:.0f} to {row[f'{kind}_ns_p75']:.0f})" for kind in KINDS
+        ]
+        print(f"{row['batch']:>8}" + "".join(f"{cell:>28}" for cell in cells) + f"{row['ns_a_block']:12.1f}")
+    return rows[0]["pool_ns"] <= 400 and all(row["ns_a_block"] <= 10 for row in rows[3:])
 
 
 def plot(rows: list[dict], path: str) -> None:
     import matplotlib.pyplot as plt
 
-    rows = rows[1:]
-    batches = [row["batch"] for row in rows]
-    for key, label in (("ns", "BlockPool"), ("numpy_copy_ns", "the calls alone"), ("python_ns", "Python list")):
-        plt.plot(batches, [row[key] / row["batch"] for row in rows], "o-", label=label)
+    batches = [row["batch"] for row in rows[1:]]
+    labels = ("BlockPool", "a copy of the ids", "numpy array", "Python list")
+    for kind, label in zip(KINDS, labels, strict=True):
+        low, middle, high = (
+            [row[f"{kind}_ns{end}"] / row["batch"] for row in rows[1:]] for end in ("_p25", "", "_p75")
+        )
+        (line,) = plt.plot(batches, middle, "o-", label=label)
+        plt.fill_between(batches, low, high, color=line.get_color(), alpha=0.2)
     plt.axhline(10, color="gray", linestyle=":", label="target")
     plt.xscale("log")
     plt.yscale("log")
@@ -98,17 +176,14 @@ def plot(rows: list[dict], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--plot", metavar="PATH")
     args = parser.parse_args()
-    rows = measure()
-    print(f"{'batch':>8} {'ns a cycle':>12} {'ns a block':>12} {'numpy copy':>12} {'Python list':>12}")
-    for row in rows:
-        print(f"{row['batch']:>8} {row['ns']:12.0f} {row['ns_a_block']:12.1f} {row['numpy_copy_ns']:12.0f}"
-              f" {row['python_ns']:12.0f}")  # fmt: skip
-    met = rows[0]["ns"] <= 400 and all(row["ns_a_block"] <= 10 for row in rows[3:])
+    rows = measure(args.rounds)
+    met = report(rows)
     if args.plot:
         plot(rows, args.plot)
-    print(json.dumps({"benchmark": "pool", "rows": rows, "targets_met": met}))
+    print(json.dumps({"benchmark": "pool", "rounds": args.rounds, "rows": rows, "targets_met": met}))
 
 
 if __name__ == "__main__":

@@ -82,10 +82,11 @@ int64_t PrefixTree::num_matches() const {
 
 // --- matches ---
 
-Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority) {
+Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority, int64_t num_left_over) {
   std::lock_guard lock(mutex_);
   check_priority(priority);
-  const int64_t limit = tokens.size() > 0 ? (tokens.size() - 1) / block_size_ : 0;
+  check_left_over(num_left_over);
+  const int64_t limit = std::max<int64_t>(tokens.size() - num_left_over, 0) / block_size_;
   TreeNode* root = find_root(name);
   const Place place = root ? walk(root, tokens, limit) : Place{nullptr, 0, 0};
   if (place.num_blocks < limit) tokens.check_fits(place.num_blocks * block_size_, block_size_);
@@ -96,10 +97,12 @@ Match PrefixTree::match(const TokenView& tokens, std::string_view name, int prio
   return pinned(end, place.num_blocks, priority);
 }
 
-std::optional<PartMatch> PrefixTree::match_part(const Match& match, const TokenView& tokens) {
+std::optional<PartMatch> PrefixTree::match_part(const Match& match, const TokenView& tokens, int64_t num_left_over) {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  const int64_t start = match.num_tokens(), count = std::min(block_size_, tokens.size() - 1 - start);
+  check_left_over(num_left_over);
+  const int64_t start = match.num_tokens(), most = std::max<int64_t>(tokens.size() - num_left_over, 0);
+  const int64_t count = std::min(block_size_, most - start);
   const auto [child, num_tokens] = siblings_.longest_common(match.end_, tokens, start, count);
   if (!child || num_tokens == block_size_) return std::nullopt;
   const bool is_on_device = child->num_device_blocks() > 0;
@@ -133,6 +136,10 @@ void PrefixTree::check_live(const Match& match, const char* name) const {
 void PrefixTree::check_priority(int priority) {
   check(priority >= 0 && priority < kNumPriorities, "priority must be between 0 and ", kNumPriorities - 1, ", got ",
         priority);
+}
+
+void PrefixTree::check_left_over(int64_t num_left_over) {
+  check(num_left_over >= 0, "num_left_over must not be negative, got ", num_left_over);
 }
 
 void PrefixTree::copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const {

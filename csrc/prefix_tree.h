@@ -44,6 +44,7 @@
 #include "eviction_order.h"
 #include "sibling_index.h"
 #include "token_view.h"
+#include "tree_entry.h"
 #include "tree_log.h"
 #include "tree_node.h"
 
@@ -89,7 +90,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // the device tier. `hash_mask` is for tests, see ChildTable.
   PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool = nullptr,
              uint64_t hash_mask = ~uint64_t{0});
-  ~PrefixTree();
+  virtual ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
@@ -102,14 +103,15 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_nodes() const;           // edges
   int64_t num_matches() const;         // live ones
 
-  // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least one token over. The path's
-  // priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), or if the first block
-  // that is not cached holds an id outside of 32 bits; later tokens are not read.
-  Match match(const TokenView& tokens, std::string_view name, int priority = 0);
+  // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
+  // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
+  // num_left_over is negative, or if the first block that is not cached holds an id outside of 32 bits; later tokens are
+  // not read.
+  Match match(const TokenView& tokens, std::string_view name, int priority = 0, int64_t num_left_over = 1);
 
-  // The longest part of the block behind `match` that the first block of a path below it shares with `tokens`, which are
-  // those of the whole prompt; one token of them is left over. None if not even one token is shared.
-  std::optional<PartMatch> match_part(const Match& match, const TokenView& tokens);
+  // The longest part of the block after `match` that the first block of a path below it shares with `tokens`, which are
+  // those of the whole prompt; as many of them are left over as for `match`. None if not even one token is shared.
+  std::optional<PartMatch> match_part(const Match& match, const TokenView& tokens, int64_t num_left_over = 1);
 
   // How many device blocks no other match pins: what releasing these, each given once, would make evictable.
   // InvalidArgument if one is released or another tree's.
@@ -169,6 +171,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // if `match` is released or not wholly on the device.
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
+  // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after what it
+  // goes on from. InvalidArgument if the limit is negative.
+  std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
+
   // Follows what happens to blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
   // take_changes is the whole tree. InvalidArgument if negative.
   void log_changes(int64_t max_bytes);
@@ -198,6 +204,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   void check_live(const Match& match, const char* name) const;
   static void check_priority(int priority);
+  static void check_left_over(int64_t num_left_over);
   TreeNode* find_root(std::string_view name) const;
   TreeNode* make_root(std::string_view name);
   void drop_unused_root(TreeNode* root) noexcept;
@@ -235,6 +242,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void forget_end(TreeNode* node, int64_t num_blocks) noexcept;
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
+
+  void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
 
   TreeChanges everything() const;
   void log_inserted(const TreeNode* end, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;

@@ -10,6 +10,8 @@ from kvpage.kv_scales import KVScales
 from kvpage.kv_view import KVView
 
 TILE_ELEMENTS = 2048  # of 4 warps: 16 for each thread; twice as many spill where rows are not aligned
+MAX_NUM_WARPS = 32  # of a thread block
+MAX_ROW_SIZE = 2**16  # elements: more would not fit into the registers of so many warps
 MAX_TILE_ROWS = 128  # one a thread: the addresses of more would not fit into registers
 SECTOR = 32  # bytes that memory moves at least: so many of neighbouring tokens should be in a tile
 
@@ -42,9 +44,12 @@ class RowConstants(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the launch: as many elements for each thread whatever the tile; a product and a sum round twice."""
+        """Of the launch: as many elements for each thread whatever the tile, as long as a thread block has threads; a
+        product and a sum round twice.
+        """
         elements = self.TILE_ROWS * max(self.KEY_TILE, self.VALUE_TILE)
-        return {"num_warps": max(4 * elements // TILE_ELEMENTS, 4), "enable_fp_fusion": False}
+        num_warps = min(max(4 * elements // TILE_ELEMENTS, 4), MAX_NUM_WARPS)
+        return {"num_warps": num_warps, "enable_fp_fusion": False}
 
     def num_tiles(self, num_tokens: int) -> int:
         """See kvpage.kernels.rows.rows_of_tile."""
@@ -54,8 +59,12 @@ class RowConstants(NamedTuple):
 
 
 def row_constants(sizes: tuple[int, int], dtype: torch.dtype, views: KVViews) -> RowConstants:
-    """For rows of K and V of these sizes (V's 0 where there is none) and dtype."""
+    """For rows of K and V of these sizes (V's 0 where there is none) and dtype. ValueError for rows of more than
+    65,536 elements.
+    """
     rows = views[0].rows
+    if max(sizes) > MAX_ROW_SIZE:
+        raise ValueError(f"rows must have at most {MAX_ROW_SIZE} elements, got {max(sizes)}")
     runs = [_run_size(view) for view in views]
     tiles = [max(triton.next_power_of_2(size), run, 1) for size, run in zip(sizes, runs, strict=True)]
     neighbours = min(SECTOR // rows.element_size(), 2 * TILE_ELEMENTS // max(tiles)) if runs[0] else 1

@@ -21,8 +21,11 @@ def to_fp32(bits, ROW: tl.constexpr):
     """The numbers that the bits of rows stand for."""
     if ROW == "fp32":
         numbers = bits.to(tl.float32, bitcast=True)
-    elif ROW == "fp16":
-        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    elif ROW == "fp16":  # a GPU that widens a NaN drops its sign
+        word = bits.to(tl.int16)
+        magnitude = (word & 0x7FFF).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        sign = word.to(tl.int32) & -0x80000000
+        numbers = (magnitude & 0x7FFFFFFF | sign).to(tl.float32, bitcast=True)
     else:
         numbers = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return numbers

@@ -226,7 +226,10 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         """ValueError unless 0 <= num_blocks < 2**31."""
     def allocate(self, n: int) -> npt.NDArray[np.int32]:
-        """`n` blocks with one reference each. OutOfBlocks if fewer are free; ValueError if `n` is negative."""
+        """`n` blocks with one reference each, the caller's: int32 ids [n] in a new array.
+
+        OutOfBlocks if fewer are free; ValueError if `n` is negative.
+        """
     def allocate_one(self) -> int:
         """One block with one reference, faster than allocate(1). OutOfBlocks if none is free."""
     def share(self, ids: _Integers) -> None:
@@ -241,9 +244,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         """References on the block: 0 if it is free, 1 if it is cached. ValueError if out of range."""
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Blocks without a reference, which allocate can hand out."""
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of the tier; their ids are 0 to num_blocks - 1."""
     def check(self) -> None:
         """RuntimeError that names what is broken, if anything is: for tests. O(num_blocks)."""
 
@@ -256,7 +261,8 @@ class Match:
     """
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Whole blocks of the path, in whichever tier."""
     @property
     def num_tokens(self) -> int:
         """num_blocks * block_size."""
@@ -264,14 +270,15 @@ class Match:
     def num_device_blocks(self) -> int:
         """How many of the path's blocks are on the device: the first ones. ValueError if the match is released."""
     @property
-    def priority(self) -> int: ...
+    def priority(self) -> int:
+        """The one that it was made with, 0 to 7."""
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """The device ids of the whole path, as a new array. ValueError if the match is released, or not wholly on the
-        device.
+        """The device ids of the whole path: int32 [num_blocks], a new array. They are the tree's, and stay in the path
+        until the match is released. ValueError if it is released, or not wholly on the device.
         """
     def block_ids_from(self, start_block: int) -> npt.NDArray[np.int32]:
-        """The ids from that block of the path on, without walking what comes before.
+        """The ids from that block of the path on, int32, without walking what comes before.
 
         ValueError if it is not between 0 and num_blocks, or if the match is released or not wholly on the device.
         """
@@ -283,18 +290,59 @@ class Match:
 class PartMatch:
     """The first tokens of a block of another path, which a prompt shares beyond its whole cached blocks.
 
-    match: pins that path; to be given to PrefixTree.release once the block is copied. num_tokens: at least 1, fewer
-    than a block's. block_id: on the device, or else on the host.
+    What they have in common is copied; the block stays the tree's.
     """
 
     @property
-    def match(self) -> Match: ...
+    def match(self) -> Match:
+        """Pins the other path; to be given to PrefixTree.release once the block is copied."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """At least 1, fewer than a block's."""
     @property
-    def block_id(self) -> int: ...
+    def block_id(self) -> int:
+        """Of the device tier if is_on_device, otherwise of the host tier."""
     @property
-    def is_on_device(self) -> bool: ...
+    def is_on_device(self) -> bool:
+        """Whether the block is on the device."""
+
+@final
+class TreeEntry:
+    """A run of blocks that a PrefixTree has cached, as PrefixTree.entries found it: a copy, which keeps nothing.
+
+    Where paths part, or a match ended, one entry ends and others go on from it.
+    """
+
+    @property
+    def namespace(self) -> bytes:
+        """The namespace that the entry is in."""
+    @property
+    def parent(self) -> int | None:
+        """The index, in the list that entries() returned, of the entry that it goes on from; None: of none."""
+    @property
+    def start(self) -> int:
+        """Tokens of the path before its own."""
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Its own tokens, whole blocks of them, as a new array."""
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """Its device blocks, as a new array: of all its blocks, or of the first where the rest is on the host."""
+    @property
+    def host_block_ids(self) -> npt.NDArray[np.int32]:
+        """Its host blocks, as a new array: an id for each of its blocks, or -1; empty without a host tier."""
+    @property
+    def num_pins(self) -> int:
+        """Live matches that pass through it, or end at it."""
+    @property
+    def priority(self) -> int:
+        """0 to 7; lower ones are evicted first."""
+    @property
+    def last_used(self) -> int | None:
+        """When the last match of it was released, on a clock of the tree: larger is later. None while it is pinned.
+
+        Of one priority the smallest is evicted first; of equal ones, which share a path, the one that ends it.
+        """
 
 @final
 class PrefixTree:
@@ -314,9 +362,11 @@ class PrefixTree:
     ) -> None:
         """ValueError unless block_size is positive and under 2**31, and if the two pools are one."""
     @property
-    def has_host_tier(self) -> bool: ...
+    def has_host_tier(self) -> bool:
+        """Whether there is a host pool."""
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens of a block."""
     @property
     def num_cached(self) -> int:
         """Device blocks in the tree."""
@@ -335,17 +385,21 @@ class PrefixTree:
     @property
     def num_matches(self) -> int:
         """Matches that are neither released nor consumed: what does not go back to 0 has been forgotten."""
-    def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0) -> Match:
-        """Pins the longest run of cached whole blocks, in whichever tier, that leaves at least one token to compute.
+    def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0, num_left_over: int = 1) -> Match:
+        """Pins the longest run of cached whole blocks, in whichever tier, that `tokens` begin with.
 
         priority: 0 to 7. The path's becomes at least that; lower ones are evicted first.
+        num_left_over: as many of the tokens at least are left to compute. 1: a model needs one for the next token's
+            logits. 0 finds tokens that are cached to their last one.
 
-        ValueError if the first block that is not cached holds an id outside of 32 bits. Later tokens are not read
-        (a list is converted as a whole, to 64 bits).
+        The Match is the caller's to release. ValueError if a number is out of range, or if the first block that is not
+        cached holds an id outside of 32 bits. Later tokens are not read (a list is converted as a whole, to 64 bits).
         """
-    def match_part(self, match: Match, tokens: _Integers) -> PartMatch | None:
-        """The longest part of the block behind `match` that a path below it shares with `tokens`, the whole prompt's,
-        of which one token is left over. None if not even one token is shared. O(log of the paths that part there).
+    def match_part(self, match: Match, tokens: _Integers, num_left_over: int = 1) -> PartMatch | None:
+        """The longest part of the block after `match` that a path below it shares with `tokens`, the whole prompt's.
+
+        num_left_over: as for `match`. None if not even one token is shared. O(log of the paths that part there).
+        ValueError if it is negative, or if `match` is released or another tree's.
         """
     def num_pinned_only_by(self, matches: Sequence[Match]) -> int:
         """How many device blocks no other match pins: what releasing these, each given once, would make evictable.
@@ -381,7 +435,10 @@ class PrefixTree:
         released.
         """
     def trim(self, match: Match) -> None:
-        """Shortens the match to what of it is on the device. ValueError as for release."""
+        """Shortens the match to what of it is on the device; the rest becomes the most recently used.
+
+        ValueError if it is released or another tree's.
+        """
     def promote(self, match: Match, block_ids: _Integers) -> npt.NDArray[np.int64]:
         """Gives device blocks, the caller's own, to the first host-only blocks of the path: the (host, device) pairs.
 
@@ -409,6 +466,13 @@ class PrefixTree:
         """
     def clear(self) -> int:
         """Frees every unpinned block, in both tiers; returns how many on the device."""
+    def entries(self, limit: int, namespace: bytes | None = None) -> list[TreeEntry]:
+        """What is cached now, pinned or not, as a copy: at most `limit` entries, of all namespaces or of one.
+
+        They come in the order of namespaces and tokens, each after the one that it goes on from. Nothing is pinned or
+        counts as used by it. Other calls wait meanwhile, some 0.1 ms for a million tokens. ValueError if the limit is
+        negative.
+        """
     def check(self, owned_ids: _Integers | None = None, owned_host_ids: _Integers | None = None) -> None:
         """RuntimeError that names the broken invariant, if one is: for tests. O(tree).
 
@@ -455,13 +519,15 @@ class SlotAllocator:
         ValueError if it is out of range or taken.
         """
     def is_free(self, slot: int) -> bool:
-        """ValueError if out of range."""
+        """Whether `alloc` may hand it out. ValueError if out of range."""
     def version(self, slot: int) -> int:
-        """ValueError if out of range."""
+        """How often `alloc` has given it out. ValueError if out of range."""
     @property
-    def free_count(self) -> int: ...
+    def free_count(self) -> int:
+        """How many slots are free."""
     @property
-    def max_slots(self) -> int: ...
+    def max_slots(self) -> int:
+        """How many slots there are."""
 
 _SlotMatch = tuple[int, int, int] | tuple[int, None, None]  # prefix_len, slot, slot_ver
 

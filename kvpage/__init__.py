@@ -11,7 +11,7 @@ __path__ = usable_path(__path__, sys.path)
 
 from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 from kvpage import _C
-from kvpage._C import BlockPool, Match, PrefixTree
+from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.backends import AttentionBackend, register_backend
 from kvpage.block_manager import Allocation, BlockManager
 from kvpage.block_moves import BlockMove, BlockMoves
@@ -51,12 +51,14 @@ __all__ = [
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",
+    "PartMatch",
     "PrefixTree",
     "SpaceStats",
     "Throughput",
     "Transfer",
     "TransferEvent",
     "TransferStream",
+    "TreeEntry",
     "build_info",
     "calibrate",
     "register_backend",

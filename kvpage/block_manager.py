@@ -41,7 +41,7 @@ class Allocation(NamedTuple):
     """What a sequence was given.
 
     num_cached_tokens: its leading tokens whose K and V are in the blocks already, once the moves are done; at least one
-        is left to compute.
+        is left to compute unless `allocate` was told otherwise.
     block_ids: int32, all of its blocks.
     """
 
@@ -107,22 +107,24 @@ class BlockManager:
         namespace: bytes = b"",
         priority: int = 0,
         max_cached_tokens: int | None = None,
+        num_left_over: int = 1,
     ) -> Allocation:
         """Blocks for all of `tokens`, of which the longest cached prefix is shared: whole blocks, and by a copy the
         longest part of the next one.
 
         priority: 0 to 7; what is cached by a sequence of a higher one is evicted later.
         max_cached_tokens: share no longer prefix than this.
+        num_left_over: as many tokens at least are left to compute. 0, where nobody asks for the last one's logits.
 
-        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use, no tokens, or max_cached_tokens
-        under 0, TypeError for a namespace that is not bytes.
+        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use, no tokens, or max_cached_tokens or
+        num_left_over under 0, TypeError for a namespace that is not bytes.
         """
         check_namespace(namespace)
         self._check_new(seq_id)
         tokens = _some_tokens(tokens)
-        findable = tokens[: self._num_findable(max_cached_tokens)]
-        match = self.space.match(findable, namespace, priority)
-        part = self.space.tree.match_part(match, findable) if self.share_parts else None
+        num_left_over = self._num_left_over(len(tokens), max_cached_tokens, num_left_over)
+        match = self.space.match(tokens, namespace, priority, num_left_over)
+        part = self.space.tree.match_part(match, tokens, num_left_over) if self.share_parts else None
         num_blocks = self._blocks_for(len(tokens))
         try:
             taken = self._with_or_without(part, lambda: self.space.give(match, num_blocks))
@@ -310,10 +312,11 @@ class BlockManager:
         tokens = _some_tokens(tokens)
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
-        # A prefix of whole blocks may have been committed to its last token, which `match` would leave over.
-        wanted = tokens if len(tokens) > swapped.num_written else np.append(tokens, np.int32(-1)).astype(np.int32)
-        num_findable = self._num_findable(swapped.first_block * self.block_size if swapped.is_private else None)
-        match = self.space.match(wanted[:num_findable], swapped.namespace, swapped.priority)
+        # A prefix of whole blocks may have been committed to its last token: none is left over then.
+        fewest_left = int(len(tokens) > swapped.num_written)
+        most_found = swapped.first_block * self.block_size if swapped.is_private else None
+        num_left_over = self._num_left_over(len(tokens), most_found, fewest_left)
+        match = self.space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
         try:
             taken = self.space.give(match, max(self._blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
         except OutOfBlocks:
@@ -422,14 +425,14 @@ class BlockManager:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _num_findable(self, max_cached_tokens: int | None) -> int | None:
-        """How many of a sequence's tokens to look up: the last of them is left to compute. None: all."""
-        max_cached_tokens = None if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
-        if max_cached_tokens is not None and max_cached_tokens < 0:
-            raise ValueError(f"max_cached_tokens must not be negative, got {max_cached_tokens}")
-        if not self.enable_prefix_caching:
-            return 0
-        return None if max_cached_tokens is None else max_cached_tokens + 1
+    def _num_left_over(self, num_tokens: int, max_cached_tokens: int | None, num_left_over: int) -> int:
+        """How many of a sequence's tokens not to look up, at its end: all of them without prefix caching."""
+        num_left_over = as_integer("num_left_over", num_left_over)
+        most = num_tokens if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
+        for name, number in (("max_cached_tokens", most), ("num_left_over", num_left_over)):
+            if number < 0:
+                raise ValueError(f"{name} must not be negative, got {number}")
+        return max(num_left_over, num_tokens - most) if self.enable_prefix_caching else num_tokens
 
     def _is_shared(self, seq: SequenceState) -> bool:
         return self.enable_prefix_caching and not seq.is_private

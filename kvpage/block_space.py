@@ -7,8 +7,6 @@ give(m)   a match's blocks from the host come back, the rest is free blocks
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.block_moves import BlockMove, BlockMoves, Kind
 from kvpage.block_table import Ids
@@ -163,9 +161,12 @@ class BlockSpace:
         self.tree.release(part.match)
         return part.num_tokens
 
-    def match(self, tokens: Ids, namespace: bytes, priority: int = 0) -> Match:
-        """The cached prefix of `tokens`, without what is on the host and expected to be computed faster than loaded."""
-        match = self.tree.match(tokens, namespace, priority)
+    def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> Match:
+        """The cached prefix of `tokens`, without what is on the host and expected to be computed faster than loaded.
+
+        num_left_over: as many tokens at least are left to compute.
+        """
+        match = self.tree.match(tokens, namespace, priority, num_left_over)
         num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
         if num_host and self.rule is not None and not self.rule.should_load(num_host):
             self.tree.trim(match)
@@ -251,7 +252,7 @@ class BlockSpace:
 
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
         """Also of a prompt that is cached to its last token."""
-        return self.tree.match(np.append(as_tokens(tokens), np.int32(0)).astype(np.int32), namespace)
+        return self.tree.match(as_tokens(tokens), namespace, num_left_over=0)
 
     def _evict(self, num_blocks: int) -> None:
         self._blocks["evicted"] += num_blocks

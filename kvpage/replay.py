@@ -202,7 +202,7 @@ class Replay:
             return
         report.prompt_tokens += request.input_length
         stop = min(len(keys), max(request.input_length - 1, 0) // config.block_size)
-        match = self.tree.match(keys[: stop + 1] if stop < len(keys) else np.append(keys, np.int32(-1)))
+        match = self.tree.match(keys[:stop], num_left_over=0)
         num_found, num_on_device = match.num_blocks, match.num_blocks
         stored = 0
         if self.host_pool:

@@ -98,7 +98,7 @@ def test_a_demotion_tells_its_pairs_or_there_is_none():
 def test_a_pool_loses_no_block(call):
     def make() -> BlockPool:
         pool = BlockPool(2 * NUM_BLOCKS)
-        pool.allocate(NUM_BLOCKS // 2 * 3 - 200)
+        pool.allocate(NUM_BLOCKS // 2 * 3 - 190)  # the next id is none of the integers made beforehand
         return pool
 
     before = make().num_free

@@ -224,3 +224,43 @@ def test_addresses_are_64_bits(name, backend):
     narrow = [shape for shape, kind in products if kind == "i32"]
     assert all(shape == "" or shape.endswith("x1x1") for shape in narrow)
     assert len([shape for shape in narrow if shape == ""]) <= (3 if "chunk" in name else 0)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("name", ["reshape", "load chunk"])
+def test_a_sign_of_fp16_is_taken_from_its_bits(name, dtype):
+    """A GPU that widens a negative NaN drops its sign: only magnitudes are widened, then the sign is set again."""
+    ttir = compile_kernel(name, 80, make_layout("flash", dtype), torch.float16).asm["ttir"]
+    constants = dict(re.findall(r"(%\S+) = arith\.constant dense<(-?\d+)>", ttir))
+    masked = {result: constants.get(mask) for result, mask in re.findall(r"(%\S+) = arith\.andi %\S+, (%\S+) :", ttir)}
+    widened = re.findall(r"arith\.extf (%\S+) : \S+xf16>", ttir)
+    bits = [re.search(rf"{re.escape(number)} = tt\.bitcast (%\S+) :", ttir)[1] for number in widened]
+    assert bits and [masked.get(source) for source in bits] == [str(0x7FFF)] * len(bits)
+    assert list(masked.values()).count(str(-(2**31))) == len(bits)
+
+
+LONG_ROWS = [*((name, BF16) for name in MAIN), ("reshape", E4M3), ("gather packed", INT8)]
+
+
+@pytest.mark.parametrize("name, dtype", LONG_ROWS)
+def test_long_rows_have_no_more_warps_than_a_thread_block(name, dtype, tmp_path):
+    compiled = compile_kernel(name, 80, make_layout("flash", dtype, 2**15), BF16, (2**15, 2**15))
+    assert compiled.metadata.num_warps == 32
+    check_no_spills(compiled, tmp_path)
+
+
+WARPS = [(1, 4), (128, 4), (2048, 4), (2049, 8), (4096, 8), (8192, 16), (2**16, 32)]
+
+
+@pytest.mark.parametrize("size, num_warps", WARPS)
+def test_warps_of_a_row(size, num_warps):
+    layout = make_layout("flash", BF16, size)
+    views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
+    assert row_constants((size, size), BF16, views).options["num_warps"] == num_warps
+
+
+def test_rows_that_no_launch_can_hold_are_refused():
+    layout = CacheLayout(1, 1, 2**16 + 1, BF16)
+    views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
+    with pytest.raises(ValueError, match="rows must have at most 65536 elements, got 65537"):
+        row_constants((2**16 + 1, 2**16 + 1), BF16, views)

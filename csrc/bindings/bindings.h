@@ -18,6 +18,10 @@ namespace kvpage {
 
 namespace py = pybind11;
 
+struct OutOfBlocks;
+
+void set_out_of_blocks(const OutOfBlocks& error);  // as Python's error
+
 void bind_codecs(py::module_& m);
 void bind_transpose(py::module_& m);
 void bind_token_ops(py::module_& m);

@@ -1,4 +1,4 @@
-// Arrays of integers, and when the GIL is given up.
+// Arrays of integers.
 #pragma once
 
 #include <cstdint>
@@ -88,14 +88,5 @@ class Integers {
   bool is_wide_ = false;
   std::vector<int32_t> narrowed_;
 };
-
-// Calls that may take long give the GIL up; a short one is over sooner than that.
-template <typename Call>
-auto maybe_without_gil(int64_t num_items, Call call) {
-  constexpr int64_t kShort = 4096;
-  if (num_items < kShort) return call();
-  py::gil_scoped_release released;
-  return call();
-}
 
 }  // namespace kvpage

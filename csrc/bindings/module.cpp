@@ -33,8 +33,7 @@ void register_errors(py::module_& m) {
     try {
       if (p) std::rethrow_exception(p);
     } catch (const OutOfBlocks& e) {
-      py::object type = py::module_::import("kvpage.errors").attr("OutOfBlocks");
-      PyErr_SetObject(type.ptr(), type(e.needed, e.free).ptr());
+      kvpage::set_out_of_blocks(e);
     }
   });
 }
@@ -56,6 +55,11 @@ void seal_classes(const py::module_& m) {
 }
 
 }  // namespace
+
+void kvpage::set_out_of_blocks(const OutOfBlocks& error) {
+  py::object type = py::module_::import("kvpage.errors").attr("OutOfBlocks");
+  PyErr_SetObject(type.ptr(), type(error.needed, error.free).ptr());
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The native core of kvpage: addresses, sizes and stream handles in; no torch.";

@@ -2,50 +2,113 @@
 #include "bindings.h"
 
 #include "block_pool.h"
+#include "docs.h"
 #include "integers.h"
+#include "methods.h"
 
 namespace kvpage {
 
 namespace {
 
-py::array_t<int32_t> allocate(BlockPool& pool, int64_t n) {
-  check(n >= 0, "n must not be negative, got ", n);
-  const int64_t num_free = pool.num_free();
-  if (n > num_free) throw OutOfBlocks(static_cast<size_t>(n), static_cast<size_t>(num_free));
-  py::array_t<int32_t> ids(n);
-  pool.allocate({ids.mutable_data(), static_cast<size_t>(n)});
-  return ids;
+// Uninitialised, int32 [size]; without what py::array_t takes for any shape and type.
+py::object new_ids(int64_t size) {
+  const auto& api = py::detail::npy_api::get();
+  PyObject* type = api.PyArray_DescrFromType_(py::detail::npy_api::NPY_INT32_);
+  const Py_intptr_t shape = size;
+  PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, type, 1, &shape, nullptr, nullptr, 0, nullptr);
+  if (!array) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(array);
 }
 
-py::int_ allocate_one(BlockPool& pool) {
-  int32_t id;
-  pool.allocate({&id, 1});
-  try {
-    return py::int_(id);
-  } catch (...) {
+std::span<int32_t> values_of(const py::object& ids, int64_t size) {
+  return {reinterpret_cast<int32_t*>(py::detail::array_proxy(ids.ptr())->data), static_cast<size_t>(size)};
+}
+
+PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+  return as_method([&] {
+    auto& pool = held_by_self<BlockPool>(self);
+    const int64_t n = int64_from(only_argument(args, num_args, names, "n"), "n");
+    check(n >= 0, "n must not be negative, got ", n);
+    if (n > pool.num_blocks())  // no memory for what cannot be
+      throw OutOfBlocks(static_cast<size_t>(n), static_cast<size_t>(pool.num_free()));
+    py::object ids = new_ids(n);
+    pool.allocate(values_of(ids, n));
+    return ids.release().ptr();
+  });
+}
+
+PyObject* allocate_one(PyObject* self, PyObject*) {
+  return as_method([&] {
+    auto& pool = held_by_self<BlockPool>(self);
+    int32_t id;
+    pool.allocate({&id, 1});
+    PyObject* number = PyLong_FromLong(id);
+    if (!number) pool.release({&id, 1});
+    return number;
+  });
+}
+
+PyObject* share(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+  return as_method([&] {
+    auto& pool = held_by_self<BlockPool>(self);
+    pool.share(Integers(only_argument(args, num_args, names, "ids"), "ids").ids());
+    return py::none().release().ptr();
+  });
+}
+
+PyObject* release(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+  return as_method([&] {
+    auto& pool = held_by_self<BlockPool>(self);
+    pool.release(Integers(only_argument(args, num_args, names, "ids"), "ids").ids());
+    return py::none().release().ptr();
+  });
+}
+
+PyObject* release_one(PyObject* self, PyObject* block_id) {
+  return as_method([&] {
+    auto& pool = held_by_self<BlockPool>(self);
+    const int64_t wide = int64_from(block_id, "block_id");
+    const auto id = static_cast<int32_t>(wide);
+    check(id == wide, "block_id must fit into 32 bits, got ", wide);
     pool.release({&id, 1});
-    throw;
-  }
+    return py::none().release().ptr();
+  });
 }
 
-void release_one(BlockPool& pool, int32_t block_id) { pool.release({&block_id, 1}); }
+// A method whose one argument may be named, or one whose arguments cannot.
+PyCFunction vector_call(_PyCFunctionFastWithKeywords function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+void add_fast_methods(py::handle type) {
+  constexpr int kOneArgument = METH_FASTCALL | METH_KEYWORDS;
+  static const std::string texts[] = {
+      std::string("allocate($self, /, n)\n--\n\n") + doc("BlockPool.allocate"),
+      std::string("allocate_one($self, /)\n--\n\n") + doc("BlockPool.allocate_one"),
+      std::string("share($self, /, ids)\n--\n\n") + doc("BlockPool.share"),
+      std::string("release($self, /, ids)\n--\n\n") + doc("BlockPool.release"),
+      std::string("release_one($self, block_id, /)\n--\n\n") + doc("BlockPool.release_one"),
+  };
+  static PyMethodDef methods[] = {
+      {"allocate", vector_call(&allocate), kOneArgument, texts[0].c_str()},
+      {"allocate_one", &allocate_one, METH_NOARGS, texts[1].c_str()},
+      {"share", vector_call(&share), kOneArgument, texts[2].c_str()},
+      {"release", vector_call(&release), kOneArgument, texts[3].c_str()},
+      {"release_one", &release_one, METH_O, texts[4].c_str()},
+  };
+  for (PyMethodDef& method : methods) add_method(type, method);
+}
 
 }  // namespace
 
 void bind_pool(py::module_& m) {
-  py::class_<BlockPool, std::shared_ptr<BlockPool>>(m, "BlockPool", "The block ids of one tier; see kvpage/_C.pyi.")
-      .def(py::init<int64_t>(), py::arg("num_blocks"))
-      .def("allocate", &allocate, py::arg("n"))
-      .def("allocate_one", &allocate_one)
-      .def("share", [](BlockPool& pool, const py::object& ids) { pool.share(Integers(ids, "ids").ids()); },
-           py::arg("ids"))
-      .def("release", [](BlockPool& pool, const py::object& ids) { pool.release(Integers(ids, "ids").ids()); },
-           py::arg("ids"))
-      .def("release_one", &release_one, py::arg("block_id"))
-      .def("ref_count", &BlockPool::ref_count, py::arg("block_id"))
-      .def_property_readonly("num_free", &BlockPool::num_free)
-      .def_property_readonly("num_blocks", &BlockPool::num_blocks)
-      .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>());
+  py::class_<BlockPool, std::shared_ptr<BlockPool>> pool(m, "BlockPool", doc("BlockPool"));
+  add_fast_methods(pool);
+  pool.def(py::init<int64_t>(), py::arg("num_blocks"), doc("BlockPool.__init__"))
+      .def("ref_count", &BlockPool::ref_count, py::arg("block_id"), doc("BlockPool.ref_count"))
+      .def_property_readonly("num_free", &BlockPool::num_free, doc("BlockPool.num_free"))
+      .def_property_readonly("num_blocks", &BlockPool::num_blocks, doc("BlockPool.num_blocks"))
+      .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>(), doc("BlockPool.check"));
 }
 
 }  // namespace kvpage

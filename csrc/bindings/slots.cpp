@@ -1,7 +1,9 @@
 // Whole-sequence slots.
 #include "bindings.h"
 
+#include "docs.h"
 #include "integers.h"
+#include "methods.h"
 #include "slot_allocator.h"
 #include "slot_tree.h"
 
@@ -15,6 +17,15 @@ py::tuple as_tuple(const SlotMatch& match) {
   return py::make_tuple(match.num_tokens, match.slot, match.version);
 }
 
+// A walk that may take long gives the GIL up. Giving it up costs threads that all do so more than a short one does.
+template <typename Call>
+auto maybe_without_gil(int64_t num_tokens, Call call) {
+  constexpr int64_t kShort = 1 << 16;
+  if (num_tokens < kShort) return call();
+  py::gil_scoped_release released;
+  return call();
+}
+
 // What a call of the tree with `token_ids` gives.
 template <typename Call>
 auto with_tokens(const py::object& token_ids, Call call) {
@@ -23,42 +34,36 @@ auto with_tokens(const py::object& token_ids, Call call) {
   return maybe_without_gil(view.size(), [&] { return call(view); });
 }
 
-// alloc and free take less time than pybind11 takes to call them, so they are methods of CPython's own kind. A method's
-// descriptor checks the type of `self`, which has no subclasses; what it lacks before __init__ is checked here.
-SlotAllocator* slot_allocator(PyObject* self) {
-  const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
-  if (held.holder_constructed()) return held.value_ptr<SlotAllocator>();
-  PyErr_SetString(PyExc_TypeError, "SlotAllocator.__init__() must be called first");
-  return nullptr;
-}
-
 PyObject* alloc_slot(PyObject* self, PyObject*) {
-  SlotAllocator* allocator = slot_allocator(self);
-  if (!allocator) return nullptr;
-  const int64_t slot = allocator->alloc();
-  PyObject* number = PyLong_FromLongLong(slot);
-  if (!number) allocator->free(slot);  // -1 needs no memory
-  return number;
+  return as_method([&] {
+    auto& allocator = held_by_self<SlotAllocator>(self);
+    const int64_t slot = allocator.alloc();
+    PyObject* number = PyLong_FromLongLong(slot);
+    if (!number) allocator.free(slot);  // -1 needs no memory
+    return number;
+  });
 }
 
 PyObject* free_slot(PyObject* self, PyObject* slot) {
-  SlotAllocator* allocator = slot_allocator(self);
-  const int64_t number = allocator ? PyLong_AsLongLong(slot) : -1;
-  if (number == -1 && PyErr_Occurred()) return nullptr;
-  try {
-    allocator->free(number);
-  } catch (const InvalidArgument& e) {
-    PyErr_SetString(PyExc_ValueError, e.what());
-    return nullptr;
-  }
-  Py_RETURN_NONE;
+  return as_method([&] {
+    auto& allocator = held_by_self<SlotAllocator>(self);
+    const int64_t number = PyLong_AsLongLong(slot);
+    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+    allocator.free(number);
+    return py::none().release().ptr();
+  });
 }
 
-void add_method(py::handle type, PyMethodDef& method) {
-  auto* owner = reinterpret_cast<PyTypeObject*>(type.ptr());
-  const auto descriptor = py::reinterpret_steal<py::object>(PyDescr_NewMethod(owner, &method));
-  if (!descriptor) throw py::error_already_set();
-  py::setattr(type, method.ml_name, descriptor);
+void add_fast_methods(py::handle type) {
+  static const std::string texts[] = {
+      std::string("alloc($self, /)\n--\n\n") + doc("SlotAllocator.alloc"),
+      std::string("free($self, slot, /)\n--\n\n") + doc("SlotAllocator.free"),
+  };
+  static PyMethodDef methods[] = {
+      {"alloc", &alloc_slot, METH_NOARGS, texts[0].c_str()},
+      {"free", &free_slot, METH_O, texts[1].c_str()},
+  };
+  for (PyMethodDef& method : methods) add_method(type, method);
 }
 
 void bind_slot_tree(py::module_& m) {
@@ -104,18 +109,14 @@ void bind_slot_tree(py::module_& m) {
 }  // namespace
 
 void bind_slots(py::module_& m) {
-  static PyMethodDef alloc{"alloc", alloc_slot, METH_NOARGS, nullptr};
-  static PyMethodDef free{"free", free_slot, METH_O, nullptr};
-  py::class_<SlotAllocator> allocator(m, "SlotAllocator", py::is_final(),
-                                      "Hands out whole-sequence slots; see kvpage/_C.pyi.");
-  add_method(allocator, alloc);
-  add_method(allocator, free);
-  allocator.def(py::init<int64_t>(), py::arg("max_slots"))
-      .def("occupy", &SlotAllocator::occupy, py::arg("slot"))
-      .def("is_free", &SlotAllocator::is_free, py::arg("slot"))
-      .def("version", &SlotAllocator::version, py::arg("slot"))
-      .def_property_readonly("free_count", &SlotAllocator::free_count)
-      .def_property_readonly("max_slots", &SlotAllocator::max_slots);
+  py::class_<SlotAllocator> allocator(m, "SlotAllocator", py::is_final(), doc("SlotAllocator"));
+  add_fast_methods(allocator);
+  allocator.def(py::init<int64_t>(), py::arg("max_slots"), doc("SlotAllocator.__init__"))
+      .def("occupy", &SlotAllocator::occupy, py::arg("slot"), doc("SlotAllocator.occupy"))
+      .def("is_free", &SlotAllocator::is_free, py::arg("slot"), doc("SlotAllocator.is_free"))
+      .def("version", &SlotAllocator::version, py::arg("slot"), doc("SlotAllocator.version"))
+      .def_property_readonly("free_count", &SlotAllocator::free_count, doc("SlotAllocator.free_count"))
+      .def_property_readonly("max_slots", &SlotAllocator::max_slots, doc("SlotAllocator.max_slots"));
   bind_slot_tree(m);
 }
 

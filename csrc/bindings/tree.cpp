@@ -5,28 +5,63 @@
 #include <span>
 #include <string_view>
 
+#include "docs.h"
 #include "integers.h"
+#include "long_calls.h"
 #include "prefix_tree.h"
 
 namespace kvpage {
 
 namespace {
 
+// A tree that threads of Python share. Every PrefixTree here is one.
+class SharedTree final : public PrefixTree {
+ public:
+  using PrefixTree::PrefixTree;
+
+  template <typename Call>
+  auto run(int64_t cost, Call call) {
+    return calls_.run(cost, std::move(call));
+  }
+
+  // A call that compares tokens with what is cached.
+  template <typename Call>
+  auto walk(int64_t num_tokens, Call call) {
+    return calls_.run(LongCalls::walk_cost(num_tokens, block_size()), std::move(call));
+  }
+
+ private:
+  LongCalls calls_;
+};
+
+constexpr int64_t kQuick = 0;
+constexpr int64_t kLong = LongCalls::kShort;
+
+SharedTree& tree_of(const Match& match) { return static_cast<SharedTree&>(match.tree()); }
+
+// A question that is answered at once.
+template <typename T>
+auto quick(T (PrefixTree::*get)() const) {
+  return [get](SharedTree& tree) { return tree.run(kQuick, [&] { return (tree.*get)(); }); };
+}
+
 py::array_t<int32_t> block_ids_from(const Match& match, int64_t start_block) {
   check(start_block >= 0 && start_block <= match.num_blocks(), "start_block must be between 0 and num_blocks = ",
         match.num_blocks(), ", got ", start_block);
   const int64_t num_ids = match.num_blocks() - start_block;
   py::array_t<int32_t> ids(num_ids);
-  match.tree().copy_block_ids(match, start_block, {ids.mutable_data(), static_cast<size_t>(num_ids)});
+  const std::span<int32_t> out(ids.mutable_data(), static_cast<size_t>(num_ids));
+  SharedTree& tree = tree_of(match);
+  tree.run(kQuick, [&] { tree.copy_block_ids(match, start_block, out); });
   return ids;
 }
 
-void check_tree(PrefixTree& tree, const py::object& owned_ids, const py::object& owned_host_ids) {
+void check_tree(SharedTree& tree, const py::object& owned_ids, const py::object& owned_host_ids) {
   std::optional<Integers> integers, host_integers;
   std::optional<std::span<const int32_t>> owned, host_owned;
   if (!owned_ids.is_none()) owned = integers.emplace(owned_ids, "owned_ids").copied_ids();
   if (!owned_host_ids.is_none()) host_owned = host_integers.emplace(owned_host_ids, "owned_host_ids").copied_ids();
-  maybe_without_gil(tree.num_cached(), [&] { tree.check_invariants(owned, host_owned); });
+  tree.run(kLong, [&] { tree.check_invariants(owned, host_owned); });
 }
 
 // A call that has changed the tree must not fail for lack of memory: its pins and pairs would be lost, and what they name
@@ -53,34 +88,35 @@ py::object new_match(Call call) {
   return match;
 }
 
-py::object match_part(PrefixTree& tree, const Match& match, const py::object& tokens) {
+py::object match_part(SharedTree& tree, const Match& match, const py::object& tokens, int64_t num_left_over) {
   const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
   py::object part = py::cast(PartMatch{});
-  std::optional<PartMatch> found = tree.match_part(match, integers.tokens());
+  std::optional<PartMatch> found = tree.run(kQuick, [&] { return tree.match_part(match, view, num_left_over); });
   if (!found) return py::none();
   held_by<PartMatch>(part) = std::move(*found);
   return part;
 }
 
-py::array_t<int64_t> promote(PrefixTree& tree, const Match& match, const py::object& block_ids) {
+py::array_t<int64_t> promote(SharedTree& tree, const Match& match, const py::object& block_ids) {
   Integers integers(block_ids, "block_ids");
-  const auto ids = integers.ids();
+  const auto ids = integers.copied_ids();
   py::array_t<int64_t> pairs = room_for_pairs(static_cast<int64_t>(ids.size()));
-  fill_pairs(pairs, tree.promote(match, ids));
+  fill_pairs(pairs, tree.run(kQuick, [&] { return tree.promote(match, ids); }));
   return pairs;
 }
 
-py::array_t<int64_t> write_out(PrefixTree& tree, const Match& match, int64_t min_hits) {
+py::array_t<int64_t> write_out(SharedTree& tree, const Match& match, int64_t min_hits) {
   py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? match.num_blocks() : 0);
-  fill_pairs(pairs, tree.write_out(match, min_hits));
+  fill_pairs(pairs, tree.run(kQuick, [&] { return tree.write_out(match, min_hits); }));
   return pairs;
 }
 
-py::tuple demote(PrefixTree& tree, int64_t num_blocks) {
-  const int64_t most = std::min(num_blocks, tree.num_evictable());
+py::tuple demote(SharedTree& tree, int64_t num_blocks) {
+  const int64_t most = std::min(num_blocks, tree.run(kQuick, [&] { return tree.num_evictable(); }));
   py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? std::max<int64_t>(most, 0) : 0);
   py::tuple result = py::make_tuple(most, pairs);
-  const auto [num_freed, moved] = maybe_without_gil(num_blocks, [&] { return tree.demote(most); });
+  const auto [num_freed, moved] = tree.run(num_blocks, [&] { return tree.demote(most); });
   fill_pairs(pairs, moved);
   if (num_freed != most) result[0] = num_freed;  // where another thread has pinned some meanwhile
   return result;
@@ -98,9 +134,8 @@ py::tuple change_arrays(const TreeChanges& taken, py::ssize_t block_size) {
   return py::make_tuple(taken.is_restart, taken.now, changes, tokens, namespaces);
 }
 
-py::tuple take_changes(PrefixTree& tree) {
-  const int64_t num_blocks = tree.num_cached() + tree.num_host_cached();
-  const TreeChanges taken = maybe_without_gil(num_blocks, [&] { return tree.take_changes(); });
+py::tuple take_changes(SharedTree& tree) {
+  const TreeChanges taken = tree.run(kLong, [&] { return tree.take_changes(); });
   try {
     return change_arrays(taken, tree.block_size());
   } catch (...) {  // what was taken is gone
@@ -109,104 +144,180 @@ py::tuple take_changes(PrefixTree& tree) {
   }
 }
 
+py::object match(SharedTree& tree, const py::object& tokens, const py::bytes& name, int priority,
+                 int64_t num_left_over) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  return new_match([&] {
+    return tree.walk(view.size(), [&] { return tree.match(view, space, priority, num_left_over); });
+  });
+}
+
+py::object insert(SharedTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
+                  Match* after, int priority) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  Integers ids(block_ids, "block_ids");
+  const auto span = ids.copied_ids();
+  const std::string_view space(name);
+  return new_match([&] {
+    return tree.walk(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
+  });
+}
+
+int64_t num_pinned_only_by(SharedTree& tree, const std::vector<const Match*>& matches) {
+  for (const Match* match : matches) check(match, "matches must be matches, got None");
+  return tree.num_pinned_only_by(matches);  // with the GIL: nobody may take one out of the caller's list
+}
+
+int64_t drop(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  return tree.walk(view.size(), [&] { return tree.drop(view, space); });
+}
+
+py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>& name) {
+  std::optional<std::string_view> space;
+  if (name) space = std::string_view(*name);
+  std::vector<TreeEntry> found = tree.run(kLong, [&] { return tree.entries(limit, space); });
+  py::list list;
+  for (TreeEntry& entry : found) list.append(py::cast(std::move(entry)));
+  return list;
+}
+
+py::array_t<int32_t> as_array(const std::vector<int32_t>& values) {
+  return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+std::optional<int64_t> unless_negative(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
+
 }  // namespace
 
 void bind_match(py::module_& m) {
-  py::class_<Match>(m, "Match", "A pinned path of a PrefixTree; see kvpage/_C.pyi.")
-      .def_property_readonly("num_blocks", &Match::num_blocks)
-      .def_property_readonly("num_tokens", &Match::num_tokens)
-      .def_property_readonly("priority", &Match::priority)
-      .def_property_readonly("num_device_blocks",
-                             [](const Match& match) { return match.tree().num_device_blocks(match); })
-      .def_property_readonly("is_released", [](const Match& match) { return match.tree().is_released(match); })
-      .def_property_readonly("block_ids", [](const Match& match) { return block_ids_from(match, 0); })
-      .def("block_ids_from", &block_ids_from, py::arg("start_block"));
-  py::class_<PartMatch>(m, "PartMatch", "The first tokens of a block of another path; see kvpage/_C.pyi.")
-      .def_readonly("match", &PartMatch::match)
-      .def_readonly("num_tokens", &PartMatch::num_tokens)
-      .def_readonly("block_id", &PartMatch::block_id)
-      .def_readonly("is_on_device", &PartMatch::is_on_device);
+  py::class_<Match>(m, "Match", doc("Match"))
+      .def_property_readonly("num_blocks", &Match::num_blocks, doc("Match.num_blocks"))
+      .def_property_readonly("num_tokens", &Match::num_tokens, doc("Match.num_tokens"))
+      .def_property_readonly("priority", &Match::priority, doc("Match.priority"))
+      .def_property_readonly(
+          "num_device_blocks",
+          [](const Match& match) {
+            SharedTree& tree = tree_of(match);
+            return tree.run(kQuick, [&] { return tree.num_device_blocks(match); });
+          },
+          doc("Match.num_device_blocks"))
+      .def_property_readonly(
+          "is_released",
+          [](const Match& match) {
+            SharedTree& tree = tree_of(match);
+            return tree.run(kQuick, [&] { return tree.is_released(match); });
+          },
+          doc("Match.is_released"))
+      .def_property_readonly("block_ids", [](const Match& match) { return block_ids_from(match, 0); },
+                             doc("Match.block_ids"))
+      .def("block_ids_from", &block_ids_from, py::arg("start_block"), doc("Match.block_ids_from"));
+  py::class_<PartMatch>(m, "PartMatch", doc("PartMatch"))
+      .def_readonly("match", &PartMatch::match, doc("PartMatch.match"))
+      .def_readonly("num_tokens", &PartMatch::num_tokens, doc("PartMatch.num_tokens"))
+      .def_readonly("block_id", &PartMatch::block_id, doc("PartMatch.block_id"))
+      .def_readonly("is_on_device", &PartMatch::is_on_device, doc("PartMatch.is_on_device"));
+}
+
+static void bind_entry(py::module_& m) {
+  const auto last_used = [](const TreeEntry& e) { return e.num_pins > 0 ? std::nullopt : std::optional(e.used_at); };
+  py::class_<TreeEntry>(m, "TreeEntry", doc("TreeEntry"))
+      .def_property_readonly("namespace", [](const TreeEntry& e) { return py::bytes(e.name); },
+                             doc("TreeEntry.namespace"))
+      .def_property_readonly("parent", [](const TreeEntry& e) { return unless_negative(e.parent); },
+                             doc("TreeEntry.parent"))
+      .def_readonly("start", &TreeEntry::start, doc("TreeEntry.start"))
+      .def_property_readonly("tokens", [](const TreeEntry& e) { return as_array(e.tokens); }, doc("TreeEntry.tokens"))
+      .def_property_readonly("block_ids", [](const TreeEntry& e) { return as_array(e.device_ids); },
+                             doc("TreeEntry.block_ids"))
+      .def_property_readonly("host_block_ids", [](const TreeEntry& e) { return as_array(e.host_ids); },
+                             doc("TreeEntry.host_block_ids"))
+      .def_readonly("num_pins", &TreeEntry::num_pins, doc("TreeEntry.num_pins"))
+      .def_readonly("priority", &TreeEntry::priority, doc("TreeEntry.priority"))
+      .def_property_readonly("last_used", last_used, doc("TreeEntry.last_used"));
+}
+
+using TreeClass = py::class_<SharedTree, std::shared_ptr<SharedTree>>;
+
+// Defines methods: the text before the arguments.
+struct Methods {
+  TreeClass& tree;
+
+  template <typename Call, typename... Extra>
+  void operator()(const char* name, Call call, const char* text, const Extra&... extra) const {
+    tree.def(name, call, extra..., text);
+  }
+};
+
+static void bind_questions(TreeClass& tree) {
+  const auto ask = [&](const char* name, auto get, const char* text) { tree.def_property_readonly(name, get, text); };
+  ask("block_size", &SharedTree::block_size, doc("PrefixTree.block_size"));
+  ask("has_host_tier", &SharedTree::has_host_tier, doc("PrefixTree.has_host_tier"));
+  ask("num_cached", quick(&PrefixTree::num_cached), doc("PrefixTree.num_cached"));
+  ask("num_evictable", quick(&PrefixTree::num_evictable), doc("PrefixTree.num_evictable"));
+  ask("num_host_cached", quick(&PrefixTree::num_host_cached), doc("PrefixTree.num_host_cached"));
+  ask("num_host_evictable", quick(&PrefixTree::num_host_evictable), doc("PrefixTree.num_host_evictable"));
+  ask("num_nodes", quick(&PrefixTree::num_nodes), doc("PrefixTree.num_nodes"));
+  ask("num_matches", quick(&PrefixTree::num_matches), doc("PrefixTree.num_matches"));
+}
+
+static void bind_tiers(const Methods& def) {
+  const auto trim = [](SharedTree& t, Match& match) { t.run(kQuick, [&] { t.trim(match); }); };
+  def("trim", trim, doc("PrefixTree.trim"), py::arg("match"));
+  def("promote", &promote, doc("PrefixTree.promote"), py::arg("match"), py::arg("block_ids"));
+  def("write_out", &write_out, doc("PrefixTree.write_out"), py::arg("match"), py::arg("min_hits") = 0);
+  const auto evict = [](SharedTree& t, int64_t num_blocks) {
+    return t.run(num_blocks, [&] { return t.evict(num_blocks); });
+  };
+  def("evict", evict, doc("PrefixTree.evict"), py::arg("num_blocks"));
+  def("demote", &demote, doc("PrefixTree.demote"), py::arg("num_blocks"));
+  const auto evict_host = [](SharedTree& t, int64_t num_blocks) {
+    return t.run(num_blocks, [&] { return t.evict_host(num_blocks); });
+  };
+  def("evict_host", evict_host, doc("PrefixTree.evict_host"), py::arg("num_blocks"));
+}
+
+static void bind_watching(const Methods& def) {
+  const auto log_changes = [](SharedTree& t, int64_t most) { t.run(kQuick, [&] { t.log_changes(most); }); };
+  def("log_changes", log_changes, doc("PrefixTree.log_changes"), py::arg("max_bytes"));
+  def("take_changes", &take_changes, doc("PrefixTree.take_changes"));
+  const auto lose_changes = [](SharedTree& t) { t.run(kQuick, [&] { t.lose_changes(); }); };
+  def("lose_changes", lose_changes, doc("PrefixTree.lose_changes"));
+  def("check", &check_tree, doc("PrefixTree.check"), py::arg("owned_ids") = py::none(),
+      py::arg("owned_host_ids") = py::none());
 }
 
 void bind_tree(py::module_& m) {
-  py::class_<PrefixTree, std::shared_ptr<PrefixTree>>(m, "PrefixTree", "Cached blocks by tokens; see kvpage/_C.pyi.")
-      .def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
+  bind_entry(m);
+  TreeClass tree(m, "PrefixTree", doc("PrefixTree"));
+  tree.def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
            py::arg("pool").none(false), py::arg("block_size"), py::arg("host_pool") = nullptr, py::kw_only(),
-           py::arg("_hash_mask") = ~uint64_t{0})
-      .def(
-          "match",
-          [](PrefixTree& tree, const py::object& tokens, const py::bytes& name, int priority) {
-            const Integers integers(tokens, "tokens");
-            const TokenView view = integers.tokens();
-            const std::string_view space(name);
-            return new_match(
-                [&] { return maybe_without_gil(view.size(), [&] { return tree.match(view, space, priority); }); });
-          },
-          py::arg("tokens"), py::arg("namespace") = py::bytes(), py::arg("priority") = 0)
-      .def("match_part", &match_part, py::arg("match"), py::arg("tokens"))
-      .def(
-          "insert",
-          [](PrefixTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
-             Match* after, int priority) {
-            const Integers integers(tokens, "tokens");
-            const TokenView view = integers.tokens();
-            Integers ids(block_ids, "block_ids");
-            const auto span = ids.copied_ids();
-            const std::string_view space(name);
-            return new_match([&] {
-              return maybe_without_gil(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
-            });
-          },
-          py::arg("tokens"), py::arg("block_ids"), py::arg("namespace") = py::bytes(), py::arg("after") = nullptr,
-          py::arg("priority") = 0)
-      .def(
-          "pin",
-          [](PrefixTree& tree, const Match& match) { return new_match([&] { return tree.pin(match); }); },
-          py::arg("match"))
-      .def(
-          "num_pinned_only_by",
-          [](PrefixTree& tree, const std::vector<const Match*>& matches) {
-            for (const Match* match : matches) check(match, "matches must be matches, got None");
-            return tree.num_pinned_only_by(matches);
-          },
-          py::arg("matches"))
-      .def("release", &PrefixTree::release, py::arg("match"))
-      .def("trim", &PrefixTree::trim, py::arg("match"))
-      .def("promote", &promote, py::arg("match"), py::arg("block_ids"))
-      .def("write_out", &write_out, py::arg("match"), py::arg("min_hits") = 0)
-      .def(
-          "evict",
-          [](PrefixTree& tree, int64_t num_blocks) {
-            return maybe_without_gil(num_blocks, [&] { return tree.evict(num_blocks); });
-          },
-          py::arg("num_blocks"))
-      .def("demote", &demote, py::arg("num_blocks"))
-      .def(
-          "evict_host",
-          [](PrefixTree& tree, int64_t num_blocks) {
-            return maybe_without_gil(num_blocks, [&] { return tree.evict_host(num_blocks); });
-          },
-          py::arg("num_blocks"))
-      .def(
-          "drop",
-          [](PrefixTree& tree, const py::object& tokens, const py::bytes& name) {
-            const Integers integers(tokens, "tokens");
-            return tree.drop(integers.tokens(), std::string_view(name));
-          },
-          py::arg("tokens"), py::arg("namespace") = py::bytes())
-      .def("clear", &PrefixTree::clear, py::call_guard<py::gil_scoped_release>())
-      .def("log_changes", &PrefixTree::log_changes, py::arg("max_bytes"))
-      .def("take_changes", &take_changes)
-      .def("lose_changes", &PrefixTree::lose_changes)
-      .def("check", &check_tree, py::arg("owned_ids") = py::none(), py::arg("owned_host_ids") = py::none())
-      .def_property_readonly("block_size", &PrefixTree::block_size)
-      .def_property_readonly("has_host_tier", &PrefixTree::has_host_tier)
-      .def_property_readonly("num_cached", &PrefixTree::num_cached)
-      .def_property_readonly("num_evictable", &PrefixTree::num_evictable)
-      .def_property_readonly("num_host_cached", &PrefixTree::num_host_cached)
-      .def_property_readonly("num_host_evictable", &PrefixTree::num_host_evictable)
-      .def_property_readonly("num_nodes", &PrefixTree::num_nodes)
-      .def_property_readonly("num_matches", &PrefixTree::num_matches);
+           py::arg("_hash_mask") = ~uint64_t{0}, doc("PrefixTree.__init__"));
+  const Methods def{tree};
+  const auto in_namespace = py::arg("namespace") = py::bytes();
+  const auto left_over = py::arg("num_left_over") = 1;
+  def("match", &match, doc("PrefixTree.match"), py::arg("tokens"), in_namespace, py::arg("priority") = 0, left_over);
+  def("match_part", &match_part, doc("PrefixTree.match_part"), py::arg("match"), py::arg("tokens"), left_over);
+  def("insert", &insert, doc("PrefixTree.insert"), py::arg("tokens"), py::arg("block_ids"), in_namespace,
+      py::arg("after") = nullptr, py::arg("priority") = 0);
+  const auto pin = [](SharedTree& t, const Match& match) {
+    return new_match([&] { return t.run(kQuick, [&] { return t.pin(match); }); });
+  };
+  def("pin", pin, doc("PrefixTree.pin"), py::arg("match"));
+  const auto release = [](SharedTree& t, Match& match) { t.run(kQuick, [&] { t.release(match); }); };
+  def("release", release, doc("PrefixTree.release"), py::arg("match"));
+  def("num_pinned_only_by", &num_pinned_only_by, doc("PrefixTree.num_pinned_only_by"), py::arg("matches"));
+  def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
+  def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
+  def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
+  bind_tiers(def);
+  bind_watching(def);
+  bind_questions(tree);
 }
 
 }  // namespace kvpage

@@ -182,7 +182,7 @@ class StoreLink:
         if len(self._saves) >= self._max_saves:
             self.stats.num_skipped += 1
             return
-        match = self._manager.tree.match(_and_one(tokens), request.namespace)
+        match = self._manager.tree.match(tokens, request.namespace, num_left_over=0)
         if match.num_device_blocks < match.num_blocks:
             self._manager.tree.trim(match)
         if match.num_blocks == 0:
@@ -361,8 +361,3 @@ class _SideStream:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
         self._stream.synchronize()
-
-
-def _and_one(tokens: TokenIds) -> TokenIds:
-    """With a token behind, so that all of them are looked up."""
-    return np.append(tokens, np.int32(0)).astype(np.int32)

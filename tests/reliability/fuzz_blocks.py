@@ -33,7 +33,7 @@ def prompt(rng: random.Random, most: int = 20) -> list[int]:
 class TreeWorld:
     """A pool, a tree over it, with or without a host tier; the references and matches that are held."""
 
-    covers = ("kvpage.BlockPool", "kvpage.PrefixTree", "kvpage.Match", "kvpage._C.PartMatch")
+    covers = ("kvpage.BlockPool", "kvpage.PrefixTree", "kvpage.Match", "kvpage.PartMatch")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -72,7 +72,8 @@ class TreeWorld:
 
     def case(self, rng: random.Random) -> Case:
         names = "allocate allocate_one share release release_one ref_count match match_part pin unpin insert insert"
-        names += " insert_after trim promote write_out evict demote evict_host drop clear log questions check make"
+        names += " insert_after trim promote write_out evict demote evict_host drop clear entries log questions"
+        names += " check make"
         return getattr(self, f"_{rng.choice(names.split())}")()
 
     # --- the pool ---
@@ -133,6 +134,7 @@ class TreeWorld:
             "tokens": as_integers(prompt(self.rng), self.rng),
             "namespace": self.rng.choice((b"", b"a")),
             "priority": self.rng.randrange(8),
+            "num_left_over": self.rng.randrange(BLOCK_SIZE + 2),
         }
         return Case("tree.match", self.tree.match, args, done=self.matches.append)
 
@@ -143,7 +145,8 @@ class TreeWorld:
         return self.rng.choice(self.matches) if self.matches else self.foreign
 
     def _match_part(self) -> Case:
-        args = {"match": self._some_match(), "tokens": as_integers(prompt(self.rng), self.rng)}
+        tokens = as_integers(prompt(self.rng), self.rng)
+        args = {"match": self._some_match(), "tokens": tokens, "num_left_over": self.rng.randrange(3)}
 
         def done(part: Any) -> None:
             if part is not None:
@@ -228,6 +231,10 @@ class TreeWorld:
 
     def _clear(self) -> Case:
         return Case("tree.clear", self.tree.clear)
+
+    def _entries(self) -> Case:
+        args = {"limit": self.rng.randrange(9), "namespace": self.rng.choice((None, b"", b"a"))}
+        return Case("tree.entries", self.tree.entries, args)
 
     def _log(self) -> Case:
         if self.rng.random() < 0.5:

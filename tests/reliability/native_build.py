@@ -28,6 +28,7 @@ CORE = [
     "host_copy",
     "prefix_tree",
     "prefix_tree_check",
+    "prefix_tree_entries",
     "prefix_tree_log",
     "prefix_tree_tiers",
     "sibling_index",

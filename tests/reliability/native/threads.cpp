@@ -138,6 +138,10 @@ class Server {
     expect(tree.num_cached() >= match.num_blocks() && tree.num_cached() <= num_blocks, "a pinned block is not cached");
     expect(tree.num_evictable() + match.num_blocks() <= num_blocks, "a pinned block is evictable");
     expect(tree.num_matches() > 0 && !tree.is_released(match), "a live match is released");
+    for (const TreeEntry& entry : tree.entries(rng_.below(9)))
+      expect(!entry.tokens.empty() && entry.tokens.size() % kBlockSize == 0 &&
+                 entry.device_ids.size() <= entry.tokens.size() / kBlockSize,
+             "an entry is not of whole blocks");
     expect(tree.num_nodes() <= num_blocks + tree.num_host_cached() + tree.num_host_evictable() + 20, "too many nodes");
   }
 

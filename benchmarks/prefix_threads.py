@@ -1,0 +1,144 @@
+"""How much threads of Python that share a tree or a pool do together, beside what one of them does alone."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpage import BlockPool, PrefixTree
+
+B = 16
+NUM_THREADS = (1, 2, 4)
+NUM_PROMPTS = 8  # each thread has its own
+
+Work = Callable[[int], Callable[[], int]]  # what a thread does again and again: how many calls that were
+
+
+def rate(work: Work, num_threads: int, seconds: float) -> float:
+    """Calls a second of all threads together."""
+    counts = [0] * num_threads
+    ended = threading.Event()
+    barrier = threading.Barrier(num_threads + 1)
+
+    def run(thread: int) -> None:
+        call = work(thread)
+        barrier.wait()
+        while not ended.is_set():
+            counts[thread] += call()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    start = time.perf_counter()
+    time.sleep(seconds)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - start)
+
+
+def shared_tree(num_tokens: int) -> tuple[BlockPool, PrefixTree, list[np.ndarray]]:
+    prompts = [np.arange(num_tokens, dtype=np.int32) for _ in range(NUM_PROMPTS)]
+    for i, prompt in enumerate(prompts):
+        prompt[num_tokens // 2 :] += 1_000_000 * i
+    pool = BlockPool(4 * NUM_PROMPTS * num_tokens // B)
+    tree = PrefixTree(pool, B)
+    for prompt in prompts:
+        tree.release(tree.insert(prompt, pool.allocate(num_tokens // B), priority=1))
+    return pool, tree, prompts
+
+
+def matching(num_tokens: int) -> Work:
+    """Match and release of a cached prompt."""
+    _, tree, prompts = shared_tree(num_tokens)
+
+    def work(thread: int) -> Callable[[], int]:
+        match, release, prompt = tree.match, tree.release, prompts[thread]
+
+        def call() -> int:
+            for _ in range(20):
+                release(match(prompt))
+            return 20
+
+        return call
+
+    return work
+
+
+def inserting(num_tokens: int) -> Work:
+    """Match, insertion of 16 new blocks after it, release, and eviction of what was new, of the lowest priority."""
+    pool, tree, prompts = shared_tree(num_tokens)
+
+    def work(thread: int) -> Callable[[], int]:
+        prompt, rest = prompts[thread], np.full(16 * B, -1 - thread, np.int32)
+
+        def call() -> int:
+            match = tree.match(prompt, num_left_over=0)
+            tree.release(tree.insert(rest, pool.allocate(16), after=match))
+            tree.evict(16)
+            return 1
+
+        return call
+
+    return work
+
+
+def pooling(num_blocks: int) -> Work:
+    """Allocation and release."""
+    pool = BlockPool(1 << 16)
+
+    def work(_: int) -> Callable[[], int]:
+        allocate, release = pool.allocate, pool.release
+
+        def call() -> int:
+            for _ in range(20):
+                release(allocate(num_blocks))
+            return 20
+
+        return call
+
+    return work
+
+
+CASES: dict[str, Callable[[], Work]] = {
+    "match of 2,048": lambda: matching(2048),
+    "match of 8,192": lambda: matching(8192),
+    "match of 32,768": lambda: matching(32_768),
+    "match of 131,072": lambda: matching(131_072),
+    "match and insert": lambda: inserting(8192),
+    "allocate(1)": lambda: pooling(1),
+    "allocate(100)": lambda: pooling(100),
+}
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """25th percentile, median, 75th percentile."""
+    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
+    return low, median, high
+
+
+def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
+    """Ratios are taken within a round, in which all numbers of threads follow one another."""
+    rows = []
+    for name, make in CASES.items():
+        work = make()
+        rates: dict[int, list[float]] = {num: [] for num in NUM_THREADS}
+        for _ in range(rounds):
+            for num in NUM_THREADS:
+                rates[num].append(rate(work, num, seconds))
+        for num in NUM_THREADS:
+            low, median, high = quartiles(rates[num])
+            ratios = [many / one for many, one in zip(rates[num], rates[1], strict=True)]
+            row = {"case": name, "threads": num, "calls_s": median, "calls_s_p25": low, "calls_s_p75": high}
+            names = ("ratio_p25", "ratio", "ratio_p75")
+            rows.append(row | dict(zip(names, quartiles(ratios), strict=True)))
+    return rows
+
+
+def report_threads(rows: list[dict]) -> None:
+    print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'to one thread: median (quartiles)':>36}")
+    for row in rows:
+        ratio = f"{row['ratio']:.2f} ({row['ratio_p25']:.2f} to {row['ratio_p75']:.2f})"
+        print(f"{row['case']:27}{row['threads']:>8}{row['calls_s']:14,.0f}{ratio:>36}")

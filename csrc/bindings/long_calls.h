@@ -1,0 +1,44 @@
+// LongCalls: which calls of one object give the GIL up. A short one keeps it: giving it up and taking it again costs
+// threads that all do so several times what the call does. One that may take long gives it up; while one is under way,
+// the short ones do so too, since they wait for the same mutex.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "bindings.h"
+
+namespace kvpage {
+
+class LongCalls {
+ public:
+  static constexpr int64_t kShort = 4096;       // blocks that are given up or looked at
+  static constexpr int64_t kShortWalk = 32768;  // sixteenths of tokens, and blocks, that are compared: 0.1 ms mostly
+
+  // What finding or caching so many tokens costs, for `run`.
+  static int64_t walk_cost(int64_t num_tokens, int64_t block_size) {
+    return (num_tokens / 16 + num_tokens / block_size) / (kShortWalk / kShort);
+  }
+
+  template <typename Call>
+  auto run(int64_t cost, Call call) {
+    if (cost < kShort && num_under_way_ == 0) return call();
+    const UnderWay counted(cost < kShort ? nullptr : &num_under_way_);
+    py::gil_scoped_release released;
+    return call();
+  }
+
+ private:
+  // Ends after the GIL was taken again.
+  struct UnderWay {
+    explicit UnderWay(int64_t* num) : num_(num) { if (num_) ++*num_; }
+    ~UnderWay() { if (num_) --*num_; }
+    UnderWay(const UnderWay&) = delete;
+    UnderWay& operator=(const UnderWay&) = delete;
+    int64_t* num_;
+  };
+
+  int64_t num_under_way_ = 0;  // long ones; guarded by the GIL
+};
+
+}  // namespace kvpage

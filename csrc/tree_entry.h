@@ -1,0 +1,22 @@
+// TreeEntry: an edge of the prefix tree as somebody sees it who looks on; a copy, which holds no block.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvpage {
+
+struct TreeEntry {
+  std::string name;      // the namespace
+  int64_t parent = -1;   // where the entry that it goes on from stands in the answer; -1: it begins the namespace
+  int64_t start = 0;     // tokens before its own
+  int64_t num_pins = 0;  // live matches that go through it or end at it
+  int64_t priority = 0;
+  int64_t used_at = 0;   // the tree's clock when the last match was released; 0 before the first
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> device_ids;  // of the first blocks
+  std::vector<int32_t> host_ids;    // of every block; kNoBlock where there is none. Empty without a host tier
+};
+
+}  // namespace kvpage
