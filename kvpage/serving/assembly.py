@@ -28,7 +28,7 @@ def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCo
             "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
         )
     check_config(model)
-    return ModelConfig.from_hf(model.config, model.dtype)
+    return ModelConfig.from_hf(model.config, model.dtype, use_mla=cache_config.backend == "mla")
 
 
 def make_cache(
