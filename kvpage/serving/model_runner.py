@@ -76,8 +76,8 @@ class ModelRunner:
     def _hooks(self, step: Step) -> AbstractContextManager[object]:
         """Those of a step that needs more than K and V as the attention function is given them."""
         if step.layout.backend == "mla":
-            step.latents = latents = LatentPass(step)
-            return latents.hooks(self.model)
+            step.latents = step.latents or LatentPass(step)
+            return step.latents.hooks(self.model)
         return step.blend.hooks() if step.blend else nullcontext()
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:

@@ -52,6 +52,9 @@ class StepBlend(Protocol):
 class StepLatents(Protocol):
     """What a step does whose blocks hold latents instead of heads' K and V."""
 
+    def hooks(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Inside, what the model's layers make latents into is kept for `attend`."""
+
     def attend(
         self,
         module: torch.nn.Module,

@@ -20,14 +20,32 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-LONGCAT = {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 8, "moe_topk": 2}
+LONGCAT = {  # each of its layers attends twice
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "head_dim": 4,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 8,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+}
+YARN = {  # lengths beyond 16 turn queries' size up
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 FAMILIES = {
     "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", EXPERTS),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", EXPERTS),
-    "longcat_flash": ("LongcatFlashConfig", {**LONGCAT, "zero_expert_num": 2}),
-    "mistral4": ("Mistral4Config", EXPERTS),
-    "minicpm3": ("MiniCPM3Config", {}),
+    "longcat_flash": ("LongcatFlashConfig", LONGCAT),
+    "mistral4": ("Mistral4Config", {**EXPERTS, "rope_parameters": YARN}),
+    "minicpm3": ("MiniCPM3Config", {"scale_emb": 1, "dim_model_base": 32, "tie_word_embeddings": False}),
     "youtu": ("YoutuConfig", {}),
     "axk1": ("AXK1Config", EXPERTS),
 }
@@ -37,9 +55,9 @@ KINDS = [kind for kind, (name, _) in FAMILIES.items() if hasattr(tf, name)]
 def make_latent_model(kind: str, **fields: object) -> tf.PreTrainedModel:
     """A seeded model in fp32 and eval mode, with its own eager attention. `fields`: of its config."""
     name, own = FAMILIES[kind]
-    common = {key: value for key, value in COMMON.items() if not (kind == "longcat_flash" and key == "num_hidden_layers")}
-    config = getattr(tf, name)(**{**common, **MLA, **own, **fields})
+    config = getattr(tf, name)(**{**COMMON, **MLA, **own, **fields})
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = getattr(tf, name.replace("Config", "ForCausalLM"))(config).float().eval()
     spread_sinks(model)
     return model
