@@ -1,6 +1,6 @@
-"""What a model's layers have to be for their latents to be kept in blocks, found out by computing with them.
+"""Checks, at load, that a model's latents can be kept in blocks.
 
-    K and V that a layer hands to its attention function ═══ K and V expanded from the row that blocks would keep
+What the blocks keep of a few tokens is expanded, and has to be the K and V that each layer hands to its attention.
 """
 
 from dataclasses import replace

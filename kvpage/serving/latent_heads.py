@@ -1,5 +1,7 @@
 """LatentHeads: what one layer of MLA makes of its latents for each head, and the two ways to attend with it.
 
+c: a token's latent. A, B: a head's weights.
+
     expanded   K = [ A c | k_rot ], V = B c                          a query costs less, all keys are expanded first
     turned     q = [ Aᵀ q_nope | q_rot ] over rows [ c | k_rot ],    a query costs more, rows are read as they lie
                then B (sum of p c)
@@ -29,7 +31,7 @@ class LatentHeads:
 
     @classmethod
     def of_layer(cls, module: nn.Module, num_heads: int, value_size: int) -> "LatentHeads":
-        """ValueError, with the reason, for a layer of another form. Adapters and packed weights are no plain product."""
+        """ValueError, with the reason, for a layer of another form: adapters and packed weights are no product."""
         name, projection = type(module).__name__, getattr(module, PROJECTION, None)
         if not isinstance(projection, nn.Linear) or projection.bias is not None:
             raise ValueError(
