@@ -10,8 +10,18 @@ from serving.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams, attention, latent_heads
+from kvpage.serving import (
+    BeamSearchParams,
+    Engine,
+    KVPageCache,
+    KVPageCachePool,
+    SamplingParams,
+    attention,
+    latent_heads,
+)
+from kvpage.serving.kv_shape import KVShape
 from kvpage.serving.latent_heads import LatentHeads
+from kvpage.serving.model_check import relative_error
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B, C = 4, 8
@@ -100,7 +110,7 @@ def test_beams_and_samples_are_those_over_expanded_heads() -> None:
     latents, heads = (make_engine(backend=backend) for backend in ("mla", "flash"))
     for num_beams in (2, 5):
         beams = [
-            engine.beam_search(PROMPTS[6], BeamSearchParams(num_beams, max_tokens=MAX_TOKENS)).beams
+            engine.beam_search(PROMPTS[6:7], BeamSearchParams(num_beams, max_tokens=MAX_TOKENS))[0].beams
             for engine in (latents, heads)
         ]
         assert [beam.token_ids for beam in beams[0]] == [beam.token_ids for beam in beams[1]]
@@ -124,7 +134,8 @@ def test_a_second_process_starts_warm(tmp_path, layer_layout: str) -> None:
             outputs = engine.generate(PROMPTS, PARAMS)
             engine.close()
             assert [output.token_ids for output in outputs] == expected("deepseek_v3")
-            assert (outputs[6].num_cached_tokens, store.stats().corrupt_records) == ((56 if is_warm else 0), 0)
+            assert outputs[6].num_cached_tokens == (56 if is_warm else 4 * B)
+            assert store.stats().corrupt_records == 0
 
 
 def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
@@ -138,10 +149,11 @@ def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8", "bf16"])
-def test_quantised_latents_are_near_and_keep_every_bit_in_a_store(cache_dtype: str) -> None:
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2", "int8", "bf16"])
+def test_narrow_latents_are_those_of_a_cache_in_the_model_and_keep_every_bit_in_a_store(cache_dtype: str) -> None:
     kv_scales = "calibrate" if cache_dtype.startswith("fp8") else None
-    exact, *engines = make_engine(), *(make_engine(cache_dtype=cache_dtype, kv_scales=kv_scales) for _ in range(2))
+    engines = [make_engine(cache_dtype=cache_dtype, kv_scales=kv_scales) for _ in range(2)]
+    assert_logits_of_a_cache(engines[0], cache_dtype)
     found = []
     with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(engines[0].cache, "m")) as store:
         for engine in engines:
@@ -149,8 +161,18 @@ def test_quantised_latents_are_near_and_keep_every_bit_in_a_store(cache_dtype: s
             found.append(tokens_of(engine))
             engine.close()
     assert found[0] == found[1]
-    firsts = [first_logits(engine, PROMPTS[6]) for engine in (exact, engines[0])]
-    torch.testing.assert_close(firsts[1], firsts[0], rtol=0.1, atol=0.1 * firsts[0].abs().max().item())
+
+
+def assert_logits_of_a_cache(engine: Engine, cache_dtype: str) -> None:
+    """KVPageCache hands the model the latents out of its blocks, which the model expands itself."""
+    config = CacheConfig(B, 64, backend="mla", cache_dtype=cache_dtype)
+    model, row = model_of("deepseek_v3"), torch.tensor(PROMPTS[6:7])
+    if not KVShape.of_model(model).is_latent:
+        pytest.skip("this transformers hands expanded heads to its cache")
+    pool = KVPageCachePool.from_model(model, config, kv_scales=engine.cache.kv_scales)
+    with KVPageCache(pool, row) as cache, torch.no_grad():
+        expected = model(input_ids=row, past_key_values=cache, use_cache=True).logits[0, -1:]
+    assert relative_error(first_logits(engine, PROMPTS[6]), expected) < 1e-3
 
 
 def first_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
@@ -209,7 +231,7 @@ def test_gathering_instead_of_reading_in_place(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_dtypes() -> None:
     for dtype in (torch.bfloat16, torch.float64):
-        model = make_latent_model("deepseek_v3").to(dtype)
+        model = make_latent_model("deepseek_v3", first_k_dense_replace=3).to(dtype)  # experts are not of every dtype
         outputs = make_engine(model=model, max_num_batched_tokens=24).generate(PROMPTS, PARAMS)
         if dtype == torch.float64:
             assert [output.token_ids for output in outputs] == generate_each(model, PROMPTS, MAX_TOKENS)
@@ -249,17 +271,19 @@ def test_another_thread_that_uses_the_layers_meanwhile_is_not_listened_to() -> N
     model = make_latent_model("deepseek_v3")
     engine = make_engine(model=model)
     layer = model.model.layers[0].self_attn
-    projection, norm = layer.kv_b_proj, layer.o_proj
+    mine, others = threading.get_ident(), []
 
     def disturb(*args: object) -> None:
-        other = threading.Thread(target=lambda: projection(torch.full((1, 1, MLA["kv_lora_rank"]), 9.0)))
-        other.start()
-        other.join()
+        if threading.get_ident() != mine:
+            return
+        latent = torch.full((1, 1, MLA["kv_lora_rank"]), 9.0)
+        others.append(threading.Thread(target=layer.kv_b_proj, args=(latent,)))
+        others[-1].start()
+        others[-1].join()
 
-    handles = [projection.register_forward_hook(disturb), norm.register_forward_pre_hook(disturb)]
+    layer.kv_b_proj.register_forward_hook(disturb)  # before its attention
     assert tokens_of(engine) == expected("deepseek_v3")
-    for handle in handles:
-        handle.remove()
+    assert others
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
