@@ -142,11 +142,16 @@ def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
     config = KVStoreConfig(C, ("memory://?size=4MiB",))
     engines = [make_engine(backend=backend) for backend in ("flash", "mla", "flash", "mla")]
     first = KVStore(config, metadata_of(engines[0].cache, "m"))
+    cached = []
     for engine in engines:
         store = KVStore(config, metadata_of(engine.cache, "m"), [first._tiers.tiers[0]])
         engine.use_store(store)
-        assert tokens_of(engine) == expected("deepseek_v3")
+        outputs = engine.generate(PROMPTS, PARAMS)
         engine.close()
+        assert [output.token_ids for output in outputs] == expected("deepseek_v3")
+        assert store.stats().corrupt_records == 0
+        cached.append(outputs[6].num_cached_tokens)
+    assert cached == [4 * B, 4 * B, 56, 56]
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2", "int8", "bf16"])
