@@ -62,13 +62,9 @@ class _CheckedPass(LatentPass):
         layer: int,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        if query.shape != key.shape:
-            raise ValueError(
-                f"backend 'mla' needs a K for each query head, layer {layer} of {self._model_name} has queries "
-                f"{list(query.shape[1:])} and K {list(key.shape[1:])}"
-            )
-        output = super().attend(module, query, key, value, layer, options)
         heads = LatentHeads.of_layer(module, key.shape[1], value.shape[2])
+        self._check_forms(query, key, heads, layer)
+        output = super().attend(module, query, key, value, layer, options)
         found = heads.expanded(self._gather(0, layer, AttentionOptions(1.0), query))
         itemsize = min(query.dtype.itemsize, self._step.layout.dtype.itemsize)
         limit = MAX_ERROR if itemsize >= 4 else MAX_ERROR_HALF
@@ -80,3 +76,16 @@ class _CheckedPass(LatentPass):
                     f"{self._model_name} is {error:.1e} off (relative)"
                 )
         return output
+
+    def _check_forms(self, query: torch.Tensor, key: torch.Tensor, heads: LatentHeads, layer: int) -> None:
+        if query.shape != key.shape:
+            raise ValueError(
+                f"each query head must have a K of its size for backend 'mla', layer {layer} of {self._model_name} has "
+                f"queries of {list(query.shape[1:])} and K of {list(key.shape[1:])}"
+            )
+        weight = heads.key
+        if (weight.dtype, weight.device) != (key.dtype, key.device):
+            raise ValueError(
+                f"the weight of {PROJECTION} must be {key.dtype} on {key.device} for backend 'mla', that of layer "
+                f"{layer} of {self._model_name} is {weight.dtype} on {weight.device}"
+            )

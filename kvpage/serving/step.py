@@ -53,7 +53,7 @@ class StepLatents(Protocol):
     """What a step does whose blocks hold latents instead of heads' K and V."""
 
     def hooks(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Inside, what the model's layers make latents into is kept for `attend`."""
+        """Inside, the latents that the model's layers make are kept for `attend`."""
 
     def attend(
         self,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from serving.latent_models import KINDS, MLA, make_latent_model
 from serving.models import generate_each, make_model, make_prompts
+from transformers import DynamicCache
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
@@ -152,6 +153,40 @@ def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
         assert store.stats().corrupt_records == 0
         cached.append(outputs[6].num_cached_tokens)
     assert cached == [4 * B, 4 * B, 56, 56]
+
+
+class Seen(DynamicCache):
+    """Keeps what each layer hands to its cache."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object):
+        self.__dict__.setdefault("rows", []).append((key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_a_stores_tensors_are_the_models_latents(fmt: str) -> None:
+    """What a model computed elsewhere, by transformers alone, is found by an engine, and the other way round."""
+    model, prompt, seen = model_of("deepseek_v3"), PROMPTS[6], Seen()
+    if not KVShape.of_model(model).is_latent:
+        pytest.skip("this transformers hands expanded heads to its cache")
+    with torch.no_grad():
+        model(input_ids=torch.tensor([prompt]), past_key_values=seen, use_cache=True)
+    rows = [torch.cat(pair, dim=3)[0] for pair in seen.rows]  # each [1, tokens, latent]
+    tensors = [(layer.transpose(0, 1) if fmt == "vllm" else layer,) for layer in rows]
+    config = KVStoreConfig(C, ("memory://?size=4MiB",))
+    for is_given in (True, False):
+        engine = make_engine()
+        with KVStore(config, metadata_of(engine.cache, "m", fmt=fmt)) as store:
+            if is_given:
+                store.store(prompt, tensors)
+            engine.use_store(store)
+            output = engine.generate([prompt], PARAMS)[0]
+            engine.close()
+            assert output.token_ids == expected("deepseek_v3")[6]
+            assert output.num_cached_tokens == (56 if is_given else 0)
+            found = store.retrieve(prompt)[0]
+        for one, want in zip(found, tensors, strict=True):
+            torch.testing.assert_close(one[0], want[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2", "int8", "bf16"])
@@ -365,6 +400,21 @@ def past_its_call(layer: torch.nn.Module) -> None:
     layer.expand_kv = lambda kv, rot: type(layer).expand_kv(Bypassed(layer), kv, rot)
 
 
+class Packed(torch.nn.Linear):
+    """As quantised models have them: the weight is no number that a product could take."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = torch.nn.Parameter(base.weight.to(torch.float16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.float())
+
+
+def packed(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj = Packed(layer.kv_b_proj)
+
+
 class Bypassed:
     """The layer's, with a projection that no hook sees."""
 
@@ -380,6 +430,7 @@ class Bypassed:
     [
         (with_bias, "kv_b_proj must be a torch.nn.Linear without bias for backend 'mla', that of DeepseekV3Attention"),
         (adapted, "kv_b_proj must be a torch.nn.Linear without bias .* is Adapted"),
+        (packed, "the weight of kv_b_proj must be torch.float32 on cpu .* of layer 1 .* is torch.float16 on cpu"),
         (hooked, "K must be what kv_b_proj makes of a latent .* of layer 1 of DeepseekV3ForCausalLM is .* off"),
         (past_its_call, "kv_b_proj must be called before attention, that of DeepseekV3Attention was not"),
     ],
