@@ -11,11 +11,10 @@ A layer of DeepSeek's kind makes K and V of all heads out of one small row a tok
     all else: decode            over the rows as they lie, each read once for all heads
 """
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,27 +41,36 @@ class LatentPass:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._latents: dict[nn.Module, torch.Tensor] = {}  # what each projection was given
+        self._latents: dict[nn.Module, torch.Tensor] = {}  # what each layer gave to its projection
         bounds = [0, *accumulate(step.query_lens)]
         self._rows = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
         self._ways: _Ways | None = None
 
     @contextmanager
-    def hooks(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what the model's projections are given in this thread is kept for `attend`."""
-        thread = threading.get_ident()
+    def listening(self, model: nn.Module) -> Iterator[None]:
+        """Inside, what the layers of `model` give to their projections is kept for `attend`.
 
-        def keep(projection: nn.Module, args: tuple[Any, ...]) -> None:
-            if threading.get_ident() == thread and args:
-                self._latents[projection] = args[0]
-
-        modules = (getattr(module, PROJECTION, None) for module in model.modules())
-        handles = [one.register_forward_pre_hook(keep) for one in modules if isinstance(one, nn.Module)]
+        The layers find a function in their projection's place; the projections themselves, which others may share, are
+        not touched.
+        """
+        layers = [module for module in model.modules() if PROJECTION in module._modules]
+        for layer in layers:
+            vars(layer)[PROJECTION] = self._listener(layer)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for layer in layers:
+                vars(layer).pop(PROJECTION, None)
+
+    def _listener(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        projection = layer._modules[PROJECTION]
+        assert projection is not None
+
+        def project(latent: torch.Tensor) -> torch.Tensor:
+            self._latents[layer] = latent
+            return projection(latent)
+
+        return project
 
     def attend(
         self,
@@ -115,7 +123,7 @@ class LatentPass:
 
     def _take_latent(self, module: nn.Module, num_rows: int) -> torch.Tensor:
         """[num_rows, rank]: what the module's projection was given."""
-        latent = self._latents.pop(getattr(module, PROJECTION), None)
+        latent = self._latents.pop(module, None)
         if latent is None:
             raise ValueError(f"{PROJECTION} must be called before attention, that of {type(module).__name__} was not")
         return latent.reshape(num_rows, -1)

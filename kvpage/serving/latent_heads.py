@@ -32,7 +32,7 @@ class LatentHeads:
     @classmethod
     def of_layer(cls, module: nn.Module, num_heads: int, value_size: int) -> "LatentHeads":
         """ValueError, with the reason, for a layer of another form: adapters and packed weights are no product."""
-        name, projection = type(module).__name__, getattr(module, PROJECTION, None)
+        name, projection = type(module).__name__, module._modules.get(PROJECTION)
         if not isinstance(projection, nn.Linear) or projection.bias is not None:
             raise ValueError(
                 f"{PROJECTION} must be a torch.nn.Linear without bias for backend 'mla', that of {name} is "

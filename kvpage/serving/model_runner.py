@@ -77,7 +77,7 @@ class ModelRunner:
         """Those of a step that needs more than K and V as the attention function is given them."""
         if step.layout.backend == "mla":
             step.latents = step.latents or LatentPass(step)
-            return step.latents.hooks(self.model)
+            return step.latents.listening(self.model)
         return step.blend.hooks() if step.blend else nullcontext()
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:

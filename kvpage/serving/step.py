@@ -52,7 +52,7 @@ class StepBlend(Protocol):
 class StepLatents(Protocol):
     """What a step does whose blocks hold latents instead of heads' K and V."""
 
-    def hooks(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+    def listening(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Inside, the latents that the model's layers make are kept for `attend`."""
 
     def attend(

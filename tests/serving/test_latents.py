@@ -186,7 +186,9 @@ def test_a_stores_tensors_are_the_models_latents(fmt: str) -> None:
             assert output.num_cached_tokens == (56 if is_given else 0)
             found = store.retrieve(prompt)[0]
         for one, want in zip(found, tensors, strict=True):
-            torch.testing.assert_close(one[0], want[0], rtol=1e-4, atol=1e-4)
+            dim = 0 if fmt == "vllm" else 1
+            assert one[0].shape[dim] >= 56  # an engine stores whole chunks
+            torch.testing.assert_close(one[0], want[0].narrow(dim, 0, one[0].shape[dim]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2", "int8", "bf16"])
@@ -290,40 +292,36 @@ def test_weights_that_change_in_place_are_followed() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model = make_latent_model("deepseek_v3")
+    before = [vars(module).keys() for module in model.modules()]
     engine = make_engine(model=model)
-
-    def num_hooks() -> int:
-        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-
-    assert num_hooks() == 0
     engine.generate(PROMPTS[:2], PARAMS)
-    assert num_hooks() == 0
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *args: 1 / 0)
     engine.add_request(PROMPTS[4], PARAMS)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     handle.remove()
-    assert num_hooks() == 0
+    assert [vars(module).keys() for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert generate_each(model, PROMPTS[:1], MAX_TOKENS) == expected("deepseek_v3")[:1]
 
 
-def test_another_thread_that_uses_the_layers_meanwhile_is_not_listened_to() -> None:
+def test_a_projection_that_others_use_meanwhile_is_not_listened_to() -> None:
     model = make_latent_model("deepseek_v3")
     engine = make_engine(model=model)
-    layer = model.model.layers[0].self_attn
-    mine, others = threading.get_ident(), []
+    layer, mine, num_calls = model.model.layers[0].self_attn, threading.get_ident(), []
+    projection = layer.kv_b_proj
 
     def disturb(*args: object) -> None:
-        if threading.get_ident() != mine:
-            return
-        latent = torch.full((1, 1, MLA["kv_lora_rank"]), 9.0)
-        others.append(threading.Thread(target=layer.kv_b_proj, args=(latent,)))
-        others[-1].start()
-        others[-1].join()
+        if threading.get_ident() == mine:
+            latent = torch.full((1, 1, MLA["kv_lora_rank"]), 9.0)
+            other = threading.Thread(target=projection, args=(latent,))
+            other.start()
+            other.join()
+            num_calls.append(1)
 
-    layer.kv_b_proj.register_forward_hook(disturb)  # before its attention
+    projection.register_forward_hook(disturb)  # before its layer attends
     assert tokens_of(engine) == expected("deepseek_v3")
-    assert others
+    assert num_calls
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -396,10 +394,6 @@ def hooked(layer: torch.nn.Module) -> None:
     layer.kv_b_proj.register_forward_hook(lambda module, args, output: output * 1.01)
 
 
-def past_its_call(layer: torch.nn.Module) -> None:
-    layer.expand_kv = lambda kv, rot: type(layer).expand_kv(Bypassed(layer), kv, rot)
-
-
 class Packed(torch.nn.Linear):
     """As quantised models have them: the weight is no number that a product could take."""
 
@@ -416,13 +410,18 @@ def packed(layer: torch.nn.Module) -> None:
 
 
 class Bypassed:
-    """The layer's, with a projection that no hook sees."""
+    """A layer whose projection is called past its name."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
+        self._layer, self.kv_b_proj = layer, layer.kv_b_proj
 
     def __getattr__(self, name: str) -> object:
-        return self._layer.kv_b_proj.forward if name == "kv_b_proj" else getattr(self._layer, name)
+        return getattr(self._layer, name)
+
+
+def past_its_name(layer: torch.nn.Module) -> None:
+    bypassed = Bypassed(layer)
+    layer.expand_kv = lambda kv, rot: type(layer).expand_kv(bypassed, kv, rot)
 
 
 @pytest.mark.parametrize(
@@ -432,13 +431,13 @@ class Bypassed:
         (adapted, "kv_b_proj must be a torch.nn.Linear without bias .* is Adapted"),
         (packed, "the weight of kv_b_proj must be torch.float32 on cpu .* of layer 1 .* is torch.float16 on cpu"),
         (hooked, "K must be what kv_b_proj makes of a latent .* of layer 1 of DeepseekV3ForCausalLM is .* off"),
-        (past_its_call, "kv_b_proj must be called before attention, that of DeepseekV3Attention was not"),
+        (past_its_name, "kv_b_proj must be called before attention, that of DeepseekV3Attention was not"),
     ],
 )
 def test_layers_of_another_form_are_refused_and_served_with_expanded_heads(change, message: str) -> None:
     model = make_latent_model("deepseek_v3")
     layer = model.model.layers[1].self_attn
-    if change is past_its_call and not hasattr(layer, "expand_kv"):
+    if change is past_its_name and not hasattr(layer, "expand_kv"):
         pytest.skip("this transformers expands within forward")
     change(layer)
     with pytest.raises(ValueError, match=message):
