@@ -224,8 +224,12 @@ class CacheConfig:
 
     def layout(self, model_config: ModelConfig, parallel_config: ParallelConfig) -> CacheLayout:
         """The layout of each attention layer's cache on one rank. Latents (use_mla) go with the backend "mla"."""
-        if model_config.use_mla != (self.backend == "mla"):
-            raise ValueError(f"backend must be 'mla' exactly for use_mla, got {self.backend!r}")
+        if model_config.use_mla and self.backend != "mla":
+            raise ValueError(f"backend must be 'mla' for a ModelConfig with use_mla=True, got {self.backend!r}")
+        if self.backend == "mla" and not model_config.use_mla:
+            raise ValueError(
+                "backend must not be 'mla', which keeps latents, for a ModelConfig with use_mla=False, got 'mla'"
+            )
         return CacheLayout(
             block_size=self.block_size,
             num_kv_heads=model_config.num_heads(parallel_config),

@@ -12,7 +12,8 @@ from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.serving.kv_calibration import choose_scales
-from kvpage.serving.model_check import check_config, verify_quantized
+from kvpage.serving.latent_check import check_latents, verify_latents
+from kvpage.serving.model_check import check_config, verify_model, verify_quantized
 from kvpage.serving.model_runner import ModelRunner
 from kvpage.serving.store_link import BlockStore
 from kvpage.store import KVStore
@@ -28,7 +29,17 @@ def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCo
             "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
         )
     check_config(model)
-    return ModelConfig.from_hf(model.config, model.dtype)
+    keeps_latents = cache_config.backend == "mla"
+    if keeps_latents:
+        check_latents(model.config.get_text_config(decoder=True), type(model).__name__)
+    return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
+
+
+def verify(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
+    """Computes a little over blocks of its own: see verify_model, and verify_latents where blocks hold latents."""
+    if model_config.use_mla:
+        verify_latents(runner, cache_config, model_config)
+    return verify_model(runner, cache_config, model_config)
 
 
 def make_cache(

@@ -59,6 +59,8 @@ def paged_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
     if step.blend is not None:
         return step.blend.attend(query, key, value, layer, options).unsqueeze(0), None
+    if step.latents is not None:
+        return step.latents.attend(module, query, key, value, layer, options).unsqueeze(0), None
     write_rows(key, value, layer, step, step.slot_mapping)
     return attend_rows(query, key, value, layer, step, options).unsqueeze(0), None
 
@@ -146,10 +148,9 @@ def _attend_gathered(
             gathered = ops.gather_cache(
                 step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
             )
+            found = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
             keys, values = (
-                part[..., : rows.shape[-1]].to(rows.dtype)
-                for part, rows in zip(gathered, (key, value), strict=True)
-                if part is not None
+                part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)
             )
         outputs.append(attend(query[rows], keys, values, options, positions))
         begin += num_queries

@@ -49,6 +49,10 @@ class Blender:
 
         ValueError, with the reason, for a check layer that it has not, and for a model that cannot be blended.
         """
+        if model_config.use_mla:
+            raise ValueError(
+                "blend must be None for backend 'mla': it compares heads' K and V, which 'flash' keeps of such a model"
+            )
         check_rope(runner.model)
         probe = _Probe(runner, unquantized(cache_config, model_config), model_config)
         config.stages_of(len(probe.layer_ids))

@@ -33,7 +33,6 @@ from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, searc
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blender import Blender
 from kvpage.serving.links import Links
-from kvpage.serving.model_check import verify_model
 from kvpage.serving.model_kind import check_model
 from kvpage.serving.model_limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
 from kvpage.serving.model_runner import ModelRunner
@@ -121,6 +120,8 @@ class Engine:
     ) -> "Engine":
         """An engine on the model's device.
 
+        cache_config: with the backend "mla", blocks keep the latents of models that have some (DeepSeek's and others
+            with MLA), a fraction of the bytes; with any other, the K and V of heads that these expand to.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: of one step; longer prompts are computed in chunks.
         max_model_len: tokens of a request, generated ones included; by default what the model's config allows.
@@ -148,7 +149,7 @@ class Engine:
         with names_alternative(model, cache_config):
             model_config = assembly.check_servable(model, cache_config)
             runner = ModelRunner(model)
-            window = verify_model(runner, cache_config, model_config)
+            window = assembly.verify(runner, cache_config, model_config)
         cache = assembly.make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
         manager = BlockManager(
             cache_config.num_gpu_blocks,

@@ -1,7 +1,7 @@
 """ModelRunner: computes packed sequences with a Hugging Face decoder whose K and V go into our blocks."""
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpage.interrupts import interruptible
 from kvpage.serving.attention import StepMissing, current_step
 from kvpage.serving.implementation import AttentionSwitch
+from kvpage.serving.latent_attention import LatentPass
 from kvpage.serving.step import Step
 
 
@@ -67,7 +68,7 @@ class ModelRunner:
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
         # no_grad, not inference_mode: what a model keeps of a forward (rotary tables) must stay usable for its owner.
-        with torch.no_grad(), self._switch.on(), step.blend.hooks() if step.blend else nullcontext():
+        with torch.no_grad(), self._switch.on(), self._hooks(step):
             logits = self._call(inputs, step)[0]
         return logits if self._selects_logits else logits[wanted]
 
@@ -75,6 +76,13 @@ class ModelRunner:
         """ValueError if the model is in training mode."""
         if self.model.training:
             raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
+
+    def _hooks(self, step: Step) -> AbstractContextManager[object]:
+        """Those of a step that needs more than K and V as the attention function is given them."""
+        if step.layout.backend == "mla":
+            step.latents = step.latents or LatentPass(step)
+            return step.latents.listening(self.model)
+        return step.blend.hooks() if step.blend else nullcontext()
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
         if self._passes_step:

@@ -49,6 +49,24 @@ class StepBlend(Protocol):
         """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
 
 
+class StepLatents(Protocol):
+    """What a step does whose blocks hold latents instead of heads' K and V."""
+
+    def listening(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Inside, the latents that the model's layers make are kept for `attend`."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
+
+
 @dataclass(slots=True)
 class Step:
     """One forward pass over `caches`, one cache by layer_idx, and `scales`, those of the layers that have some.
@@ -60,6 +78,7 @@ class Step:
     query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
         device_query_positions: the same on the caches' device.
     blend: what is done with tokens that have K and V already; None where there are none.
+    latents: what is done with latents; None where blocks hold heads' K and V, and outside of a forward pass.
     """
 
     caches: dict[int, torch.Tensor]
@@ -75,6 +94,7 @@ class Step:
     query_positions: torch.Tensor | None = None
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
+    latents: StepLatents | None = None
 
     @classmethod
     def make(
@@ -114,6 +134,19 @@ class Step:
             query_positions=positions,
             device_query_positions=_upload(positions, rows.device),
             blend=None,
+        )
+
+    def of_sequences(self, indices: Sequence[int]) -> "Step":
+        """The same for some of its sequences only. Their slots are not asked for: everything is written."""
+        at = _upload(torch.tensor(indices), self.block_tables.device)
+        query_lens = [self.query_lens[index] for index in indices]
+        return replace(
+            self,
+            block_tables=self.block_tables[at],
+            device_query_lens=None if self.device_query_lens is None else self.device_query_lens[at],
+            device_seq_lens=self.device_seq_lens[at],
+            query_lens=query_lens,
+            seq_lens=[self.seq_lens[index] for index in indices],
         )
 
 

@@ -263,6 +263,9 @@ class _Unlocked:
 
 
 def _row_layout(engine: "CacheEngine") -> str:
-    """What the bytes of a row mean, beyond its dtype: nothing but where a scale stands behind it."""
+    """What the bytes of a row mean, beyond its dtype: nothing but where it is a latent, or a scale stands behind it."""
     layout = engine.layout
-    return f"int8[{layout.padded_head_size}] + fp32 scale" if layout.has_token_scales else ""
+    parts = ["latent"] if layout.backend == "mla" else []
+    if layout.has_token_scales:
+        parts.append(f"int8[{layout.padded_head_size}] + fp32 scale")
+    return " ".join(parts)

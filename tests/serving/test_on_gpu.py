@@ -16,8 +16,8 @@ SEGMENTS = make_prompts([37, 22, 41], seed=6)
 ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def make_engine(device, kind="llama", num_gpu_blocks=128, num_cpu_blocks=0, dtype="auto", **options):
-    cache = CacheConfig(B, num_gpu_blocks, num_cpu_blocks, cache_dtype=dtype)
+def make_engine(device, kind="llama", num_gpu_blocks=128, num_cpu_blocks=0, dtype="auto", backend="flash", **options):
+    cache = CacheConfig(B, num_gpu_blocks, num_cpu_blocks, cache_dtype=dtype, backend=backend)
     return Engine.from_model(make_model(kind).to(device), cache, **options)
 
 
@@ -32,6 +32,14 @@ def test_families(device, kind):
     want = tokens_of(make_engine("cpu", kind))
     assert tokens_of(engine) == want
     assert tokens_of(engine) == want, "out of the cache"
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("max_num_batched_tokens", [7, 32, 2048])
+def test_latents_in_blocks(device, max_num_batched_tokens):
+    engine = make_engine(device, "deepseek_v3", backend="mla", max_num_batched_tokens=max_num_batched_tokens)
+    want = tokens_of(make_engine("cpu", "deepseek_v3"))
+    assert [tokens_of(engine) for _ in range(2)] == [want] * 2
 
 
 @ON_DEVICE
