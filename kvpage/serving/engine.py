@@ -29,13 +29,15 @@ from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_integer, as_list, check_flag, check_namespace
 from kvpage.serving import assembly
-from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from kvpage.serving.beam_params import BeamSearchParams
+from kvpage.serving.beam_search import BeamSearchOutput, search_beams
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blender import Blender
 from kvpage.serving.links import Links
 from kvpage.serving.model_check import verify_model
 from kvpage.serving.model_limits import eos_token_ids, limited_model_len, vocab_size
 from kvpage.serving.model_runner import ModelRunner
+from kvpage.serving.param_defaults import GenerationDefaults, ParamDefaults
 from kvpage.serving.piece_runner import PieceRunner
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
@@ -56,7 +58,7 @@ class Prompt(NamedTuple):
     """
 
     tokens: Tokens
-    params: SamplingParams
+    params: SamplingParams | None
     request_id: str | None = None
     namespace: bytes = b""
     blend: bool = False
@@ -81,6 +83,7 @@ class Engine:
         scheduler: Scheduler,
         max_model_len: int,
         telemetry: Telemetry | None = None,
+        defaults: ParamDefaults | None = None,
     ) -> None:
         self.cache = cache
         self.scheduler = scheduler
@@ -88,6 +91,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size(runner.model)
         self.eos_token_ids = eos_token_ids(runner.model)
+        self.defaults = defaults or ParamDefaults.of_model(runner.model)
         self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
         self._runner, self._links = runner, Links()
         self._loop = ServingLoop(PieceRunner(runner, cache, self.manager), scheduler, self._links, self.telemetry)
@@ -115,6 +119,7 @@ class Engine:
         save_generated: bool | None = None,
         blend: BlendConfig | None = None,
         segments: SegmentCache | None = None,
+        generation_config: GenerationDefaults = "model",
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -135,12 +140,16 @@ class Engine:
             engine.
         blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
             `segments`: by default in `store`, where that is a KVStore of the cache's dtype, or in host memory.
+        generation_config: parameters of requests that are left at None are taken from the model's generation config,
+            as it is now: "model" refuses one that asks for what is not served, "served" leaves that out, "ignore" takes
+            its end-of-sequence tokens only.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks, or not be blended where that
         is asked for, for a cache without any, and for scales that the cache takes none of or that leave nothing of the
         model. ModuleNotFoundError and zmq.ZMQError where events cannot be published.
         """
         model_config = assembly.check_servable(model, cache_config)
+        defaults = ParamDefaults.of_model(model, generation_config)
         runner = ModelRunner(model)
         window = verify_model(runner, cache_config, model_config)
         cache = assembly.make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
@@ -156,7 +165,8 @@ class Engine:
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens, window)
         length = limited_model_len(model, max_model_len)
-        engine = cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+        telemetry = Telemetry(manager.tree, events, residency_sample_rate)
+        engine = cls(runner, cache, scheduler, length, telemetry, defaults)
         if store is not None:
             rule = assembly.make_rule(cache_config, model_config) if load_or_compute else None
             engine.use_store(store, store_deadline, save_generated, rule)
@@ -227,7 +237,7 @@ class Engine:
     def add_request(
         self,
         tokens: Tokens,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         request_id: str | None = None,
         namespace: bytes = b"",
         *,
@@ -236,6 +246,8 @@ class Engine:
     ) -> str:
         """Queues a prompt; returns its id. Its tokens come out of `step()`.
 
+        params: what of them is None comes from the model's generation config, see from_model. None: all of them, as
+            `model.generate` has it without arguments.
         namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks, and segments.
         blend: reuse the segments of the prompt that are kept, and keep the others. What of the prompt is cached as a
             prefix is taken from there first.
@@ -324,14 +336,14 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Tokens],
-        params: SamplingParams | Sequence[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int], object] | None = None,
         *,
         blend: bool = False,
     ) -> list[RequestOutput]:
         """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
 
-        params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
+        params: one for all, or one a prompt; None: see add_request. progress: called with the number of prompts that a step has finished, like
         the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
         prompt, before a step.
         """
@@ -343,10 +355,11 @@ class Engine:
         return self._generate(asked, progress or (lambda num: None))
 
     def beam_search(
-        self, prompts: Sequence[Tokens], params: BeamSearchParams, namespace: bytes = b""
+        self, prompts: Sequence[Tokens], params: BeamSearchParams | None = None, namespace: bytes = b""
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, as `model.generate(num_beams=...)` finds them.
+        """The likeliest continuations of each prompt, as `model.generate(num_beams=..., do_sample=False)` finds them.
 
+        params: what of them is None comes from the model's generation config. None: all of them, num_beams as well.
         Runs to its end before it returns; other requests wait, and are preempted where blocks lack. Beams share the
         blocks of what they have in common. Raises as `add_request` does, before anything is computed, and OutOfBlocks
         if the beams of one prompt do not fit into all blocks.
@@ -354,15 +367,20 @@ class Engine:
         return search_beams(self, prompts, params, namespace)
 
     def stream(
-        self, tokens: Tokens, params: SamplingParams, *, blend: bool = False, segments: Sequence[int] | None = None
+        self,
+        tokens: Tokens,
+        params: SamplingParams | None = None,
+        *,
+        blend: bool = False,
+        segments: Sequence[int] | None = None,
     ) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
         The request is queued at once. Closing the iterator aborts it; one that is merely forgotten does, too, by the
         next step or when has_unfinished is asked. ValueError for params.n > 1.
-        blend, segments: see add_request.
+        params, blend, segments: see add_request.
         """
-        if check_params(params).n != 1:
+        if params is not None and check_params(params).n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}")
         sink: deque[StepOutput] = deque()
 
@@ -447,14 +465,17 @@ class Engine:
 
     def _add(self, prompt: Prompt) -> Request:
         """See add_request."""
-        tokens, params, request_id, namespace, blend, segments, sink, copy_at, is_warming = prompt
-        check_params(params)
+        tokens, given, request_id, namespace, blend, segments, sink, copy_at, is_warming = prompt
+        if given is not None:
+            check_params(given)
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(namespace)
         check_flag("blend", blend)
         array = self.check_tokens(tokens)
-        self.check_length(len(array), params.max_tokens)
+        params = self.defaults.sampling(given, len(array), self._max_default_len)
+        self.check_length(len(array), params.max_tokens or 0)
+        params.check_vocabulary(self.vocab_size)
         request_id = self._loop.new_id() if request_id is None else request_id
         if request_id in self._loop.requests:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
@@ -463,6 +484,11 @@ class Engine:
         request.spans, request.is_blend, request.copy_at, request.is_warming = spans, blend, copy_at, is_warming
         self._loop.add(request)
         return request
+
+    @property
+    def _max_default_len(self) -> int:
+        """The longest that a default makes a sequence: the last token is never fed back."""
+        return min(self.max_model_len, self.manager.num_blocks * self.manager.block_size + 1)
 
     def _spans(self, prompt: np.ndarray, blend: bool, segments: Sequence[int] | None) -> list[Span]:
         """The segments of a prompt."""
