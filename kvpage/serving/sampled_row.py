@@ -1,8 +1,8 @@
 """SampledRow: what is done to the logits of one sequence, as arrays that many sequences can be gone through by.
 
-    params    repetition_penalty=1.2        min_tokens=4                suppress_tokens=[7]
-                        |                        |                            |
-    arrays     ids seen, times generated    stop ids, up to a length    ids
+params    repetition_penalty=1.2        min_tokens=4                suppress_tokens=[7]
+                    |                        |                            |
+arrays     ids seen, times generated    stop ids, up to a length    ids
 """
 
 from collections.abc import Iterable, Sequence
