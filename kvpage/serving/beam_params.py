@@ -20,8 +20,8 @@ CHECKS: dict[str, checks.Check] = {
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams(LogitsParams):
-    """Frozen and validated; the names and meanings of transformers' GenerationConfig. See LogitsParams for what else may
-    be done to the log-probabilities. None takes the default of the model's generation config.
+    """Frozen and validated; the names and meanings of transformers' GenerationConfig. See LogitsParams for what else
+    may be done to the log-probabilities. None takes the default of the model's generation config.
 
     num_beams: continuations that are followed at once.
     max_tokens: how many tokens are generated at most; 16 if nobody says.

@@ -343,9 +343,10 @@ class Engine:
     ) -> list[RequestOutput]:
         """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
 
-        params: one for all, or one a prompt; None: see add_request. progress: called with the number of prompts that a step has finished, like
-        the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
-        prompt, before a step.
+        params: one for all, or one a prompt; None: see add_request, as for blend. progress: called with the number of
+            prompts that a step has finished, like the `update` of a progress bar.
+
+        If anything raises, the prompts are aborted; for a bad prompt, before a step.
         """
         prompts = as_list("prompts", prompts)
         each = params_of_each(params, len(prompts))

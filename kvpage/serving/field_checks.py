@@ -1,4 +1,7 @@
-"""The fields of SamplingParams and BeamSearchParams: checked one by one, and as plain values. Each raises ValueError."""
+"""The fields of SamplingParams and BeamSearchParams: checked one by one, and as plain values.
+
+What is checked wrong raises a ValueError that names the field.
+"""
 
 import math
 import numbers

@@ -77,13 +77,14 @@ def sampling_fields(config: Any, unserved: Unserved) -> Fields:
     """What the config states of SamplingParams. A config that does not sample states a temperature of 0."""
     samples = config.do_sample is True
     temperature = 1.0 if config.temperature is None else config.temperature
-    found = {name: getattr(config, name, None) for name in WARPERS}
+    found: Fields = {name: getattr(config, name, None) for name in WARPERS}
     found["temperature"] = temperature if samples else 0.0
     found["top_k"] = config.top_k
     if config.top_k is None or config.top_k == LIBRARY_TOP_K:
         found["top_k"] = LIBRARY_TOP_K if samples else None
-    if config.top_p is not None:
-        found["top_p"] = min(max(config.top_p, 1e-9), 1.0)  # 0 leaves the likeliest, as transformers has it
+    top_p = config.top_p
+    if top_p is not None:
+        found["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as transformers has it
     for name in ("epsilon_cutoff", "eta_cutoff"):
         if found[name] is not None and not 0 < found[name] < 1:
             found[name] = None  # as transformers has it
@@ -92,7 +93,7 @@ def sampling_fields(config: Any, unserved: Unserved) -> Fields:
 
 def call_fields(config: Any, unserved: Unserved) -> Fields:
     """SamplingParams of `model.generate` without arguments. ValueError for a config that asks for beams."""
-    num_beams = config.num_beams or 1
+    num_beams: int = config.num_beams or 1
     if num_beams > 1 and unserved == "refuse":
         raise ValueError(f"generation_config must ask for one beam here, it asks for num_beams={num_beams}")
     found = sampling_fields(config, unserved)

@@ -1,4 +1,4 @@
-"""LibraryProcessors: the rarer rules of a generation config, by transformers' own processors, one sequence at a time."""
+"""LibraryProcessors: the rarer rules of a generation config, by transformers' processors, one sequence at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,8 @@ class LibraryProcessors:
     def __init__(
         self, params: LogitsParams, stop_ids: npt.NDArray[np.int64], num_prompt_tokens: int, max_tokens: int
     ) -> None:
-        self._params, self._num_prompt_tokens = params, num_prompt_tokens
+        self._params: Any = params  # SamplingParams where there is something to draw
+        self._num_prompt_tokens = num_prompt_tokens
         self._eos = torch.from_numpy(stop_ids)
         self._max_length = num_prompt_tokens + max_tokens
         self.before: Sequence[Any] = self._before()
@@ -69,12 +70,13 @@ class LibraryProcessors:
         from transformers import SequenceBiasLogitsProcessor
 
         biases = self._params.sequence_bias
-        return [SequenceBiasLogitsProcessor({word: bias for word, bias in biases})] if biases else []
+        return [SequenceBiasLogitsProcessor([[list(word), bias] for word, bias in biases])] if biases else []
 
     def _words(self) -> list[Any]:
         from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-        params, found = self._params, []
+        params = self._params
+        found: list[Any] = []
         if params.no_repeat_ngram_size:
             found.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
         ends = [[int(token)] for token in self._eos]
@@ -85,7 +87,8 @@ class LibraryProcessors:
     def _ends(self) -> list[Any]:
         import transformers as library
 
-        params, found = self._params, []
+        params = self._params
+        found: list[Any] = []
         if params.forced_bos_token_id is not None:
             found.append(library.ForcedBOSTokenLogitsProcessor(params.forced_bos_token_id))
         if params.forced_eos_token_id:

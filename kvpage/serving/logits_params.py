@@ -1,6 +1,6 @@
 """LogitsParams: what is done to a sequence's logits before a token is chosen, whichever way it is chosen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,15 +35,15 @@ class LogitsParams:
 
     min_tokens: how many tokens are generated before one that ends the request may come (min_new_tokens).
     presence_penalty, frequency_penalty: taken off the logit of a token that was generated, and for each time it was.
-    logit_bias: added to the logits of single tokens: {token: bias}.
+    logit_bias: added to the logits of single tokens: {token: bias}, or pairs; kept as pairs.
     max_length: of prompt and generated tokens together, where max_tokens is None.
     min_length: of prompt and generated tokens together, before a token that ends the request may come.
     repetition_penalty: above 1, tokens of the prompt and generated ones become less likely.
-    sequence_bias: added where the last token of such a sequence would complete it: {tokens: bias}.
+    sequence_bias: added where the last token of such a sequence would complete it: {tokens: bias}, or pairs.
     no_repeat_ngram_size: no run of so many tokens comes twice; 0 for any.
     bad_words_ids: sequences that are not generated.
     suppress_tokens, begin_suppress_tokens: not generated at all, or not as the first token.
-    forced_bos_token_id: follows a prompt of one token. forced_eos_token_id: the last of max_tokens.
+    forced_bos_token_id: follows a prompt of one token. forced_eos_token_id: one or several; the last of max_tokens.
     exponential_decay_length_penalty: (start, factor): the end becomes likelier with each token after `start`.
     remove_invalid_values: NaN becomes 0 and an infinity the largest number, instead of an error.
     renormalize_logits: the scores of beams are normalized again; no difference to what is drawn.
@@ -56,14 +56,14 @@ class LogitsParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
-    sequence_bias: Mapping[tuple[int, ...], float] | Iterable[tuple[Sequence[int], float]] | None = None
+    logit_bias: Any = None
+    sequence_bias: Any = None
     no_repeat_ngram_size: int | None = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | Sequence[int] | None = None
+    forced_eos_token_id: Any = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
     remove_invalid_values: bool | None = None
     renormalize_logits: bool | None = None

@@ -6,8 +6,8 @@
     min_p=0.2: log 0.2 is at -1.6                                  |
     the highest threshold rules                   0   -0.4
 
-Only top_p alone, and a large top_k, sort anything: of the vocabulary what a bound leaves, below which the threshold cannot
-lie. Of equals all stay.
+Only top_p, and a large top_k, sort anything: for top_p it is what reaches a bound that the threshold cannot lie below.
+Of equals all stay.
 """
 
 import numpy as np
@@ -61,7 +61,7 @@ def cut(
 
 def to_weights(scores: torch.Tensor) -> torch.Tensor:
     """exp(scores), in place; 0 below LEAST_SCORE, where exp would leave the normal numbers and take long."""
-    return torch.nn.functional.threshold_(scores.clamp_(min=LEAST_SCORE).exp_(), 2e-38, 0.0)
+    return torch.nn.functional.threshold(scores.clamp_(min=LEAST_SCORE).exp_(), 2e-38, 0.0, inplace=True)
 
 
 def in_blocks(scores: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def test_uniforms_take_all_bits_of_seed_and_position_and_the_stream() -> None:
     others = [uniforms([2**32], [0])[0], uniforms([0], [2**32])[0], uniforms([0], [0], 1)[0], uniforms([1], [0])[0]]
     assert len({first, *others}) == 5 and uniforms([], []).shape == (0,)
     many = uniforms(np.full(100_000, 2**63 - 1), np.arange(100_000))
-    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.005
+    assert many.min() >= 0 and many.max() < 1 and abs(many.mean() - 0.5) < 0.005
     counts = np.histogram(many, 256, (0, 1))[0]
     assert ((counts - 390.625) ** 2 / 390.625).sum() < 350  # 255 degrees of freedom: 4.2 sigma
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.015

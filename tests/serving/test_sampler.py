@@ -243,7 +243,7 @@ def test_tokens_as_likely_as_the_last_one_stay() -> None:
 
 
 def test_penalties_follow_what_was_generated() -> None:
-    """Of the prompt's tokens the repetition_penalty alone; frequency for each time; also after a token is taken back."""
+    """Of the prompt's tokens the repetition_penalty alone; frequency each time; also after a token is taken back."""
     logits = torch.tensor([[4.0, 3.5, 3.0, -1.0]])
 
     def chosen(tokens: list[int], **fields: object) -> int:
