@@ -24,6 +24,7 @@ from rich.table import Table
 from kvpage.config import CacheConfig, DeviceConfig
 from kvpage.demo_text import show_answers, tier_in_words
 from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 NUM_SYSTEM_PROMPTS = 4
@@ -92,6 +93,7 @@ def run(options: DemoOptions, console: Console) -> bool:
     config = cache_config(options)
     model, tokenizer = load_model(options)
     conversations = make_conversations(options, tokenizer)
+    leave_out_unserved(model, console)
     is_fp8 = options.cache_dtype.startswith("fp8")
     engine = Engine.from_model(model, config, kv_scales="calibrate" if is_fp8 else None)
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
@@ -110,6 +112,13 @@ def run(options: DemoOptions, console: Console) -> bool:
         return num_equal == num_compared
     console.print(f"a cache of {options.cache_dtype} rounds keys and values: tokens may differ")
     return True
+
+
+def leave_out_unserved(model: Any, console: Console) -> None:
+    """What the generation config asks for and the engine does not do, `generate` does not do here either."""
+    for asked in unserved_fields(model.generation_config):
+        console.print(f"generation_config asks for {asked}, which is not served: both sides go without", markup=False)
+        setattr(model.generation_config, asked.partition("=")[0], None)
 
 
 def open_store(engine: Engine, model: Any, options: DemoOptions) -> KVStore:
@@ -259,17 +268,36 @@ def compare(model: Any, outputs: list[RequestOutput], options: DemoOptions, cons
     chosen = outputs[::step][: options.num_checked]
     columns = TextColumn("comparing with model.generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
-        return sum(progress.track((equals_generate(model, output) for output in chosen), total=len(chosen))), len(
-            chosen
-        )
+        equal = list(progress.track((equals_generate(model, output) for output in chosen), total=len(chosen)))
+    differing = [output for output, is_equal in zip(chosen, equal, strict=True) if not is_equal]
+    for output in differing[:3]:
+        console.print(difference(model, output), markup=False)
+    return len(chosen) - len(differing), len(chosen)
 
 
 def equals_generate(model: Any, output: RequestOutput) -> bool:
+    return by_generate(model, output).sequences[0, len(output.prompt_token_ids) :].tolist() == list(output.token_ids)
+
+
+def by_generate(model: Any, output: RequestOutput) -> Any:
+    """As the engine was asked: greedily, with the penalties and the like of the model's generation config."""
     prompt = torch.tensor([list(output.prompt_token_ids)], device=model.device)
-    generated = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(output.token_ids), do_sample=False
-    )
-    return generated[0, prompt.shape[1] :].tolist() == list(output.token_ids)
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(output.token_ids), do_sample=False,
+        num_beams=1, num_return_sequences=1, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+
+
+def difference(model: Any, output: RequestOutput) -> str:
+    """Where the tokens part, and how near their scores are there: nearer than rounding, and both are right."""
+    found = by_generate(model, output)
+    theirs = found.sequences[0, len(output.prompt_token_ids) :].tolist()
+    pairs = enumerate(zip(output.token_ids, theirs, strict=False))
+    at, (own, other) = next((place for place in pairs if place[1][0] != place[1][1]), (-1, (0, 0)))
+    if at < 0:
+        return f"{output.request_id}: model.generate ends after {len(theirs)} tokens, not {len(output.token_ids)}"
+    gap = float(found.scores[at][0, other] - found.scores[at][0, own])
+    return f"{output.request_id}: token {at} is {own}, {other} by model.generate, whose scores are {gap:.1e} apart"
 
 
 # --- what people look at ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 import kvpage  # noqa: E402
+from kvpage import demo  # noqa: E402
 from kvpage.calibration import Throughput  # noqa: E402
 from kvpage.cli import app  # noqa: E402
 
@@ -82,6 +83,38 @@ def test_demo_with_a_model_and_prompts_of_ones_own(tmp_path):
 def test_the_version_is_printed():
     result = run("--version")
     assert result.exit_code == 0 and result.output == f"kvpage {kvpage.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"repetition_penalty": 1.4, "do_sample": True, "temperature": 0.6, "num_beams": 2}, ""),
+        ({"repetition_penalty": 1.4, "guidance_scale": 1.5}, "asks for guidance_scale=1.5, which is not served"),
+    ],
+)
+def test_demo_does_what_the_generation_config_asks_for(tmp_path, fields, text):
+    folder = save_model(tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **fields}))
+    (tmp_path / "prompts.txt").write_text("the cat sat\nthe cat sat on the mat\n")
+    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
+    result = run("demo", "--model", str(folder), *prompts, *SMALL, "--plot", str(tmp_path / "b.png"))
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 compared" in result.output and text in " ".join(result.output.split())
+
+
+def test_demo_says_where_tokens_part(tmp_path, monkeypatch):
+    """A model that is changed between the two sides: the scores tell that this is no rounding."""
+    compare = demo.compare
+
+    def change(model, *others):
+        model.lm_head.weight.data *= -1
+        return compare(model, *others)
+
+    monkeypatch.setattr(demo, "compare", change)
+    result = run("demo", *SMALL, "--plot", str(tmp_path / "b.png"))
+    text = " ".join(result.output.split())
+    assert result.exit_code == 1 and re.search(r"token 0 is \d+, \d+ by model.generate, whose scores are", text)
 
 
 def test_demo_says_so_when_tokens_differ(tmp_path, monkeypatch):

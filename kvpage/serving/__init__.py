@@ -1,6 +1,7 @@
 """The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `serve`."""
 
-from kvpage.serving.beam_search import Beam, BeamSearchOutput, BeamSearchParams
+from kvpage.serving.beam_params import BeamSearchParams
+from kvpage.serving.beam_search import Beam, BeamSearchOutput
 from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.cache_pool import KVPageCachePool
 from kvpage.serving.engine import Engine

@@ -9,10 +9,9 @@ A beam that goes on more than once is forked, one that does not is released; not
 filled block of each fork.
 """
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,53 +19,15 @@ import torch
 
 from kvpage.errors import OutOfBlocks
 from kvpage.sequence_args import check_namespace
+from kvpage.serving.beam_params import BeamSearchParams
 from kvpage.serving.branches import Branch, Branches
 from kvpage.serving.logits_check import LogitsNotFinite
-from kvpage.serving.sampling_params import is_int
+from kvpage.serving.logits_processing import process_logits, watermark
+from kvpage.serving.sampled_row import SampledRow
 from kvpage.tokens import Tokens
 
 if TYPE_CHECKING:
     from kvpage.serving.engine import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchParams:
-    """Frozen and validated; the names and meanings of transformers' GenerationConfig.
-
-    num_beams: continuations that are followed at once.
-    max_tokens: how many tokens are generated at most.
-    num_return_sequences: how many of them are returned, the best first.
-    length_penalty: a finished beam is ranked by its score / (generated tokens ** length_penalty).
-    early_stopping: True ends with the num_beams-th finished one; False when the best running beam, at its present
-        length, is no better than the worst finished one; "never" when it could not become better at any length.
-    stop_token_ids, ignore_eos: as in SamplingParams.
-    """
-
-    num_beams: int = 4
-    max_tokens: int = 16
-    num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_beams", "max_tokens", "num_return_sequences"):
-            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
-        if self.num_return_sequences > self.num_beams:
-            raise ValueError(
-                f"num_return_sequences must be at most num_beams={self.num_beams}, got {self.num_return_sequences}"
-            )
-        if not isinstance(self.length_penalty, numbers.Real):
-            raise ValueError(f"length_penalty must be a number, got {type(self.length_penalty).__name__}")
-        if not -float("inf") < self.length_penalty < float("inf"):
-            raise ValueError(f"length_penalty must be finite, got {self.length_penalty!r}")
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise ValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not all(is_int(token) for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
 
 
 class Beam(NamedTuple):
@@ -114,12 +75,15 @@ class _Search:
         self._scores = torch.zeros(1)
         self._stop_ids = stop_ids
         self._num_generated = 0
+        self._penalty = 1.0 if params.length_penalty is None else params.length_penalty
+        assert params.max_tokens is not None
+        self._max_tokens = params.max_tokens
 
     def step(self, logits: torch.Tensor) -> None:
         """Goes one token on. logits: [len(running), vocab_size]. Nothing runs any more when the search is over."""
         candidates = self._candidates(logits)
         self._num_generated += 1
-        is_last = self._num_generated == self.params.max_tokens
+        is_last = self._num_generated == self._max_tokens
         ends = [is_last or candidate.token in self._stop_ids for candidate in candidates]
         for candidate, is_end in zip(candidates[: self.params.num_beams], ends, strict=False):
             if is_end:
@@ -140,16 +104,25 @@ class _Search:
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
         """The best continuations: so many that num_beams go on even if each beam ends with each stop token."""
-        sums = logits.float().log_softmax(dim=-1) + self._scores[:, None].to(logits.device)
+        sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
         count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
         scores, indices = sums.flatten().topk(count)
         vocab_size = logits.shape[-1]
         pairs = zip(scores.tolist(), indices.tolist(), strict=True)
         return [_Candidate(score, index // vocab_size, index % vocab_size) for score, index in pairs]
 
+    def _processed(self, scores: torch.Tensor) -> torch.Tensor:
+        """What is asked for besides, done to log-probabilities, as transformers does it in a beam search."""
+        if self.params.changes_logits:
+            rows = [SampledRow(self.params, self._stop_ids, len(self.prompt), self._max_tokens) for _ in self.running]
+            token_ids = [branch.token_ids for branch in self.running]
+            process_logits(scores, rows, token_ids)
+            watermark(scores, rows, token_ids)
+        return scores.log_softmax(dim=-1) if self.params.renormalize_logits else scores
+
     def _finish(self, candidate: _Candidate) -> None:
         generated = self.running[candidate.parent].token_ids[len(self.prompt) :].tolist()
-        score = _penalized(candidate.score, self._num_generated, self.params.length_penalty)
+        score = _penalized(candidate.score, self._num_generated, self._penalty)
         self.finished.append(Beam([*generated, candidate.token], score))
         self.finished.sort(key=lambda beam: -beam.score)  # stable: of equals the first comes first
         del self.finished[self.params.num_beams :]
@@ -160,9 +133,9 @@ class _Search:
             return False
         if params.early_stopping is True:
             return True
-        at_its_longest = params.early_stopping == "never" and params.length_penalty > 0
-        length = params.max_tokens if at_its_longest else self._num_generated
-        return _penalized(best_running, length, params.length_penalty) <= self.finished[-1].score
+        at_its_longest = params.early_stopping == "never" and self._penalty > 0
+        length = self._max_tokens if at_its_longest else self._num_generated
+        return _penalized(best_running, length, self._penalty) <= self.finished[-1].score
 
     def _follow(self, candidates: Sequence[_Candidate]) -> None:
         """The candidates run from now on; the first of a parent takes its branch, others a fork of it."""
@@ -185,33 +158,42 @@ def _penalized(score: float, length: int, penalty: float) -> float:
     return float(torch.tensor(score) / length**penalty)
 
 
+class _Prompt(NamedTuple):
+    """One to search for, with nothing left to its defaults."""
+
+    tokens: npt.NDArray[np.int32]
+    params: BeamSearchParams
+    stop_ids: frozenset[int]
+
+
 def search_beams(
-    engine: "Engine", prompts: Sequence[Tokens], params: BeamSearchParams, namespace: bytes
+    engine: "Engine", prompts: Sequence[Tokens], params: BeamSearchParams | None, namespace: bytes
 ) -> list[BeamSearchOutput]:
     """See Engine.beam_search. As many prompts at once as the engine runs sequences."""
-    if not isinstance(params, BeamSearchParams):
+    if not isinstance(params, BeamSearchParams | None):
         raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
     check_namespace(namespace)
-    checked = [engine.check_tokens(prompt) for prompt in prompts]
-    for prompt in checked:
-        engine.check_length(len(prompt), params.max_tokens)
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
-    num_at_once = max(engine.scheduler.max_num_seqs // params.num_beams, 1)
+    checked = [_prompt(engine, prompt, params) for prompt in prompts]
+    num_beams = max((prompt.params.num_beams for prompt in checked), default=1)
+    num_at_once = max(engine.scheduler.max_num_seqs // num_beams, 1)
     groups = [checked[begin : begin + num_at_once] for begin in range(0, len(checked), num_at_once)]
-    return [output for group in groups for output in _search_group(engine, group, params, stop_ids, namespace)]
+    return [output for group in groups for output in _search_group(engine, group, namespace)]
 
 
-def _search_group(
-    engine: "Engine",
-    prompts: Sequence[npt.NDArray[np.int32]],
-    params: BeamSearchParams,
-    stop_ids: frozenset[int],
-    namespace: bytes,
-) -> list[BeamSearchOutput]:
+def _prompt(engine: "Engine", tokens: Tokens, given: BeamSearchParams | None) -> _Prompt:
+    checked = engine.check_tokens(tokens)
+    params = engine.defaults.beams(given, len(checked), engine.max_model_len)
+    engine.check_length(len(checked), params.max_tokens or 0)
+    params.check_vocabulary(engine.vocab_size)
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
+    return _Prompt(checked, params, stop_ids)
+
+
+def _search_group(engine: "Engine", prompts: Sequence[_Prompt], namespace: bytes) -> list[BeamSearchOutput]:
     """All prompts side by side; where blocks lack for that, one half after the other."""
     try:
         with Branches(engine) as branches:
-            searches = [_Search(branches, branches.start(one, namespace), params, stop_ids) for one in prompts]
+            searches = [_Search(branches, branches.start(one.tokens, namespace), *one[1:]) for one in prompts]
             _run(branches, searches)
             return [search.output() for search in searches]
     except OutOfBlocks:
@@ -219,7 +201,7 @@ def _search_group(
             raise
     middle = len(prompts) // 2
     halves = prompts[:middle], prompts[middle:]
-    return [output for half in halves for output in _search_group(engine, half, params, stop_ids, namespace)]
+    return [output for half in halves for output in _search_group(engine, half, namespace)]
 
 
 def _run(branches: Branches, searches: Sequence[_Search]) -> None:

@@ -29,13 +29,15 @@ from kvpage.kv_scales import KVScales
 from kvpage.load_or_compute import LoadOrCompute
 from kvpage.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.serving import assembly
-from kvpage.serving.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from kvpage.serving.beam_params import BeamSearchParams
+from kvpage.serving.beam_search import BeamSearchOutput, search_beams
 from kvpage.serving.blend_link import BlendLink
 from kvpage.serving.blender import Blender
 from kvpage.serving.links import Links
 from kvpage.serving.model_kind import check_model
 from kvpage.serving.model_limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
 from kvpage.serving.model_runner import ModelRunner
+from kvpage.serving.param_defaults import GenerationDefaults, ParamDefaults
 from kvpage.serving.piece_runner import PieceRunner
 from kvpage.serving.prompts import as_prompts
 from kvpage.serving.refusal import names_alternative
@@ -58,7 +60,7 @@ class Prompt(NamedTuple):
     """
 
     tokens: Tokens
-    params: SamplingParams
+    params: SamplingParams | None
     request_id: str | None = None
     namespace: bytes = b""
     blend: bool = False
@@ -83,6 +85,7 @@ class Engine:
         scheduler: Scheduler,
         max_model_len: int,
         telemetry: Telemetry | None = None,
+        defaults: ParamDefaults | None = None,
     ) -> None:
         self.cache = cache
         self.scheduler = scheduler
@@ -90,6 +93,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size(runner.model)
         self.eos_token_ids = eos_token_ids(runner.model)
+        self.defaults = defaults or ParamDefaults.of_model(runner.model)
         self.telemetry = telemetry or Telemetry(self.manager.tree, None, 0.0)
         self._runner, self._links = runner, Links()
         self._loop = ServingLoop(PieceRunner(runner, cache, self.manager), scheduler, self._links, self.telemetry)
@@ -117,6 +121,7 @@ class Engine:
         save_generated: bool | None = None,
         blend: BlendConfig | None = None,
         segments: SegmentCache | None = None,
+        generation_config: GenerationDefaults = "model",
     ) -> "Engine":
         """An engine on the model's device.
 
@@ -139,6 +144,9 @@ class Engine:
             engine.
         blend: how requests that ask for it reuse segments of their prompts wherever these stand (CacheBlend), kept in
             `segments`: by default in `store`, where that is a KVStore of the cache's dtype, or in host memory.
+        generation_config: parameters of requests that are left at None are taken from the model's generation config,
+            as it is now: "model" refuses one that asks for what is not served, "served" leaves that out, "ignore" takes
+            its end-of-sequence tokens only.
 
         Raises ValueError, with the reason, for a model that cannot be served from blocks (and says if KVPageCache
         serves it), or not be blended where that is asked for, for a compiled one, for a cache without any, and for
@@ -150,6 +158,7 @@ class Engine:
             model_config = assembly.check_servable(model, cache_config)
             runner = ModelRunner(model)
             window = assembly.verify(runner, cache_config, model_config)
+        defaults = ParamDefaults.of_model(model, generation_config)
         cache = assembly.make_cache(runner, cache_config, model_config, kv_scales, calibration_tokens)
         manager = BlockManager(
             cache_config.num_gpu_blocks,
@@ -163,7 +172,8 @@ class Engine:
         )
         scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens, window)
         length = limited_model_len(model, max_model_len)
-        engine = cls(runner, cache, scheduler, length, Telemetry(manager.tree, events, residency_sample_rate))
+        telemetry = Telemetry(manager.tree, events, residency_sample_rate)
+        engine = cls(runner, cache, scheduler, length, telemetry, defaults)
         if store is not None:
             rule = assembly.make_rule(cache_config, model_config) if load_or_compute else None
             engine.use_store(store, store_deadline, save_generated, rule)
@@ -260,7 +270,7 @@ class Engine:
     def add_request(
         self,
         tokens: Tokens,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         request_id: str | None = None,
         namespace: bytes = b"",
         *,
@@ -269,6 +279,8 @@ class Engine:
     ) -> str:
         """Queues a prompt; returns its id. Its tokens come out of `step()`.
 
+        params: what of them is None comes from the model's generation config, see from_model. None: all of them, as
+            `model.generate` has it without arguments.
         namespace: only requests of the same one (a tenant's salt, an adapter) share cached blocks, and segments.
         blend: reuse the segments of the prompt that are kept, and keep the others. What of the prompt is cached as a
             prefix is taken from there first.
@@ -365,17 +377,19 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Tokens],
-        params: SamplingParams | Sequence[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int], object] | None = None,
         *,
         blend: bool = False,
     ) -> list[RequestOutput]:
         """Runs the prompts to their ends; the outputs in their order. Other requests go on meanwhile.
 
-        params: one for all, or one a prompt. progress: called with the number of prompts that a step has finished, like
-        the `update` of a progress bar. blend: see add_request. If anything raises, the prompts are aborted; for a bad
-        prompt, before a step. What the model raises does not come through: it is logged, the step is tried again, and
-        the requests that cannot be computed have an `error`, see step.
+        params: one for all, or one a prompt; None: see add_request, as for blend. progress: called with the number of
+            prompts that a step has finished, like the `update` of a progress bar.
+
+        If anything raises, the prompts are aborted; for a bad prompt, before a step. What the model raises does not
+        come through: it is logged, the step is tried again, and the requests that cannot be computed have an `error`,
+        see step.
         """
         prompts = as_prompts(prompts)
         each = params_of_each(params, len(prompts))
@@ -385,10 +399,11 @@ class Engine:
         return self._generate(asked, progress or (lambda num: None))
 
     def beam_search(
-        self, prompts: Sequence[Tokens], params: BeamSearchParams, namespace: bytes = b""
+        self, prompts: Sequence[Tokens], params: BeamSearchParams | None = None, namespace: bytes = b""
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, as `model.generate(num_beams=...)` finds them.
+        """The likeliest continuations of each prompt, as `model.generate(num_beams=..., do_sample=False)` finds them.
 
+        params: what of them is None comes from the model's generation config. None: all of them, num_beams as well.
         Runs to its end before it returns; other requests wait, and are preempted where blocks lack. Beams share the
         blocks of what they have in common. Raises as `add_request` does, before anything is computed, and OutOfBlocks
         if the beams of one prompt do not fit into all blocks.
@@ -396,16 +411,21 @@ class Engine:
         return search_beams(self, as_prompts(prompts), params, namespace)
 
     def stream(
-        self, tokens: Tokens, params: SamplingParams, *, blend: bool = False, segments: Sequence[int] | None = None
+        self,
+        tokens: Tokens,
+        params: SamplingParams | None = None,
+        *,
+        blend: bool = False,
+        segments: Sequence[int] | None = None,
     ) -> TokenStream:
         """The generated tokens of one prompt as they come. Other requests go on meanwhile.
 
         The request is queued at once. Closing the iterator aborts it; one that is merely forgotten does, too, by the
         next step or when has_unfinished is asked. After its end it has a finish_reason. What the model raises does not
         come through, as in generate. ValueError for params.n > 1.
-        blend, segments: see add_request.
+        params, blend, segments: see add_request.
         """
-        if check_params(params).n != 1:
+        if params is not None and check_params(params).n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}")
         sink: deque[StepOutput] = deque()
 
@@ -491,14 +511,17 @@ class Engine:
 
     def _add(self, prompt: Prompt) -> Request:
         """See add_request."""
-        tokens, params, request_id, namespace, blend, segments, sink, copy_at, is_warming = prompt
-        check_params(params)
+        tokens, given, request_id, namespace, blend, segments, sink, copy_at, is_warming = prompt
+        if given is not None:
+            check_params(given)
         if not isinstance(request_id, str | None):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(namespace)
         check_flag("blend", blend)
         array = self.check_tokens(tokens)
-        self.check_length(len(array), params.max_tokens)
+        params = self.defaults.sampling(given, len(array), self._max_default_len)
+        self.check_length(len(array), params.max_tokens or 0)
+        params.check_vocabulary(self.vocab_size)
         request_id = self._loop.new_id() if request_id is None else request_id
         if request_id in self._loop.requests:
             raise ValueError(f"request_id must not be in use, {request_id!r} is")
@@ -507,6 +530,11 @@ class Engine:
         request.spans, request.is_blend, request.copy_at, request.is_warming = spans, blend, copy_at, is_warming
         self._loop.add(request)
         return request
+
+    @property
+    def _max_default_len(self) -> int:
+        """The longest that a default makes a sequence: the last token is never fed back."""
+        return min(self.max_model_len, self.manager.num_blocks * self.manager.block_size + 1)
 
     def _spans(self, prompt: np.ndarray, blend: bool, segments: Sequence[int] | None) -> list[Span]:
         """The segments of a prompt."""

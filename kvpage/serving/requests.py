@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from kvpage.blend.segments import Reuse
 from kvpage.blend.spans import Span
-from kvpage.serving.sampling_params import MAX_SEED, SamplingParams
+from kvpage.serving.sampled_row import SampledRow
+from kvpage.serving.sampling_params import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -127,8 +128,12 @@ class Request:
         self.seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
-        self.tokens = np.empty(len(prompt) + params.max_tokens, np.int32)
+        max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
+        self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
+        self.sampled_row: SampledRow | None = None  # of one with more to do than to take the likeliest token
+        if not params.is_greedy or params.changes_logits:
+            self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
         self.num_computed = self.num_committed = self.num_room = 0
         self.num_cached_tokens: int | None = None
         self.spans: Sequence[Span] = ()  # of the prompt's segments

@@ -1,0 +1,122 @@
+"""A GenerationConfig in the words of SamplingParams and BeamSearchParams.
+
+Only what a config states is taken: transformers 4 fills in its own defaults, transformers 5 leaves them None. Both mean
+the same here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+Unserved = Literal["refuse", "ignore"]
+Fields = dict[str, Any]
+
+LIBRARY_MAX_LENGTH, LIBRARY_TOP_K = 20, 50
+"""transformers' own defaults, which a model need not have meant: 20 new tokens; 50 where tokens are drawn."""
+
+SAME_NAMES = (
+    "max_length", "min_length", "repetition_penalty", "sequence_bias", "no_repeat_ngram_size", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "watermarking_config",
+)  # fmt: skip
+WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAMS = ("num_return_sequences", "length_penalty", "early_stopping")
+
+
+def _is_more_than(least: float) -> Callable[[Any], bool]:
+    return lambda value: value > least
+
+
+UNSERVED: dict[str, Callable[[Any], bool]] = {
+    "guidance_scale": lambda value: value != 1,
+    "encoder_repetition_penalty": lambda value: value != 1,
+    "encoder_no_repeat_ngram_size": _is_more_than(0),
+    "penalty_alpha": _is_more_than(0),
+    "dola_layers": lambda value: True,
+    "num_beam_groups": _is_more_than(1),
+    "diversity_penalty": _is_more_than(0),
+    "constraints": bool,
+    "force_words_ids": bool,
+    "stop_strings": bool,
+    "token_healing": bool,
+    "max_time": lambda value: True,
+    "watermarking_config": lambda value: not hasattr(value, "greenlist_ratio"),
+}
+"""Fields that change what is generated, and when they do. What merely changes the speed is not among them."""
+
+
+def unserved_fields(config: Any) -> list[str]:
+    """What a GenerationConfig asks for that nobody here does: "guidance_scale=1.5"."""
+    asked = {name: getattr(config, name, None) for name in UNSERVED}
+    return [f"{name}={value!r}" for name, value in asked.items() if value is not None and UNSERVED[name](value)]
+
+
+def check_served(config: Any) -> None:
+    """ValueError that names what the config asks for and is not served."""
+    if asked := unserved_fields(config):
+        raise ValueError(f"generation_config must ask for what is served only, it asks for {', '.join(asked)}")
+
+
+def logits_fields(config: Any, unserved: Unserved) -> Fields:
+    """What the config states of LogitsParams, and max_tokens."""
+    if unserved not in ("refuse", "ignore"):
+        raise ValueError(f"unserved must be 'refuse' or 'ignore', got {unserved!r}")
+    if unserved == "refuse":
+        check_served(config)
+    found = {name: getattr(config, name, None) for name in SAME_NAMES}
+    found["max_tokens"], found["min_tokens"] = config.max_new_tokens, config.min_new_tokens
+    if found["max_tokens"] is not None or found["max_length"] == LIBRARY_MAX_LENGTH:
+        found["max_length"] = None
+    if found["min_tokens"] is not None:
+        found["min_length"] = None
+    if UNSERVED["watermarking_config"](found["watermarking_config"]):
+        found["watermarking_config"] = None
+    return _stated(found)
+
+
+def sampling_fields(config: Any, unserved: Unserved) -> Fields:
+    """What the config states of SamplingParams. A config that does not sample states a temperature of 0."""
+    samples = config.do_sample is True
+    temperature = 1.0 if config.temperature is None else config.temperature
+    found: Fields = {name: getattr(config, name, None) for name in WARPERS}
+    found["temperature"] = temperature if samples else 0.0
+    found["top_k"] = config.top_k
+    if config.top_k is None or config.top_k == LIBRARY_TOP_K:
+        found["top_k"] = LIBRARY_TOP_K if samples else None
+    top_p = config.top_p
+    if top_p is not None:
+        found["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as transformers has it
+    for name in ("epsilon_cutoff", "eta_cutoff"):
+        if found[name] is not None and not 0 < found[name] < 1:
+            found[name] = None  # as transformers has it
+    return _stated(found) | logits_fields(config, unserved)
+
+
+def call_fields(config: Any, unserved: Unserved) -> Fields:
+    """SamplingParams of `model.generate` without arguments. ValueError for a config that asks for beams."""
+    num_beams: int = config.num_beams or 1
+    if num_beams > 1 and unserved == "refuse":
+        raise ValueError(f"generation_config must ask for one beam here, it asks for num_beams={num_beams}")
+    found = sampling_fields(config, unserved)
+    if "max_length" not in found:
+        found.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
+    return found | {"n": config.num_return_sequences or 1}
+
+
+def beam_fields(config: Any, unserved: Unserved) -> Fields:
+    """What the config states of BeamSearchParams, but for how many beams there are."""
+    return _stated({name: getattr(config, name, None) for name in BEAMS[1:]}) | logits_fields(config, unserved)
+
+
+def beam_call_fields(config: Any, unserved: Unserved) -> Fields:
+    """BeamSearchParams of `model.generate` without arguments. ValueError for a config that draws beams."""
+    if config.do_sample is True and unserved == "refuse":
+        raise ValueError("generation_config must not draw tokens in a beam search, it asks for do_sample=True")
+    found = beam_fields(config, unserved)
+    if "max_length" not in found:
+        found.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
+    counts = {"num_beams": config.num_beams or 1, "num_return_sequences": config.num_return_sequences or 1}
+    return found | counts
+
+
+def _stated(found: Fields) -> Fields:
+    return {name: value for name, value in found.items() if value is not None}
