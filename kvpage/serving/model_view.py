@@ -82,7 +82,7 @@ class ModelView:
         return held
 
     def _own(self, value: Any) -> Any:
-        """The view's own for what is the model's: modules, configs, and what is bound to them. Anything else as it is."""
+        """The view's own for what is the model's: modules, configs, and what is bound to them."""
         if isinstance(value, nn.Module):
             return self._copies.get(value, value)
         if _is_config(value):
