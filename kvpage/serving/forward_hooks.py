@@ -73,13 +73,9 @@ class ForwardHooks:
             listener = self._given(args, kwargs)
             if listener is None:
                 return
-            if output is not None and module is not self._outermost:
-                return
-            if named_arguments(signature, args, kwargs or {}).get("past_key_values") is not listener:
-                return
             if output is None:  # it has raised
                 listener.end_forward()
-            else:
+            elif module is self._outermost:
                 listener.finish_forward()
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

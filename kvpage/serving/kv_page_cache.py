@@ -12,13 +12,13 @@ from transformers import Cache, DynamicCache
 
 from kvpage.errors import OutOfBlocks
 from kvpage.interrupts import HeldInterrupts, uninterrupted
-from kvpage.sequence_args import as_integer, as_list, check_namespace
+from kvpage.sequence_args import as_integer, check_namespace
 from kvpage.serving.cached_rows import CachedRows, TokenRows
 from kvpage.serving.forward_hooks import ForwardHooks, is_on_stack
 from kvpage.serving.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
 from kvpage.serving.kv_page_layer import KVPageLayer
 from kvpage.serving.row_slots import RowSlots
-from kvpage.tensor_args import as_indices, as_numbers
+from kvpage.tensor_args import as_indices, as_selection
 
 if TYPE_CHECKING:
     from kvpage.serving.cache_pool import KVPageCachePool
@@ -155,16 +155,7 @@ class KVPageCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
         """Keeps these rows, in this order; negative ones count from the last. `indices` may be a mask."""
-        if not isinstance(indices, torch.Tensor):
-            indices = torch.as_tensor(as_list("indices", indices))
-        indices = as_numbers("indices", indices, 1)
-        if indices.dtype == torch.bool:
-            if len(indices) != len(self._rows):
-                raise ValueError(f"indices must be a mask of {len(self._rows)} rows, got one of {len(indices)}")
-            rows = indices.nonzero().flatten().tolist()
-        else:
-            rows = [row + len(self._rows) if row < 0 else row for row in as_indices("indices", indices).tolist()]
-        self._select(rows)
+        self._select(as_selection("indices", indices, len(self._rows)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one copy after the other. OutOfBlocks, with nothing changed."""

@@ -118,7 +118,7 @@ def test_rows_are_selected_by_whatever_tensors_are_indexed_with(name: str) -> No
     pair.check()
 
 
-@pytest.mark.parametrize("wrong", [[3], [-4], [0.5], [], [[0]], "ab", 1, [True, False]])
+@pytest.mark.parametrize("wrong", [[3], [-4], [0.5], [], [[0]], "ab", 1, [True, False], [object()], None])
 def test_rows_that_are_not_there(wrong: object) -> None:
     pair = Pair("llama", 3, B + 1)
     pair.forward(pair.ids)
