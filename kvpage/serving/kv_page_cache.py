@@ -52,7 +52,8 @@ class KVPageCache(Cache):
     It has to be released, by `with` or `release`; one that is merely forgotten gives its blocks back when the pool's
     next cache is made. Until then it listens to the model's forward, for the tokens that K and V are of. A forward that
     raises is as if it had not been; what was computed before it stays, here and, after the release, for others to find.
-    Ctrl-C is no exception. Not thread-safe: a pool and its caches, one thread.
+    Ctrl-C is no exception. Not thread-safe: a pool and its caches, one thread; others may use the model
+    meanwhile.
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
@@ -184,7 +185,7 @@ class KVPageCache(Cache):
         return max(self._pool.layers) + 1
 
     @property
-    def layers(self) -> list[KVPageLayer]:  # type: ignore[override]
+    def layers(self) -> list[Any]:  # of KVPageLayer
         """Made anew each time: their `keys` and `values` are copies of what the cache holds."""
         return [KVPageLayer(self, layer_idx) for layer_idx in range(len(self))]
 
@@ -201,7 +202,7 @@ class KVPageCache(Cache):
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         """What a DynamicCache of this transformers gives of each layer: K and V, and, in some versions, a window."""
         if hasattr(DynamicCache, "__iter__"):
-            return DynamicCache.__iter__(self)
+            return DynamicCache.__iter__(self)  # type: ignore[arg-type]
         return iter([(layer.keys, layer.values) for layer in self.layers])
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]:

@@ -18,13 +18,13 @@ class KVPageLayer(CacheLayerMixin):
     def __init__(self, cache: "KVPageCache", layer_idx: int) -> None:
         self._cache, self._layer_idx = cache, layer_idx
 
-    @property
+    @property  # type: ignore[override]
     def keys(self) -> torch.Tensor | None:
         """A copy of the layer's K: [num_rows, num_heads, num_tokens, size]. None where it holds nothing."""
         rows = self._cache.read_layer(self._layer_idx)
         return None if rows is None else rows[0]
 
-    @property
+    @property  # type: ignore[override]
     def values(self) -> torch.Tensor | None:
         """A copy of the layer's V, as keys."""
         rows = self._cache.read_layer(self._layer_idx)
