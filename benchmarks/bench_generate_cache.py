@@ -2,11 +2,13 @@
 
 The bound for a prefix that is found is a DynamicCache that holds it already, contiguous and for nothing: a copy of it
 is made before the clock starts. Beside it `generate` as it is, which computes the prefix. Where nothing is found, that
-is the bound: the forward is the same, and blocks are written and gathered besides. Answers are compared before
-anything is timed; the calls take turns, and the least time of each counts: the CPU time of one thread, which is the
-same whatever else the machine does.
+is the bound: the forward is the same, and blocks are written besides. All answers are compared; the calls take turns,
+and medians with their quartiles count, of the CPU time of one thread.
 
-    python benchmarks/bench_generate_cache.py [--prefix N ...] [--batch N ...] [--rounds N] [--plot PATH]
+    python benchmarks/bench_generate_cache.py [--prefix N ...] [--batch N ...] [--rounds N] [--working-bytes N]
+                                              [--plot PATH]
+
+--working-bytes 0 gathers K and V out of the blocks at each step: see KVPageCachePool.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -67,7 +70,9 @@ def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     return time.process_time() - begin, tokens
 
 
-def measure(model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int) -> dict:
+def measure(
+    model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None
+) -> dict:
     """Rows that share a prefix, and differ behind it."""
     prefix = torch.randint(1, 2048, (1, num_prefix)).repeat(batch, 1)
     ids = torch.cat([prefix, torch.randint(1, 2048, (batch, TAIL))], dim=1)
@@ -75,7 +80,8 @@ def measure(model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int) -
     with torch.no_grad():
         model(prefix, past_key_values=held)
     num_blocks = -(-(num_prefix + TAIL + NEW) // BLOCK_SIZE) * (batch + 1) + 8
-    pool = KVPageCachePool.from_model(model, CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks))
+    config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks)
+    pool = KVPageCachePool.from_model(model, config, max_working_bytes=working_bytes)
     fresh = itertools.count()
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     expected = generate(model, ids, None)
@@ -92,15 +98,31 @@ def measure(model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int) -
             taken, tokens = seconds(call)
             assert torch.equal(tokens, expected), f"{name}: the tokens are not those of generate"
             times[name].append(taken)
-    least = {name: min(taken) for name, taken in times.items()}
+    return summary(num_prefix, batch, times)
+
+
+def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict:
+    """Medians and quartiles in ms, and medians of the ratios of one round's calls, which the machine treats alike."""
+    quartiles = {name: np.quantile(taken, (0.25, 0.5, 0.75)) * 1e3 for name, taken in times.items()}
+
+    def ratio(above: str, below: str) -> float:
+        return float(np.median(np.divide(times[above], times[below])))
+
     return {
         "prefix": num_prefix,
         "batch": batch,
-        **{f"{name} ms": taken * 1e3 for name, taken in least.items()},
-        "saved": least["generate"] / least["prefix found"],
-        "of bound": least["prefix for nothing"] / least["prefix found"],
-        "miss": least["nothing found"] / least["generate"],
+        "rounds": len(times["generate"]),
+        **{f"{name} ms": float(middle) for name, (_, middle, _) in quartiles.items()},
+        **{f"{name} quartiles ms": [float(low), float(high)] for name, (low, _, high) in quartiles.items()},
+        "saved": ratio("generate", "prefix found"),
+        "of bound": ratio("prefix for nothing", "prefix found"),
+        "miss": ratio("nothing found", "generate"),
     }
+
+
+def told(row: dict, name: str) -> str:
+    low, high = row[f"{name} quartiles ms"]
+    return f"{row[f'{name} ms']:.1f} ({(high - low) / 2:.1f})"
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -125,19 +147,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--working-bytes", type=int, help="of the pool; None: no limit")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = make_model()
-    print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms")
+    print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; medians in ms (quartiles +-)")
     print(f"{'batch':>5} {'prefix':>6}", *(f"{name:>18}" for name in (*NAMES, "saved", "of bound", "miss")))
     results = []
     for batch, num_prefix in itertools.product(options.batch, options.prefix):
-        row = measure(model, num_prefix, batch, options.rounds)
+        row = measure(model, num_prefix, batch, options.rounds, options.working_bytes)
         results.append(row)
-        print(f"{batch:5} {num_prefix:6}", *(f"{row[name + ' ms']:18.1f}" for name in NAMES), end=" ")
+        print(f"{batch:5} {num_prefix:6}", *(f"{told(row, name):>18}" for name in NAMES), end=" ")
         print(*(f"{row[name]:18.2f}" for name in ("saved", "of bound", "miss")), flush=True)
     if options.plot:
         plot(results, options.plot)

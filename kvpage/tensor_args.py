@@ -39,6 +39,22 @@ def as_indices(name: str, tensor: Any) -> torch.Tensor:
     return tensor
 
 
+def as_selection(name: str, selection: Any, num_rows: int) -> list[int]:
+    """Rows as a tensor is indexed with: integers, negative ones from the last on, or a mask of all rows."""
+    if not isinstance(selection, torch.Tensor):
+        try:
+            selection = torch.as_tensor(as_list(name, selection))
+        except RuntimeError as error:  # torch's, of what it cannot read
+            raise TypeError(f"{name} must be integers or flags, got {type(selection).__name__}") from error
+    selection = as_numbers(name, selection, 1)
+    if selection.dtype != torch.bool:
+        return [row + num_rows if row < 0 else row for row in as_indices(name, selection).tolist()]
+    if len(selection) != num_rows:
+        raise ValueError(f"{name} must be a mask of {num_rows} rows, got one of {len(selection)}")
+    rows: list[int] = selection.nonzero().flatten().tolist()
+    return rows
+
+
 def as_bounds(name: str, bounds: torch.Tensor | Sequence[int], num_tokens: int) -> list[int]:
     """Where each request begins, and the end: ascending from 0 to num_tokens."""
     found = as_indices(name, bounds).tolist() if isinstance(bounds, torch.Tensor) else as_list(name, bounds)

@@ -56,11 +56,11 @@ class Blender:
         check_rope(runner.model)
         probe = _Probe(runner, unquantized(cache_config, model_config), model_config)
         config.stages_of(len(probe.layer_ids))
-        layers = decoder_layers(runner.model, probe.layer_ids)
+        layers = decoder_layers(runner.view, probe.layer_ids)
         shift = min(MAX_SHIFT, max_model_len(runner.model) - NUM_PROBE_TOKENS)
         at_zero, expected = probe.compute(0)
         shifted, _ = probe.compute(shift)
-        rotary = rotary_of_layers(runner.model, at_zero, shifted, shift)
+        rotary = rotary_of_layers(runner.view, at_zero, shifted, shift)
         blender = cls(config, layers, rotary)
         blender._verify(probe, shifted, shift, expected)
         return blender

@@ -14,6 +14,7 @@ from kvpage.cache_engine import CacheEngine
 from kvpage.config import CacheConfig, DeviceConfig, ParallelConfig
 from kvpage.interrupts import uninterrupted
 from kvpage.kv_scales import KVScales
+from kvpage.sequence_args import as_integer
 from kvpage.serving.cache_check import verify_pool
 from kvpage.serving.cached_rows import CachedRows, TokenRows
 from kvpage.serving.kv_page_cache import Held
@@ -22,6 +23,7 @@ from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
 from kvpage.serving.model_kind import check_model
 from kvpage.serving.model_limits import constant_rope_len, rope_limit, vocab_size
+from kvpage.serving.working_rows import WorkingMemory, WorkingRows
 
 
 class KVPageCachePool:
@@ -31,13 +33,22 @@ class KVPageCachePool:
     changes weights in place calls `reset_prefix_cache`.
     """
 
-    def __init__(self, model: PreTrainedModel, shape: KVShape, engine: CacheEngine, manager: BlockManager) -> None:
-        self.model, self.engine, self.manager = model, engine, manager
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: KVShape,
+        engine: CacheEngine,
+        manager: BlockManager,
+        max_working_bytes: int | None = None,
+    ) -> None:
+        self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
         scales = engine.kv_scales or [None] * len(shape.layer_ids)
+        layers = zip(shape.layer_ids, engine.gpu_cache, scales, shape.layer_sizes, strict=True)
         self.layers = {
-            layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent)
-            for layer_id, cache, scale in zip(shape.layer_ids, engine.gpu_cache, scales, strict=True)
+            layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent, shape.num_heads, *sizes)
+            for layer_id, cache, scale, sizes in layers
         }
+        self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Held] = deque()  # of caches that nobody released: filled at any time, even within a call
         self._max_len = constant_rope_len(model)
         self._seq_ids = count()
@@ -52,6 +63,7 @@ class KVPageCachePool:
         host_policy: HostPolicy | None = None,
         pin_quota: int = 0,
         kv_scales: Sequence[KVScales] | None = None,
+        max_working_bytes: int | None = None,
     ) -> "KVPageCachePool":
         """A pool on the model's device, with as many blocks on the device and on the host as the config says.
 
@@ -59,6 +71,9 @@ class KVPageCachePool:
         transformers: then the config's backend is "mla". In older ones they hand over what the latents expand to.
 
         share_parts, host_policy, pin_quota: see BlockManager. kv_scales: see CacheEngine.
+        max_working_bytes: how much the caches that are in use may take on the device, beside the blocks, to have K and
+            V in one piece: as much again as their rows' blocks, and a quarter or 64 tokens a row. What they lack is
+            gathered at each forward, one layer at a time. None: no limit; 0, and blocks that quantise: always gather.
 
         Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
         fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
@@ -70,6 +85,8 @@ class KVPageCachePool:
             raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
         if cache_config.num_gpu_blocks == 0:
             raise ValueError("num_gpu_blocks must be positive, got 0")
+        if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
+            raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
         check_config(model)
         _check_cacheable(model)
         _check_eval(model)
@@ -87,6 +104,7 @@ class KVPageCachePool:
             share_parts=share_parts,
             host_policy=host_policy,
             pin_quota=pin_quota,
+            max_working_bytes=max_working_bytes,
         )
 
     @classmethod
@@ -99,6 +117,7 @@ class KVPageCachePool:
         share_parts: bool = True,
         host_policy: HostPolicy | None = None,
         pin_quota: int = 0,
+        max_working_bytes: int | None = None,
     ) -> "KVPageCachePool":
         engine = CacheEngine(
             cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
@@ -111,7 +130,7 @@ class KVPageCachePool:
             host_policy=host_policy,
             pin_quota=pin_quota,
         )
-        return cls(model, shape, engine, manager)
+        return cls(model, shape, engine, manager, max_working_bytes)
 
     @uninterrupted
     def reset_prefix_cache(self) -> None:
@@ -129,11 +148,19 @@ class KVPageCachePool:
     def make_rows(self) -> CachedRows:
         """No rows yet, over the pool's blocks. What was forgotten is released here: not within a forward."""
         self._release_forgotten()
-        return CachedRows(self.manager, self.engine, self._seq_ids)
+        return CachedRows(self.manager, self.engine, self._seq_ids, self._make_working())
 
     def _release_forgotten(self) -> None:
         while self.forgotten:
             self.forgotten.popleft().release()
+
+    def _make_working(self) -> WorkingRows | None:
+        """None where what is read out of the blocks is not what was written."""
+        if not all(layer.keeps(self.dtype) for layer in self.layers.values()):
+            return None
+        num_slots = self.manager.num_blocks * self.manager.block_size
+        bytes_per_token = sum(cache.nbytes for cache in self.engine.gpu_cache) // num_slots
+        return WorkingRows(self.layers, bytes_per_token, self.working_memory)
 
     def check_forward(self, tokens: TokenRows, num_tokens: int) -> None:
         """ValueError unless the model may compute these tokens, at the end of rows of so many."""

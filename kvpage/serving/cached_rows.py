@@ -16,7 +16,6 @@ for nothing.
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,8 @@ import torch
 from kvpage.block_manager import BlockManager
 from kvpage.cache_engine import CacheEngine
 from kvpage.interrupts import uninterrupted
+from kvpage.serving.row_slots import RowSlots
+from kvpage.serving.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]
 """[num_tokens]."""
@@ -33,20 +34,6 @@ TokenRows = npt.NDArray[np.int32]
 """[num_rows, num_tokens]."""
 
 PAD_SLOT = -1
-
-
-class RowSlots(NamedTuple):
-    """Where a step writes and reads, on the cache's device.
-
-    slot_mapping: int64 [num_rows * num_new_tokens], one row after the other; -1 for what is in the blocks already.
-    block_tables: int32 [num_rows, max_blocks].
-    start, end: the step's tokens are the rows' [start, end).
-    """
-
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    start: int
-    end: int
 
 
 @dataclass(slots=True)
@@ -61,12 +48,22 @@ class _Row:
 class CachedRows:
     """One batch over the blocks of `manager` and the tensors of `engine`; `seq_ids` gives each row a name of its own.
 
+    working: where K and V of the rows are in one piece, too. Unless it is empty, what is not committed is there, and
+        written into blocks as it is committed; otherwise whoever computes writes into the slots of `begin`.
+
     Each method gives all or nothing: one that raises (OutOfBlocks, ValueError) has changed nothing but how recently
     cached blocks were used, and which rows are committed. Ctrl-C is raised behind it.
     """
 
-    def __init__(self, manager: BlockManager, engine: CacheEngine, seq_ids: Iterator[int]) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        seq_ids: Iterator[int],
+        working: WorkingRows | None = None,
+    ) -> None:
         self.length = 0
+        self.working = working
         self._manager, self._engine, self._seq_ids = manager, engine, seq_ids
         self._rows: list[_Row] = []
         self._tokens = np.empty((0, 0), np.int32)  # computed ones, then those of the prompt that are yet to come
@@ -113,12 +110,24 @@ class CachedRows:
     def begin(self, tokens: TokenRows, start: int) -> RowSlots:
         """Room for every row's tokens from `start` on: [num_rows, at least 1]. `start` is at most the length."""
         self.commit()
-        end = start + tokens.shape[1]
-        lacking = [max(end - row.room, 0) for row in self._rows]
-        self._manager.append([row.seq_id for row in self._rows], lacking)
-        for row, count in zip(self._rows, lacking, strict=True):
-            row.room += count
+        self._reserve(end := start + tokens.shape[1])
         return self._slots(start, end)
+
+    @uninterrupted
+    def begin_working(self, tokens: TokenRows, start: int) -> bool:
+        """As `begin`, for the working rows. False, with nothing changed, if there are none or they lack room."""
+        end = start + tokens.shape[1]
+        if self.working is None or not self.working.reserve(len(self), end):
+            return False
+        if self.working.is_empty or self._fills_block():
+            self.commit()
+        self._reserve(end)
+        return True
+
+    def tables(self) -> torch.Tensor:
+        """See RowSlots.block_tables; what is in the blocks may be read now."""
+        self._manager.do_moves(self._engine.do_move)
+        return torch.from_numpy(self._manager.block_tables([row.seq_id for row in self._rows])).to(self._engine.device)
 
     def finish(self, tokens: TokenRows, start: int) -> None:
         """The tokens that `begin` was given are written, in all layers."""
@@ -129,6 +138,9 @@ class CachedRows:
     @uninterrupted
     def commit(self) -> None:
         """What is computed can be found from now on, in whole blocks."""
+        start = min((row.num_written for row in self._rows), default=self.length)
+        if self.working is not None and start < self.length and not self.working.is_empty:
+            self.working.write(self._slots(start, self.length))
         for row, tokens in zip(self._rows, self._tokens, strict=True):
             if row.num_written < self.length:
                 self._manager.commit(row.seq_id, tokens[row.num_written : self.length])
@@ -163,13 +175,32 @@ class CachedRows:
     @uninterrupted
     def release(self) -> None:
         """Commits what is computed and gives all rows up. What was committed can be found until it is evicted."""
-        self.commit()
+        try:
+            self.commit()
+        finally:
+            self._release_all()
+
+    def _release_all(self) -> None:
+        if self.working is not None:
+            self.working.drop()
         rows, tokens = self._rows, self._tokens[:, : self.length]
         self._rows, self._tokens, self.length = [], np.empty((0, 0), np.int32), 0
         for row, row_tokens in zip(rows, tokens, strict=True):
             self._give_back(row, row_tokens)
 
     # --- inside ---
+
+    def _fills_block(self) -> bool:
+        """Whether what is not committed ends a block, which others could find."""
+        block_size, start = self._manager.block_size, min(row.num_written for row in self._rows)
+        return start // block_size < self.length // block_size
+
+    def _reserve(self, end: int) -> None:
+        lacking = [max(end - row.room, 0) for row in self._rows]
+        if any(lacking):
+            self._manager.append([row.seq_id for row in self._rows], lacking)
+            for row, count in zip(self._rows, lacking, strict=True):
+                row.room += count
 
     def _allocate_each(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> list[_Row]:
         rows: list[_Row] = []
@@ -204,6 +235,8 @@ class CachedRows:
                 if not kept:
                     self._give_back(row, tokens[source, :length])
             raise
+        if self.working is not None and list(sources) != list(range(len(self._rows))):
+            self.working.drop()
         kept_ids = {row.seq_id for row in rows}
         old, old_tokens, old_length = self._rows, self._tokens, self.length
         self._rows, self._tokens, self.length = rows, tokens[list(sources)], length
@@ -238,6 +271,4 @@ class CachedRows:
         slots = self._manager.slot_mappings(seq_ids, [start] * num_rows, [end] * num_rows).reshape(num_rows, -1)
         for row, row_slots in zip(self._rows, slots, strict=True):
             row_slots[: max(row.num_written - start, 0)] = PAD_SLOT
-        device = self._engine.device
-        tables = torch.from_numpy(self._manager.block_tables(seq_ids))
-        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(device), tables.to(device), start, end)
+        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(self._engine.device), self.tables(), start, end)

@@ -74,8 +74,13 @@ class Engine:
     """A serving loop over one model. Make it by `from_model`. Not thread-safe: one engine, one thread. A forked process
     needs one of its own: there, whatever computes raises RuntimeError.
 
-    It owns the cache tensors and the block manager; the model stays the caller's, between two steps as it was. Ctrl-C
-    is raised while the model computes, or between two steps, and costs nothing but what the call would have returned.
+    It owns the cache tensors and the block manager. The model stays the caller's, and as it is: other threads may use
+    it at any time, also through engines and caches of their own. Ctrl-C is raised while the model computes, or between
+    two steps, and costs nothing but what the call would have returned.
+
+    It computes with the model's weights as they are at each step, adapters included; what changes them leaves cached K
+    and V of before, so that other weights need a namespace of their own. Hooks of the model are called here, too, but
+    for modules with a config with a copy of the module.
     """
 
     def __init__(

@@ -104,6 +104,8 @@ def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bo
         positions = positions.unsqueeze(0)
     if positions.dim() != 2 or positions.shape[0] not in (1, num_rows) or positions.shape[1] != num_tokens:
         return [False] * num_rows
+    if num_tokens == 1:  # of each step: one look at the device
+        return [place == [start] for place in positions.expand(num_rows, 1).tolist()]
     expected = torch.arange(start, start + num_tokens, device=positions.device)
     return (positions == expected).all(dim=1).expand(num_rows).tolist()
 

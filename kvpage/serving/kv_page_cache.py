@@ -2,21 +2,23 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from kvpage.errors import OutOfBlocks
 from kvpage.interrupts import HeldInterrupts, uninterrupted
 from kvpage.sequence_args import as_integer, check_namespace
-from kvpage.serving.cached_rows import CachedRows, RowSlots, TokenRows
+from kvpage.serving.cached_rows import CachedRows, TokenRows
 from kvpage.serving.forward_hooks import ForwardHooks, is_on_stack
 from kvpage.serving.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
-from kvpage.tensor_args import as_indices, as_numbers
+from kvpage.serving.kv_page_layer import KVPageLayer
+from kvpage.serving.row_slots import RowSlots
+from kvpage.tensor_args import as_indices, as_selection
 
 if TYPE_CHECKING:
     from kvpage.serving.cache_pool import KVPageCachePool
@@ -50,7 +52,8 @@ class KVPageCache(Cache):
     It has to be released, by `with` or `release`; one that is merely forgotten gives its blocks back when the pool's
     next cache is made. Until then it listens to the model's forward, for the tokens that K and V are of. A forward that
     raises is as if it had not been; what was computed before it stays, here and, after the release, for others to find.
-    Ctrl-C is no exception. Not thread-safe: a pool and its caches, one thread.
+    Ctrl-C is no exception. Not thread-safe: a pool and its caches, one thread; others may use the model
+    meanwhile.
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
@@ -109,12 +112,14 @@ class KVPageCache(Cache):
         Returns all K and V of the rows, [num_rows, num_heads, num_tokens, size].
         """
         step = self._checked_step(key_states, layer_idx)
-        layer = self._pool.layers[layer_idx]
-        layer.write(key_states, value_states, step.slots)
-        if step.slots.start == 0 and layer.keeps(key_states.dtype):
-            rows = key_states, value_states  # nothing was in the cache
+        layer, new = self._pool.layers[layer_idx], (key_states, value_states)
+        if step.slots is None:
+            assert self._rows.working is not None
+            rows = self._rows.working.append(layer_idx, new, step.start, self._rows.tables)
         else:
-            rows = layer.read(key_states, value_states, step.slots)
+            layer.write(*new, step.slots.slot_mapping)
+            is_whole = step.start == 0 and layer.keeps(key_states.dtype)  # nothing was in the cache
+            rows = new if is_whole else layer.read(step.slots.block_tables, step.end, key_states.dtype)
         step.layers_left.remove(layer_idx)
         return rows
 
@@ -123,7 +128,7 @@ class KVPageCache(Cache):
         step = self._current()
         if step is None:
             return self._rows.length
-        return step.slots.start if layer_idx in step.layers_left else step.slots.end
+        return step.start if layer_idx in step.layers_left else step.end
 
     def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
         """(number of keys, place of the first) for so many queries; older versions give the queries' positions."""
@@ -149,11 +154,9 @@ class KVPageCache(Cache):
         """Row i becomes what row beam_idx[i] was. OutOfBlocks, with nothing changed, where copies need blocks."""
         self._select(as_indices("beam_idx", beam_idx).tolist())
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows, in this order. `indices` may be a mask."""
-        indices = as_numbers("indices", indices, 1)
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else as_indices("indices", indices)
-        self._select(rows.tolist())
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
+        """Keeps these rows, in this order; negative ones count from the last. `indices` may be a mask."""
+        self._select(as_selection("indices", indices, len(self._rows)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one copy after the other. OutOfBlocks, with nothing changed."""
@@ -181,6 +184,55 @@ class KVPageCache(Cache):
         """Layers."""
         return max(self._pool.layers) + 1
 
+    @property
+    def layers(self) -> list[Any]:  # of KVPageLayer
+        """Made anew each time: their `keys` and `values` are copies of what the cache holds."""
+        return [KVPageLayer(self, layer_idx) for layer_idx in range(len(self))]
+
+    @layers.setter
+    def layers(self, layers: Sequence[object]) -> None:
+        if layers:
+            raise ValueError("layers of a KVPageCache are those of its pool's model, and cannot be set")
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A layer's K and V, as `layers` has them."""
+        layer = self.layers[layer_idx]
+        return layer.keys, layer.values
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """What a DynamicCache of this transformers gives of each layer: K and V, and, in some versions, a window."""
+        if hasattr(DynamicCache, "__iter__"):
+            return DynamicCache.__iter__(self)  # type: ignore[arg-type]
+        return iter([(layer.keys, layer.values) for layer in self.layers])
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]:
+        """A pair of K and V for each layer."""
+        return tuple(self[layer_idx] for layer_idx in range(len(self)))
+
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether the layer has K and V of its own."""
+        return layer_idx in self._pool.layers
+
+    def read_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies of a layer's K and V, [num_rows, num_heads, num_tokens, size]; None where it holds nothing."""
+        length = self.get_seq_length(layer_idx)
+        if not length or not self.has_layer(layer_idx):
+            return None
+        working = None if self._rows.working is None else self._rows.working.rows(layer_idx, length)
+        if working is not None:
+            return working
+        return self._pool.layers[layer_idx].read(self._rows.tables(), length, self._pool.dtype)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """TypeError: a copy would be a copy of the pool. Another cache finds the same beginning."""
         raise TypeError("KVPageCache cannot be copied or pickled: make another one over the same pool")
@@ -190,7 +242,8 @@ class KVPageCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return True
+        """Whether there are rows."""
+        return len(self._rows) > 0
 
     @property
     def is_compileable(self) -> bool:
@@ -234,16 +287,18 @@ class KVPageCache(Cache):
         if repeats > 1:
             self.batch_repeat_interleave(repeats)
         try:
-            self._step = _Step(tokens, rows.begin(tokens, start), set(self._pool.layers), repeats, call)
+            slots = None if rows.begin_working(tokens, start) else self._begin_in_blocks(tokens, start)
         except OutOfBlocks:
             rows.select(range(0, len(rows), repeats))
             raise
+        end = start + tokens.shape[1]
+        self._step = _Step(tokens, start, end, slots, set(self._pool.layers), repeats, call)
 
     def finish_forward(self) -> None:
         """What every layer has written counts from now on."""
         step = self._step
         if step and not step.layers_left:
-            self._rows.finish(step.tokens, step.slots.start)
+            self._rows.finish(step.tokens, step.start)
         self._step = None
 
     def end_forward(self) -> None:
@@ -259,6 +314,13 @@ class KVPageCache(Cache):
         if self._step and not is_on_stack(self._step.call):
             self.end_forward()
         return self._step
+
+    def _begin_in_blocks(self, tokens: TokenRows, start: int) -> RowSlots:
+        """A forward whose K and V are written at once, and gathered, for want of working memory."""
+        self._rows.commit()
+        if self._rows.working is not None:
+            self._rows.working.drop()
+        return self._rows.begin(tokens, start)
 
     def _select(self, indices: list[int]) -> None:
         self._current()
@@ -304,10 +366,14 @@ class Held:
 
 @dataclass(slots=True)
 class _Step:
-    """A forward that is under way. repeats: rows that it has made of each. call: torch's frame, which ends with it."""
+    """A forward that is under way, of the rows' tokens [start, end). slots: where these go; None for the working rows.
+    repeats: rows that it has made of each. call: torch's frame, which ends with it.
+    """
 
     tokens: TokenRows
-    slots: RowSlots
+    start: int
+    end: int
+    slots: RowSlots | None
     layers_left: set[int]
     repeats: int
     call: FrameType

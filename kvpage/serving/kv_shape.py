@@ -17,6 +17,7 @@ from kvpage.config import ModelConfig
 class KVShape:
     """layer_ids: the layers that have a cache. num_heads, key_size, value_size: the largest of any layer.
 
+    layer_sizes: those of K and V in each of them.
     is_latent: K is a latent for all heads and V its rotary part (MLA).
     """
 
@@ -26,6 +27,7 @@ class KVShape:
     value_size: int
     dtype: torch.dtype
     is_latent: bool
+    layer_sizes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "KVShape":
@@ -60,6 +62,7 @@ class KVShape:
             max(value for _, value in sizes),
             tensors[0].dtype,
             num_heads == 1 and sizes == {_latent_sizes(model)},
+            tuple((key.shape[3], value.shape[3]) for _, key, value in sorted(seen.calls, key=lambda call: call[0])),
         )
 
     def model_config(self) -> ModelConfig:

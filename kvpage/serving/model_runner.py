@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from kvpage.interrupts import interruptible
 from kvpage.serving.attention import StepMissing, current_step
-from kvpage.serving.implementation import AttentionSwitch
 from kvpage.serving.latent_attention import LatentPass
+from kvpage.serving.model_view import ModelView
 from kvpage.serving.step import Step
 
 
@@ -39,24 +39,30 @@ class PackedTokens:
 
 
 class ModelRunner:
-    """Runs `model`, which is changed inside `forward` only.
+    """Runs a view of `model`, which stays as it is, also within `forward`: see ModelView.
 
     ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._switch = AttentionSwitch(model)
+        self._view = ModelView(model)
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
         self._selects_logits = "logits_to_keep" in parameters
         self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
+    @property
+    def view(self) -> PreTrainedModel:
+        """The modules that compute; whatever is hung on them touches nobody else's forward."""
+        return self._view.module
+
     def forward(self, packed: PackedTokens, step: Step) -> torch.Tensor:
         """Writes the tokens' K and V into the step's slots; the logits of the wanted rows: [len(wanted), vocab_size].
 
-        ValueError if the model is in training mode. What the model raises comes through; some K and V may be written.
+        ValueError if the model is in training mode, or a layer has not attended over blocks. What the model raises
+        comes through; some K and V may be written.
         """
         self.check()
         wanted = torch.from_numpy(packed.wanted).to(self.model.device)
@@ -68,8 +74,9 @@ class ModelRunner:
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
         # no_grad, not inference_mode: what a model keeps of a forward (rotary tables) must stay usable for its owner.
-        with torch.no_grad(), self._switch.on(), self._hooks(step):
+        with torch.no_grad(), self._hooks(step):
             logits = self._call(inputs, step)[0]
+        self._check_calls(step)
         return logits if self._selects_logits else logits[wanted]
 
     def check(self) -> None:
@@ -81,22 +88,32 @@ class ModelRunner:
         """Those of a step that needs more than K and V as the attention function is given them."""
         if step.layout.backend == "mla":
             step.latents = step.latents or LatentPass(step)
-            return step.latents.listening(self.model)
+            return step.latents.listening(self.view)
         return step.blend.hooks() if step.blend else nullcontext()
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
+        model = self.view
         if self._passes_step:
             try:
                 with interruptible():
-                    return self.model(**inputs, kvpage=step).logits
+                    return model(**inputs, kvpage=step).logits
             except StepMissing:  # raised before anything is written, in the first forward: the check at load
                 self._passes_step = False
         token = current_step.set(step)
         try:
             with interruptible():
-                return self.model(**inputs).logits
+                return model(**inputs).logits
         finally:
             current_step.reset(token)
+
+    def _check_calls(self, step: Step) -> None:
+        """A layer may have been replaced by one that attends in another way, over nothing that is cached."""
+        called = {layer for layer, _ in step.calls}
+        if called != step.caches.keys():
+            name = type(self.model).__name__
+            raise ValueError(
+                f"layers {sorted(step.caches)} must each attend once over blocks, of {name} it was {sorted(called)}"
+            )
 
     def _row(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64, copy=False)).unsqueeze(0).to(self.model.device)

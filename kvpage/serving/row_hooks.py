@@ -17,6 +17,7 @@ with all rows at each layer, and is narrowed before each.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,35 +67,43 @@ class RowHooks:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Hooks on the model's layers inside, none outside."""
-        handles = []
-        for index, layer in enumerate(self._layers[self._first :], self._first):
-            before = self._begin_check if index in self._check_layers else self._before
-            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(self._layers[-1].register_forward_hook(self._behind_last))
+        """Inside, the layers' forwards are ours. torch's hooks are not used: those a view of a model has from it."""
+        layers = [*self._layers[self._first :]]
+        own = [vars(layer).get("forward") for layer in layers]
+        for index, layer in enumerate(layers, self._first):
+            vars(layer)["forward"] = partial(self._forward, index, layer.forward)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for layer, forward in zip(layers, own, strict=True):
+                del vars(layer)["forward"]
+                if forward is not None:
+                    vars(layer)["forward"] = forward
 
-    def _begin_check(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _forward(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a layer's own: of all rows, those that are chosen when it ends."""
+        narrowed = self._begin_check if index in self._check_layers else self._before
+        args, kwargs = narrowed(index, forward, args, kwargs)
+        output = forward(*args, **kwargs)
+        return self._behind_last(output) if index == len(self._layers) - 1 else output
+
+    def _begin_check(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rows = torch.arange(self._num_rows)
-        if self._is_narrow or module is not self._layers[self._first]:
+        if self._is_narrow or index != self._first:
             rows = self._chosen().cpu()
-            args, kwargs = self._before(module, args, kwargs)
+            args, kwargs = self._before(index, forward, args, kwargs)
         try:
-            module.forward(*args, **kwargs)
+            forward(*args, **kwargs)
         except RowsChosen:
             left = torch.searchsorted(rows, self._chosen().cpu())
             return _narrow(args, len(rows), left), _narrow(kwargs, len(rows), left)
         raise AssertionError("the check layer has chosen no rows")
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rows = self._chosen()
         return _narrow(args, self._num_rows, rows), _narrow(kwargs, self._num_rows, rows)
 
-    def _behind_last(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _behind_last(self, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self._widen(output[0]), *output[1:])
         return self._widen(output)
