@@ -34,6 +34,7 @@ TokenRows = npt.NDArray[np.int32]
 """[num_rows, num_tokens]."""
 
 PAD_SLOT = -1
+_NO_TOKEN = np.int32(-1)  # of no vocabulary
 
 
 @dataclass(slots=True)
@@ -214,9 +215,9 @@ class CachedRows:
             raise
         return rows
 
-    def _allocate(self, tokens: TokenRow, namespace: bytes, is_private: bool, num_left_over: int = 1) -> _Row:
+    def _allocate(self, tokens: TokenRow, namespace: bytes, is_private: bool) -> _Row:
         seq_id = next(self._seq_ids)
-        allocation = self._manager.allocate(seq_id, tokens, namespace, num_left_over=num_left_over)
+        allocation = self._manager.allocate(seq_id, tokens, namespace)
         return _Row(seq_id, len(tokens), allocation.num_cached_tokens, namespace, is_private)
 
     def _give_back(self, row: _Row, tokens: TokenRow) -> None:
@@ -250,7 +251,8 @@ class CachedRows:
             copied = replace(row, seq_id=next(self._seq_ids))
             self._manager.fork(row.seq_id, copied.seq_id)
             return copied
-        copied = self._allocate(tokens, row.namespace, row.is_private, num_left_over=0)
+        # One token more than there are, as a lookup leaves the last one to compute.
+        copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private)
         if copied.num_written < length:
             self._copy_blocks(row, copied, length)
             self._manager.commit(copied.seq_id, tokens[copied.num_written : length])
