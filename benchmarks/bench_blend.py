@@ -212,7 +212,7 @@ def main() -> None:
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        print(json.dumps({"skipped": "Llama-3-8B's shape needs a CUDA device; --device cpu times a smaller one"}))
+        print(dumps({"skipped": "Llama-3-8B's shape needs a CUDA device; --device cpu times a smaller one"}))
         return
     seeds = chosen.seeds or ([0, 1, 2] if chosen.full else [0])
     tokens = chosen.tokens or ([2048, 4096, 8192] if chosen.full else [2048, 4096])

@@ -205,7 +205,7 @@ def main() -> None:
     if options.layers < 3:
         parser.error(f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
+        print(dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
         return
     if options.threads:
         torch.set_num_threads(options.threads)

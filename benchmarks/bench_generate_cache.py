@@ -15,18 +15,17 @@ import argparse
 import copy
 import functools
 import itertools
-import json
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpage import CacheConfig
+from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.serving import KVPageCache, KVPageCachePool
 
 BLOCK_SIZE, TAIL, NEW = 16, 32, 32
@@ -102,27 +101,20 @@ def measure(
 
 
 def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict:
-    """Medians and quartiles in ms, and medians of the ratios of one round's calls, which the machine treats alike."""
-    quartiles = {name: np.quantile(taken, (0.25, 0.5, 0.75)) * 1e3 for name, taken in times.items()}
+    """Milliseconds, and the ratios of one round's calls, which the machine treats alike."""
 
-    def ratio(above: str, below: str) -> float:
-        return float(np.median(np.divide(times[above], times[below])))
+    def ratio(above: str, below: str) -> Figure:
+        return Figure.ratio(times[above], times[below])
 
     return {
         "prefix": num_prefix,
         "batch": batch,
         "rounds": len(times["generate"]),
-        **{f"{name} ms": float(middle) for name, (_, middle, _) in quartiles.items()},
-        **{f"{name} quartiles ms": [float(low), float(high)] for name, (low, _, high) in quartiles.items()},
+        **{f"{name} ms": Figure.of(taken, 1e3) for name, taken in times.items()},
         "saved": ratio("generate", "prefix found"),
         "of bound": ratio("prefix for nothing", "prefix found"),
         "miss": ratio("nothing found", "generate"),
     }
-
-
-def told(row: dict, name: str) -> str:
-    low, high = row[f"{name} quartiles ms"]
-    return f"{row[f'{name} ms']:.1f} ({(high - low) / 2:.1f})"
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -136,7 +128,7 @@ def plot(results: list[dict], path: Path) -> None:
     for axis, batch in zip(axes[0], batches, strict=True):
         rows = [result for result in results if result["batch"] == batch]
         for name in NAMES:
-            axis.plot([row["prefix"] for row in rows], [row[f"{name} ms"] for row in rows], "o-", label=name)
+            axis.plot([row["prefix"] for row in rows], [row[f"{name} ms"].median for row in rows], "o-", label=name)
         axis.set(title=f"batch {batch}", xlabel="tokens of the shared prefix", ylabel="ms", ylim=(0, None))
         axis.legend(fontsize=7)
     figure.tight_layout()
@@ -154,19 +146,19 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = make_model()
-    print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; medians in ms (quartiles +-)")
-    print(f"{'batch':>5} {'prefix':>6}", *(f"{name:>18}" for name in (*NAMES, "saved", "of bound", "miss")))
+    print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms (quartiles)")
+    print(f"{'batch':>5} {'prefix':>6}", *(f"{name:>19}" for name in (*NAMES, "saved", "of bound", "miss")))
     results = []
     for batch, num_prefix in itertools.product(options.batch, options.prefix):
         row = measure(model, num_prefix, batch, options.rounds, options.working_bytes)
         results.append(row)
-        print(f"{batch:5} {num_prefix:6}", *(f"{told(row, name):>18}" for name in NAMES), end=" ")
-        print(*(f"{row[name]:18.2f}" for name in ("saved", "of bound", "miss")), flush=True)
+        print(f"{batch:5} {num_prefix:6}", *(format(row[f"{name} ms"], ".0f").rjust(19) for name in NAMES), end=" ")
+        print(*(format(row[name], ".2f").rjust(19) for name in ("saved", "of bound", "miss")), flush=True)
     if options.plot:
         plot(results, options.plot)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     machine = platform.processor() or platform.machine()
-    print(json.dumps({"machine": machine, "threads": torch.get_num_threads(), **versions, "results": results}))
+    print(dumps({"machine": machine, "threads": torch.get_num_threads(), **versions, "results": results}))
 
 
 if __name__ == "__main__":

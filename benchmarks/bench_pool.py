@@ -15,7 +15,6 @@ Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
 """
 
 import argparse
-import json
 import time
 import timeit
 from collections.abc import Callable
@@ -23,13 +22,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpage import BlockPool
+from kvpage.benchmarks.figure import Figure, dumps
 
 NUM_BLOCKS = 1_000_000
 BATCHES = [1, 10, 100, 1000, 10_000]
 KINDS = ("pool", "numpy_copy", "array", "list")
 
 Cycle = Callable[[], object]
-Spread = tuple[float, float, float]  # 25th percentile, median, 75th percentile, in nanoseconds
 
 
 class ArrayPool:
@@ -119,12 +118,12 @@ def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> d
     }
 
 
-def spreads(calls: dict[str, Cycle], number: int, rounds: int) -> dict[str, Spread]:
+def nanoseconds(calls: dict[str, Cycle], number: int, rounds: int) -> dict[str, Figure]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(timeit.timeit(call, timer=time.thread_time, number=number) / number * 1e9)
-    return {name: tuple(np.percentile(values, [25, 50, 75]).tolist()) for name, values in times.items()}
+            times[name].append(timeit.timeit(call, timer=time.thread_time, number=number))
+    return {name: Figure.of(taken, 1e9 / number) for name, taken in times.items()}
 
 
 def measure(rounds: int) -> list[dict]:
@@ -134,11 +133,8 @@ def measure(rounds: int) -> list[dict]:
         verify(pool)
     rows = []
     for batch in (None, *BATCHES):
-        found = spreads(cycles(pools, batch), max(10, 20_000 // (batch or 1)), rounds)
-        row: dict = {"batch": batch or "one"}
-        for kind, (low, median, high) in found.items():
-            row |= {f"{kind}_ns": median, f"{kind}_ns_p25": low, f"{kind}_ns_p75": high}
-        rows.append(row | {"ns_a_block": row["pool_ns"] / (batch or 1)})
+        found = nanoseconds(cycles(pools, batch), max(10, 20_000 // (batch or 1)), rounds)
+        rows.append({"batch": batch or "one", **{f"{kind}_ns": figure for kind, figure in found.items()}})
     pools[0].check()
     return rows
 
@@ -147,11 +143,13 @@ def report(rows: list[dict]) -> bool:
     print("ns a cycle: median (25th to 75th percentile)")
     print(f"{'batch':>8}" + "".join(f"{kind:>28}" for kind in KINDS) + f"{'ns a block':>12}")
     for row in rows:
-        cells = [
-            f"{row[f'{kind}_ns']:.0f} ({row[f'{kind}_ns_p25']:.0f} to {row[f'{kind}_ns_p75']:.0f})" for kind in KINDS
-        ]
-        print(f"{row['batch']:>8}" + "".join(f"{cell:>28}" for cell in cells) + f"{row['ns_a_block']:12.1f}")
-    return rows[0]["pool_ns"] <= 400 and all(row["ns_a_block"] <= 10 for row in rows[3:])
+        cells = "".join(format(row[f"{kind}_ns"], ".0f").rjust(28) for kind in KINDS)
+        print(f"{row['batch']:>8}{cells}{a_block(row):12.1f}")
+    return rows[0]["pool_ns"].median <= 400 and all(a_block(row) <= 10 for row in rows[3:])
+
+
+def a_block(row: dict) -> float:
+    return row["pool_ns"].median / (1 if row["batch"] == "one" else row["batch"])
 
 
 def plot(rows: list[dict], path: str) -> None:
@@ -161,7 +159,7 @@ def plot(rows: list[dict], path: str) -> None:
     labels = ("BlockPool", "a copy of the ids", "numpy array", "Python list")
     for kind, label in zip(KINDS, labels, strict=True):
         low, middle, high = (
-            [row[f"{kind}_ns{end}"] / row["batch"] for row in rows[1:]] for end in ("_p25", "", "_p75")
+            [getattr(row[f"{kind}_ns"], part) / row["batch"] for row in rows[1:]] for part in ("low", "median", "high")
         )
         (line,) = plt.plot(batches, middle, "o-", label=label)
         plt.fill_between(batches, low, high, color=line.get_color(), alpha=0.2)
@@ -183,7 +181,7 @@ def main() -> None:
     met = report(rows)
     if args.plot:
         plot(rows, args.plot)
-    print(json.dumps({"benchmark": "pool", "rounds": args.rounds, "rows": rows, "targets_met": met}))
+    print(dumps({"benchmark": "pool", "rounds": args.rounds, "rows": rows, "targets_met": met}))
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ loops by the thread's own time, which other processes on the machine disturb les
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
 
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.prefix_threads import measure_threads, quartiles, report_threads
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.prefix_threads import measure_threads, report_threads
 
 B = 16
 NUM_PROMPTS, NUM_TOKENS, NUM_COMMON, NUM_GROUP, GROUP_SIZE = 5000, 8192, 2048, 4096, 100
@@ -241,14 +241,6 @@ def measure_evict() -> Samples:
     return samples
 
 
-def summary(samples: Samples) -> dict[str, float]:
-    """Of each the median under its name, and the quartiles beside it."""
-    found = {}
-    for key, values in samples.items():
-        found[f"{key}_p25"], found[key], found[f"{key}_p75"] = quartiles(values)
-    return found
-
-
 TARGET_RATIO = 0.95  # of threads to one thread: as much, but for the noise of the machine
 TARGETS = [  # what, its bound or None, and the target: a multiple of the bound, or microseconds
     ("match_us", "match_memcmp_us", 3.0, False),
@@ -263,16 +255,15 @@ TARGETS = [  # what, its bound or None, and the target: a multiple of the bound,
 
 
 def report(result: dict) -> bool:
-    print(f"{'':22}{'us':>8}{'(quartiles)':>18}{'beside':>10}{'ratio':>8}   target")
+    print(f"{'':22}{'us (quartiles)':>26}{'beside':>10}{'ratio':>8}   target")
     all_met = True
     for key, bound, target, is_ratio in TARGETS:
-        ratio = result[key] / result[bound] if bound else float("nan")
-        met = (ratio if is_ratio else result[key]) <= target
+        ratio = result[key].median / result[bound].median if bound else float("nan")
+        met = (ratio if is_ratio else result[key].median) <= target
         all_met &= met
-        beside = f"{result[bound]:10.2f}{ratio:8.2f}" if bound else f"{'':18}"
-        spread = f"({result[f'{key}_p25']:.2f} to {result[f'{key}_p75']:.2f})"
+        beside = f"{result[bound].median:10.2f}{ratio:8.2f}" if bound else f"{'':18}"
         verdict = f"{target} {'x' if is_ratio else 'us'} {'met' if met else 'MISSED'}"
-        print(f"{key:22}{result[key]:8.2f}{spread:>18}{beside}   {verdict}")
+        print(f"{key:22}{f'{result[key]:.2f}':>26}{beside}   {verdict}")
     print(f"one memcmp of as many cold bytes as prompts and tree have: {result['cold_flat_us']:.2f} us a prompt")
     return all_met
 
@@ -281,7 +272,7 @@ def plot(result: dict, path: str) -> None:
     import matplotlib.pyplot as plt
 
     used = [
-        ((result[key] / result[bound] if is_ratio else result[key]) / target)
+        ((result[key].median / result[bound].median if is_ratio else result[key].median) / target)
         for key, bound, target, is_ratio in TARGETS
     ]
     plt.figure(figsize=(8, 4))
@@ -299,16 +290,17 @@ def main() -> None:
     args = parser.parse_args()
     dtype = np.dtype(args.dtype)
     tokens = prompts(dtype)
-    result = summary(
+    samples = (
         measure_shared(tokens) | measure_cold(tokens) | measure_long(dtype) | measure_grown(dtype) | measure_evict()
     )
+    result = {key: Figure.of(values) for key, values in samples.items()}
     met = report(result)
     threads = measure_threads()
     report_threads(threads)
-    met &= all(row["ratio"] >= TARGET_RATIO for row in threads if row["case"] == "match of 8,192")
+    met &= all(row["ratio"].median >= TARGET_RATIO for row in threads if row["case"] == "match of 8,192")
     if args.plot:
         plot(result, args.plot)
-    print(json.dumps({"benchmark": "prefix", "dtype": args.dtype, **result, "threads": threads, "targets_met": met}))
+    print(dumps({"benchmark": "prefix", "dtype": args.dtype, **result, "threads": threads, "targets_met": met}))
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
+        print(dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
         return
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -176,6 +176,7 @@ def remote(engine: CacheEngine, options) -> list[dict]:
     """Values that redis-py is given are as long as the payloads; it makes no digests of them."""
     try:
         import redis
+
         from kvpage.benchmarks.bench_store_redis import redis_server
     except ImportError as error:
         print(f"redis: skipped, {error}")

@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if shutil.which("redis-server") is None:
-        print(json.dumps({"skipped": "needs redis-server"}))
+        print(dumps({"skipped": "needs redis-server"}))
         return
     results = []
     print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>20} {'redis-py ms':>20} {'GB/s':>18} {'of redis-py':>18}")

@@ -179,7 +179,61 @@ def quality_beside(result: Result) -> str:
     return "0: full recompute; " + "; ".join(f"{cell(result)}: {name}" for name, cell in others.items())
 
 
+def pool_cell(batch: int | str, kind: str = "pool") -> Callable[[Result], str]:
+    """Nanoseconds of a cycle; of a batch, of each block."""
+
+    def cell(result: Result) -> str:
+        figure = row_of(result, "rows", batch=batch)[f"{kind}_ns"]
+        num_blocks = batch if isinstance(batch, int) else 1
+        each = {name: figure[name] / num_blocks for name in ("median", "low", "high")}
+        return f"{text(each, 1 if num_blocks > 1 else 0)} ns"
+
+    return cell
+
+
+def pool_beside(batch: int | str) -> Callable[[Result], str]:
+    peers = {"array": "slices of a numpy array", "list": "a Python list"}
+    return lambda result: "; ".join(f"{pool_cell(batch, kind)(result)}: {peer}" for kind, peer in peers.items())
+
+
+def tree(key: str) -> Callable[[Result], str]:
+    return lambda result: f"{text(result[key])} us"
+
+
+def tree_beside(**bounds: str) -> Callable[[Result], str]:
+    return lambda result: "; ".join(f"{text(result[key])} us: {what}" for key, what in bounds.items())
+
+
+def threads(case: str, num: int) -> Callable[[Result], str]:
+    return lambda result: f"{text(row_of(result, 'threads', case=case, threads=num)['ratio'])} of one thread"
+
+
 NUMBERS: list[Number] = [
+    Number("pool: allocate and release 100 blocks, each", pool_cell(100), pool_beside(100), "pool"),
+    Number("pool: `allocate(1)` and release", pool_cell(1), pool_beside(1), "pool"),
+    Number("pool: `allocate_one` and release", pool_cell("one"), pool_beside("one"), "pool"),
+    Number(
+        "prefix tree: match a prompt of 8,192 tokens, 6,144 cached",
+        tree("match_us"),
+        tree_beside(match_memcmp_us="memcmp, all in cache"),
+        "prefix",
+    ),
+    Number(
+        "the same prompts wholly cached, cold in the CPU's cache",
+        tree("cold_match_us"),
+        tree_beside(cold_memcmp_us="memcmp, piece by piece", cold_flat_us="one memcmp over all"),
+        "prefix",
+    ),
+    Number("insert its last 2,048 tokens", tree("insert_after_us"), lambda _: "", "prefix"),
+    Number("match one prompt of 131,072 tokens", tree("long_match_us"), tree_beside(long_memcmp_us="memcmp"), "prefix"),
+    Number("append a block to a conversation of up to 32,768 tokens", tree("append_us"), lambda _: "", "prefix"),
+    Number("evict a block among 50,000 leaves", tree("evict_50k_us"), tree_beside(evict_1k_us="among 1,000"), "prefix"),
+    Number(
+        "match 8,192 tokens from two threads, from four",
+        threads("match of 8,192", 2),
+        threads("match of 8,192", 4),
+        "prefix",
+    ),
     Number(
         "whole-sequence slots: alloc and free",
         us("rows", what="alloc and free"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
+from kvpage.benchmarks.figure import Figure
 
 B = 16
 NUM_THREADS = (1, 2, 4)
@@ -113,12 +114,6 @@ CASES: dict[str, Callable[[], Work]] = {
 }
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """25th percentile, median, 75th percentile."""
-    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
-    return low, median, high
-
-
 def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
     """Ratios are taken within a round, in which all numbers of threads follow one another."""
     rows = []
@@ -129,16 +124,13 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
             for num in NUM_THREADS:
                 rates[num].append(rate(work, num, seconds))
         for num in NUM_THREADS:
-            low, median, high = quartiles(rates[num])
-            ratios = [many / one for many, one in zip(rates[num], rates[1], strict=True)]
-            row = {"case": name, "threads": num, "calls_s": median, "calls_s_p25": low, "calls_s_p75": high}
-            names = ("ratio_p25", "ratio", "ratio_p75")
-            rows.append(row | dict(zip(names, quartiles(ratios), strict=True)))
+            figures = {"calls_s": Figure.of(rates[num]), "ratio": Figure.ratio(rates[num], rates[1])}
+            rows.append({"case": name, "threads": num, **figures})
     return rows
 
 
 def report_threads(rows: list[dict]) -> None:
     print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'to one thread: median (quartiles)':>36}")
     for row in rows:
-        ratio = f"{row['ratio']:.2f} ({row['ratio_p25']:.2f} to {row['ratio_p75']:.2f})"
-        print(f"{row['case']:27}{row['threads']:>8}{row['calls_s']:14,.0f}{ratio:>36}")
+        ratio = f"{row['ratio']:.2f}"
+        print(f"{row['case']:27}{row['threads']:>8}{row['calls_s'].median:14,.0f}{ratio:>36}")

@@ -16,6 +16,7 @@ made finite for the others. A block id out of range is reported, and its keys co
 
 import triton
 import triton.language as tl
+
 from kvpage.kernels.attention_rows import load_queries, load_rows, load_scales, score, widen
 from kvpage.kernels.attention_tiles import find_sequence, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import report

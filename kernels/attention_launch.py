@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from kvpage.kernels.arguments import BAD_BLOCK
 from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel
 from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split

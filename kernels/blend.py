@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+
 from kvpage.kernels.arguments import _ROWS, as_bits
 from kvpage.kernels.quantize import to_fp32
 

@@ -5,6 +5,7 @@ import itertools
 import torch
 import triton
 import triton.language as tl
+
 from kvpage.kernels.arguments import (
     BAD_BLOCK,
     BAD_LENGTH,
@@ -15,7 +16,6 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
-
 from kvpage.kv_scales import KVScales
 
 

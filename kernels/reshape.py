@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from kvpage.kernels.arguments import (
     BAD_SLOT,
     KVViews,
@@ -14,7 +15,6 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
-
 from kvpage.kv_scales import KVScales
 
 

@@ -10,10 +10,10 @@ See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tile
 import torch
 import triton
 import triton.language as tl
+
 from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
-
 from kvpage.turn import Turn
 
 LINE = 128  # bytes of memory that are moved together

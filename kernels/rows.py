@@ -10,6 +10,7 @@ Offsets count elements, in int64. Pointers are to integers: what moves without c
 
 import triton
 import triton.language as tl
+
 from kvpage.kernels.quantize import decode_fp8, encode_fp8, encode_int8, from_fp32, to_fp32
 
 ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6))

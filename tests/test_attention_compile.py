@@ -16,11 +16,10 @@ from triton.compiler import ASTSource  # noqa: E402
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
+from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Options, Rows, constants_of, sizes_of  # noqa: E402
 from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
-
-from kvpage import CacheLayout  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}

@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("typer")
 transformers = pytest.importorskip("transformers")
 
-from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
 from redis_server import MISSING  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
+from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
 from kvpage.cli import app  # noqa: E402
 from kvpage.store.chunk_io import verify_record  # noqa: E402
 from kvpage.store.memory import MemoryTier  # noqa: E402

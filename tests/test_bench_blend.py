@@ -9,7 +9,6 @@ pytest.importorskip("rich")
 from kvpage.benchmarks import blend_methods, blend_model, blend_probes, blend_quality, blend_speed
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_quality import Method
-
 from kvpage.blend import select_tokens
 
 SEGMENT = 8

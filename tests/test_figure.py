@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
 
 

@@ -20,13 +20,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 import torch  # noqa: E402
+
+from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.arguments import row_constants  # noqa: E402
 from kvpage.kernels.chunk import chunk_kernel  # noqa: E402
 from kvpage.kernels.gather import gather_cache_kernel  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache_kernel  # noqa: E402
 from kvpage.kernels.rows import ROWS_FIRST  # noqa: E402
-
-from kvpage import CacheLayout  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHS = pytest.mark.parametrize("arch", [80, 90])

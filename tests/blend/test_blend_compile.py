@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 import torch  # noqa: E402
+
 from kvpage.kernels.blend import deviation_constants, row_deviation_kernel  # noqa: E402
 from kvpage.kernels.rotary import mix_constants, mix_rows_kernel  # noqa: E402
 
