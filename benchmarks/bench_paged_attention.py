@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print(dumps({"skipped": "needs a CUDA device: nothing was measured"}))
+        print(json.dumps({"skipped": "needs a CUDA device: nothing was measured"}))
         return
     torch.manual_seed(0)
     limits, results = run(options.seconds, options.rounds)
