@@ -227,7 +227,7 @@ def plot(results: list[dict], path: Path) -> None:
     for axis, result in zip(axes[0], results, strict=True):
         axis.barh(list(result["tokens_per_s"]), [speed.median for speed in result["tokens_per_s"].values()])
         axis.invert_yaxis()
-        axis.set_title(f"64 requests, {result['workload']} prefixes")
+        axis.set_title(f"{result['workload']} prompts")
         axis.set_xlabel("generated tokens/s")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -302,13 +302,13 @@ NUMBERS: list[Number] = [
     ),
     Number("and back", stored("disk retrieve"), store_bound("disk retrieve"), "store_two_threads"),
     Number(
-        "serve 64 requests without a shared prefix, Llama of 8 layers, fp32, two threads",
+        "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads",
         served("separate", "kvpage"),
         peers("separate"),
         "serving",
     ),
     Number(
-        "serve 64 requests with a shared prefix of 1,024 tokens", served("shared", "kvpage"), peers("shared"), "serving"
+        "serve 32 requests with a shared prefix of 1,024 tokens", served("shared", "kvpage"), peers("shared"), "serving"
     ),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
@@ -343,7 +343,7 @@ NUMBERS: list[Number] = [
         lambda r: f"{text(r['warming']['alone'])} s: without its sensitivity",
         "blend_speed_2048",
     ),
-    Number("first token of 8,224 tokens", first_token("blend", 0.15), first_token_beside, "blend_speed_8192"),
+    Number("first token of 4,128 tokens", first_token("blend", 0.15), first_token_beside, "blend_speed_4096"),
     Number(
         "answers lost to blending at 15 %, of 100, a Llama of 6 layers, three trainings, 240 documents (95 % interval)",
         lost("behind itself", check=(0,)),

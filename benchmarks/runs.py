@@ -57,11 +57,11 @@ RUNS = {
         _run("store", "bench_store --threads 1"),
         _run("store_two_threads", "bench_store --threads 2 --parts memory disk"),
         _run("store_redis", "bench_store_redis"),
-        _run("serving", "bench_serving --threads 2"),
+        _run("serving", "bench_serving --threads 2 --requests 32 --rounds 3"),
         _run("generate_cache", "bench_generate_cache"),
         _run("blend_ops", "bench_blend_ops --threads 1"),
         _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),
-        _run("blend_speed_8192", "bench_blend --part speed --tokens 8192 --ratios 0.15 --rounds 3 --threads 1"),
-        _run("blend_quality", "bench_blend --part quality --full", sources=BLENDING),
+        _run("blend_speed_4096", "bench_blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1"),
+        _run("blend_quality", "bench_blend --part quality --full --threads 1", sources=BLENDING),
     )
 }
