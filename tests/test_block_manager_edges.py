@@ -46,3 +46,87 @@ def test_a_sequence_keeps_its_priority(num_swaps, num_forks):
     assert num_found(manager, MINE) == num_found(manager, OTHERS) == 2 * B
     manager.tree.evict(2)
     assert num_found(manager, MINE) == 2 * B and num_found(manager, OTHERS) == 0
+
+
+@pytest.mark.parametrize("first, second, stays", [({}, {"priority": 0}, 2), ({"priority": 1}, {}, 1), ({}, {}, 2)])
+def test_priority_comes_before_the_last_use(first, second, stays):
+    """Without a word it is the lowest."""
+    manager = BlockManager(4, B)
+    for seq_id, tokens, options in ((1, MINE[:B], first), (2, OTHERS[:B], second)):
+        manager.allocate(seq_id, tokens, **options)
+        compute(manager, seq_id, tokens)
+        manager.release(seq_id)
+    manager.tree.evict(1)
+    assert [num_found(manager, tokens) > 0 for tokens in (MINE[:B], OTHERS[:B])] == [stays == 1, stays == 2]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("share_parts", [True, False])
+def test_parts_of_blocks_are_shared_where_both_flags_say_so(enable_prefix_caching, share_parts):
+    manager = BlockManager(8, B, enable_prefix_caching, share_parts=share_parts)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    num_cached = manager.allocate(2, MINE[: 2 * B - 1] + [0]).num_cached_tokens
+    assert num_cached == (2 * B - 1 if enable_prefix_caching and share_parts else B if enable_prefix_caching else 0)
+    assert len(manager.take_moves()) == (num_cached == 2 * B - 1)
+    assert manager.share_parts == (enable_prefix_caching and share_parts)
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "share_parts"])
+@pytest.mark.parametrize("value", [1, None, "no"])
+def test_flags_are_true_or_false(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be True or False, got"):
+        BlockManager(4, B, **{name: value})
+
+
+def test_no_pins_without_a_quota():
+    manager = BlockManager(4, B)
+    manager.allocate(1, MINE[:B])
+    compute(manager, 1, MINE[:B])
+    with pytest.raises(ValueError, match="pins must hold at most 0 blocks"):
+        manager.space.pin(MINE[:B])
+    manager.release(1)
+    assert manager.num_free_blocks == 4
+
+
+def test_a_part_whose_block_is_needed_is_not_shared():
+    """All four blocks are needed: that of the part, too, which is evicted instead of copied."""
+    manager = BlockManager(4, B)
+    manager.allocate(1, MINE[:B])
+    compute(manager, 1, MINE[:B])
+    manager.release(1)
+    given = manager.allocate(2, MINE[: B - 1] + [0] * (3 * B + 1))
+    assert given.num_cached_tokens == 0 and len(manager.take_moves()) == 0 and len(set(given.block_ids.tolist())) == 4
+    assert manager.stats().hit_tokens == 0 and manager.tree.num_matches == 1
+    manager.check()
+
+
+def test_a_query_is_counted_with_what_it_found():
+    manager = BlockManager(8, B)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.allocate(2, MINE[: 2 * B - 1] + [0, 0])
+    stats = manager.stats()
+    assert (stats.query_tokens, stats.hit_tokens) == (4 * B + 1, 2 * B - 1)
+    assert (stats.space.device_hit_tokens, stats.space.part_hit_tokens) == (B, B - 1)
+    assert (stats.num_sequences, stats.num_blocks, stats.num_free_blocks) == (2, 8, 4)
+
+
+def test_append_makes_room_for_one_token_unless_told_otherwise():
+    manager = BlockManager(4, B)
+    manager.allocate(1, MINE[: B - 1])
+    manager.append([1])
+    assert len(manager.slot_mapping(1, 0, B)) == B
+    with pytest.raises(ValueError, match=r"positions of 1 must lie in \[0, 4\]"):
+        manager.slot_mapping(1, 0, B + 1)
+
+
+def test_appending_nothing_copies_nothing():
+    manager = BlockManager(8, B)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.fork(1, 2)
+    before = manager.block_ids(1).tolist()
+    manager.append([1, 2], [0, 0])
+    assert len(manager.take_moves()) == 0 and manager.block_ids(1).tolist() == manager.block_ids(2).tolist() == before
+    manager.check()
