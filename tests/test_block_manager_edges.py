@@ -1,5 +1,7 @@
 """What a random life of BlockManager does not ask: priorities, who may find what, and what a refusal leaves."""
 
+import tracemalloc
+
 import pytest
 
 from kvpage.block_manager import BlockManager
@@ -129,4 +131,135 @@ def test_appending_nothing_copies_nothing():
     before = manager.block_ids(1).tolist()
     manager.append([1, 2], [0, 0])
     assert len(manager.take_moves()) == 0 and manager.block_ids(1).tolist() == manager.block_ids(2).tolist() == before
+    manager.check()
+
+
+def test_a_fork_of_fewer_tokens_caches_its_own():
+    manager = BlockManager(8, B, share_parts=False)
+    manager.allocate(1, MINE[: 2 * B - 1])
+    compute(manager, 1, MINE[: 2 * B - 1])
+    manager.fork(1, 2, B + 1)
+    manager.append([2], B)
+    compute(manager, 2, OTHERS[:B])
+    assert num_found(manager, MINE[: B + 1] + OTHERS[: B - 1]) == 2 * B and num_found(manager, MINE) == B
+    manager.append([1])
+    compute(manager, 1, MINE, 2 * B - 1)
+    assert num_found(manager, MINE) == 2 * B
+    manager.check()
+
+
+def test_a_fork_begins_at_one_token_and_not_before_what_was_given_back():
+    manager = BlockManager(8, B, enable_prefix_caching=False)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    with pytest.raises(ValueError, match=r"num_tokens must be in \[1, 8\], got 0"):
+        manager.fork(1, 2, 0)
+    assert manager.first_forkable(1) == 1
+    manager.fork(1, 2, 1)
+    manager.release(2)
+    assert manager.release_before(1, B) == 1 and manager.first_forkable(1) == B
+    with pytest.raises(ValueError, match=r"num_tokens must be in \[4, 8\], got 3"):
+        manager.fork(1, 2, B - 1)
+    manager.fork(1, 2, B)
+    manager.check()
+
+
+def test_a_sequence_that_is_swapped_out_can_end():
+    manager = BlockManager(4, B, num_host_blocks=2, share_parts=False)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.swap_out(1)
+    assert manager.space.host_pool.num_free == 1 and manager.is_swapped(1)
+    manager.release(1)
+    assert manager.space.host_pool.num_free == 2 and not manager.is_swapped(1)
+    with pytest.raises(KeyError):
+        manager.swap_in(1, MINE[: B + 1])
+    with pytest.raises(KeyError):
+        manager.release(1)
+    manager.allocate(1, OTHERS)
+    manager.check()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_written", [0, 1, B, B + 1, 2 * B, 3 * B - 1])
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_only_what_was_written_goes_to_the_host(enable_prefix_caching, num_written, num_left):
+    """Not what the tree has, not what a window has left, and not the room for what is yet to come."""
+    manager = BlockManager(8, B, enable_prefix_caching, num_host_blocks=8, share_parts=False)
+    tokens = list(range(3 * B))
+    block_ids = manager.allocate(1, tokens).block_ids.tolist()
+    compute(manager, 1, tokens[:num_written])
+    num_left = manager.release_before(1, min(num_left * B, num_written))
+    assert num_left == 0 or not enable_prefix_caching
+    begin = num_written // B if enable_prefix_caching else num_left
+    own = block_ids[begin : -(-num_written // B)]
+    manager.swap_out(1)
+    moved = [pair for move in manager.take_moves() for pair in move.pairs.tolist()]
+    assert [device for device, _ in moved] == own and manager.space.host_pool.num_free == 8 - len(own)
+    manager.check()
+    given = manager.swap_in(1, tokens)
+    assert given.num_cached_tokens == num_written and len(given.block_ids) == 3
+    back = [pair for move in manager.take_moves() for pair in move.pairs.tolist()]
+    assert [host for host, _ in back] == [host for _, host in moved]
+    assert [device for _, device in back] == given.block_ids.tolist()[begin : begin + len(own)]
+    manager.check()
+
+
+def test_sequences_that_have_ended_leave_no_memory():
+    manager = BlockManager(4, B, num_host_blocks=4)
+
+    def live(count: int) -> None:
+        for seq_id in range(count):
+            given = manager.allocate(seq_id, MINE[: B + 1])
+            compute(manager, seq_id, MINE[: B + 1], given.num_cached_tokens)
+            if seq_id % 2:
+                manager.swap_out(seq_id)
+                manager.swap_in(seq_id, MINE[: B + 1])
+            if seq_id % 3 == 0:
+                manager.swap_out(seq_id)
+            manager.release(seq_id)
+            manager.take_moves()
+
+    live(50)
+    tracemalloc.start()
+    live(50)
+    before, _ = tracemalloc.get_traced_memory()
+    live(500)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 32 << 10
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_whole_blocks_come_back_to_their_last_token(num_more):
+    manager = BlockManager(6, B, num_host_blocks=4, share_parts=False)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.swap_out(1)
+    assert manager.swap_in(1, MINE + [0] * num_more).num_cached_tokens == 2 * B
+    manager.check()
+
+
+def test_a_sequence_that_comes_back_computes_a_token_of_what_others_have_cached():
+    manager = BlockManager(6, B, num_host_blocks=4, share_parts=False)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.swap_out(1)
+    manager.allocate(2, MINE)
+    compute(manager, 2, MINE, B)
+    assert manager.swap_in(1, MINE).num_cached_tokens == B + 1
+    manager.check()
+
+
+def test_a_sequence_comes_back_with_all_that_it_had():
+    manager = BlockManager(6, B, num_host_blocks=4)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.swap_out(1)
+    before = manager.stats()
+    with pytest.raises(ValueError, match="tokens must be at least the 5 committed ones, got 4"):
+        manager.swap_in(1, MINE[:B])
+    with pytest.raises(ValueError, match="tokens must hold at least one token, got none"):
+        manager.swap_in(1, [])
+    assert manager.stats() == before and manager.is_swapped(1)
     manager.check()

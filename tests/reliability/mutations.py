@@ -94,6 +94,8 @@ def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]],
     killed_by: dict[int, str | None] = {}
     for index in track(indices_of(mutants.mutants), "the program", console=console):
         killed_by[index] = program.killed_by(index)
+        if os.environ.get("MUTLOG"):
+            print(index, mutants.mutants[index], "<-", killed_by[index], file=sys.stderr, flush=True)
     killed_by = {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
     left = [index for index, killer in killed_by.items() if killer is None]
     if left and not options.program_only:

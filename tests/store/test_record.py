@@ -67,6 +67,7 @@ def test_fields_that_no_record_has(change, message):
         {"meta": b"m" * LONGEST_META},
         {"codec": "c"},
         {"codec": "c" * 16},
+        {"codec": "index"},
         {"stretch_bytes": 1, "payload_bytes": 3},
         {"payload_bytes": 0, "raw_bytes": 0},
     ],

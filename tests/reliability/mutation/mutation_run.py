@@ -21,7 +21,7 @@ import pytest
 
 from mutation.mutant import Mutant
 
-NOT_APPLIED = 252
+NOT_APPLIED, CRASHED, ENDLESS = 252, 253, 254
 MEMORY_BYTES = 4 << 30  # that a mutant may take
 LEAST_SECONDS = 10.0  # before it counts as one that does not end
 
@@ -127,12 +127,14 @@ class MutationRun:
             return 0
 
         code = _in_fork(run, LEAST_SECONDS + 4 * sum(reach.seconds for reach in reaches))
+        if code in (ENDLESS, -signal.SIGXCPU):
+            return "it does not end"
         if code == 0:
             return None
         if code == NOT_APPLIED:
             raise RuntimeError(f"{self.mutants.mutants[index]} cannot be applied")
         if not 0 < code <= min(len(reaches), 250):
-            return "it ends in a crash" if code else "it does not end"
+            return "it ends in a crash"
         item = reaches[code - 1].item
         self._killers[item] = self._killers.get(item, 0) + 1
         return str(session.items[item].nodeid)
@@ -159,11 +161,13 @@ def _spread(cases: list[pytest.Item], num: int) -> list[pytest.Item]:
 
 
 def _in_fork(run: Callable[[], int], seconds: float | None) -> int:
-    """What `run` returns in a process of its own, silent; another number if it crashes or does not end in time."""
+    """What `run` returns in a process of its own, silent; another number if it crashes, or ENDLESS: after so many seconds
+    of the processor, or ten times as many of waiting.
+    """
     child = os.fork()
     if child == 0:
-        _as_child(run)
-    deadline = None if seconds is None else time.monotonic() + seconds
+        _as_child(run, seconds)
+    deadline = None if seconds is None else time.monotonic() + 10 * seconds
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -172,17 +176,20 @@ def _in_fork(run: Callable[[], int], seconds: float | None) -> int:
         if deadline is not None and time.monotonic() > deadline:
             _kill_group(child)
             os.waitpid(child, 0)
-            return 254
+            return ENDLESS
         time.sleep(0.005)
 
 
-def _as_child(run: Callable[[], int]) -> NoReturn:
-    code = 253
+def _as_child(run: Callable[[], int], seconds: float | None) -> NoReturn:
+    code = CRASHED
     try:
         os.setpgid(0, 0)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if seconds is not None:
+            used_seconds = int(time.process_time()) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (used_seconds + int(seconds), resource.RLIM_INFINITY))
         silent = os.open(os.devnull, os.O_RDWR)
         for place in (0, 1, 2):
             os.dup2(silent, place)

@@ -6,7 +6,9 @@
 
 import ctypes
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ PLACE = native_build.CACHE / "mutants"
 LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life", "core"]
 NO_SUCH_MUTANT = 77  # as in mutants.h
 NUM_REACHED = 8192
+MOST_BYTES = 1 << 30
 NO_SUCH = "no such mutant"
 
 
@@ -113,35 +116,45 @@ class NativeMutants:
 
 
 class Program:
-    """Asks the program about one mutant after the other."""
+    """Asks the program about one mutant after the other. `reached`: the mutants that its lives come to."""
 
     def __init__(self, program: Path, seeds: list[int], num_operations: int) -> None:
         self._commands = [[str(program), str(seed), str(num_operations)] for seed in seeds]
+        self.reached: set[int] = set()
+        self._seconds = 0.0  # of the processor, that the longest took
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "reached"
-            self.reached: set[int] = set()
             for command in self._commands:
-                done = subprocess.run(command, env=os.environ | {"KVPAGE_REACHED": str(place)}, capture_output=True, text=True)
+                began = os.times().children_user
+                done = self._run(command, {"KVPAGE_REACHED": str(place)}, 600)
+                self._seconds = max(self._seconds, os.times().children_user - began)
                 if done.returncode != 0:
                     raise RuntimeError(f"the program must pass without mutants: {done.stderr}")
                 self.reached |= {index for index, flag in enumerate(place.read_bytes()) if flag}
 
-    def killed_by(self, index: int, seconds: float = 20) -> str | None:
+    def killed_by(self, index: int) -> str | None:
         """What the program said, None if nothing; NO_SUCH where it means nothing."""
         if index not in self.reached:
             return None
         for command in self._commands:
-            try:
-                done = subprocess.run(
-                    command, env=os.environ | {"KVPAGE_MUTANT": str(index)}, capture_output=True, text=True, timeout=seconds
-                )
-            except subprocess.TimeoutExpired:
-                return "the program does not end"
+            done = self._run(command, {"KVPAGE_MUTANT": str(index)}, 0.4 + 5 * self._seconds)
             if done.returncode == NO_SUCH_MUTANT:
                 return NO_SUCH
+            if done.returncode == -signal.SIGPROF:
+                return "the program does not end"
             if done.returncode != 0:
                 return f"the program: {done.stderr[:200]}"
         return None
+
+    def _run(self, command: list[str], variables: dict[str, str], seconds: float) -> "subprocess.CompletedProcess[str]":
+        """SIGPROF ends it after so many seconds of the processor."""
+
+        def limited() -> None:
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, preexec_fn=limited)
 
 
 def _functions(lines: list[str]) -> list[str]:
