@@ -263,3 +263,39 @@ def test_a_sequence_comes_back_with_all_that_it_had():
         manager.swap_in(1, [])
     assert manager.stats() == before and manager.is_swapped(1)
     manager.check()
+
+
+def test_a_sequence_that_comes_back_finds_what_others_have_cached():
+    """More than it had: nothing of its own is copied back then."""
+    manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.swap_out(1)
+    manager.allocate(2, MINE)
+    compute(manager, 2, MINE, B)
+    given = manager.swap_in(1, MINE + [0])
+    assert given.num_cached_tokens == 2 * B and len(given.block_ids) == 3 and len(manager.take_moves()) == 0
+    manager.check()
+
+
+def test_a_private_sequence_comes_back_to_its_own_blocks_only():
+    manager = BlockManager(12, B, num_host_blocks=6, share_parts=False)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.release(1)
+    tokens = MINE + OTHERS[: B + 1]
+    assert manager.allocate(2, tokens).num_cached_tokens == 2 * B
+    manager.make_private(2)
+    compute(manager, 2, tokens, 2 * B)
+    manager.swap_out(2)
+    (moved,) = manager.take_moves()
+    assert moved.kind == "swap_out" and len(moved.pairs) == 2
+    manager.allocate(3, tokens)  # what it caches is not what the private one had
+    compute(manager, 3, tokens, 2 * B)
+    given = manager.swap_in(2, tokens)
+    assert given.num_cached_tokens == 3 * B + 1
+    ((kind, pairs),) = manager.take_moves()
+    assert kind == "swap_in" and pairs[:, 0].tolist() == moved.pairs[:, 1].tolist()
+    assert pairs[:, 1].tolist() == given.block_ids[2:].tolist()
+    assert given.block_ids[2] != manager.block_ids(3)[2]
+    manager.check()

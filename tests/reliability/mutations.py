@@ -33,7 +33,7 @@ from rich.table import Table  # noqa: E402
 ROOT = HERE.parents[1]
 console = Console(stderr=True, width=240)
 Result = tuple[list[Mutant], dict[int, str | None]]
-SEEDS = [1, 2]
+SEEDS = list(range(1, 12))  # one for each kind of tree that the lives have
 OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
 
 
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose description contains this")
     parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
-    parser.add_argument("--operations", type=int, default=200_000, help="of each of the native program's two lives")
+    parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
     parser.add_argument("--program-only", action="store_true", help="of C++: without the tests of Python")
     options = parser.parse_args()
     if len({file.endswith(".cpp") for file in options.files}) > 1:
