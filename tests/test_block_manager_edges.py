@@ -299,3 +299,39 @@ def test_a_private_sequence_comes_back_to_its_own_blocks_only():
     assert pairs[:, 1].tolist() == given.block_ids[2:].tolist()
     assert given.block_ids[2] != manager.block_ids(3)[2]
     manager.check()
+
+
+def test_a_block_that_was_begun_before_a_swap_is_cached_whole_after_it():
+    manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
+    manager.allocate(1, MINE[: B + 1])
+    compute(manager, 1, MINE[: B + 1])
+    manager.swap_out(1)
+    assert manager.swap_in(1, MINE).num_cached_tokens == B + 1
+    compute(manager, 1, MINE, B + 1)
+    assert num_found(manager, MINE) == 2 * B and num_found(manager, MINE[:B] + MINE[B + 1 :]) == B
+    manager.release(1)
+    manager.check()
+
+
+def test_hits_of_both_tiers_are_counted():
+    manager = BlockManager(4, B, num_host_blocks=4, share_parts=False)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.release(1)
+    manager.tree.demote(1)
+    manager.allocate(2, MINE + [0])
+    space = manager.stats().space
+    assert (space.device_hit_tokens, space.host_hit_tokens) == (B, B) and manager.stats().hit_tokens == 2 * B
+
+
+@pytest.mark.parametrize("leak", ["device", "host", "reference"])
+def test_check_finds_blocks_that_nobody_has(leak):
+    manager = BlockManager(4, B, num_host_blocks=4)
+    manager.allocate(1, MINE[:1])
+    manager.check()
+    if leak == "reference":
+        manager.pool.share(manager.block_ids(1))
+    else:
+        (manager.pool if leak == "device" else manager.space.host_pool).allocate(1)
+    with pytest.raises(RuntimeError):
+        manager.check()

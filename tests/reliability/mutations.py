@@ -25,6 +25,7 @@ from mutation.mutant import Mutant  # noqa: E402
 from mutation.mutation_run import MutationRun, Mutants  # noqa: E402
 from mutation.native_mutants import NO_SUCH, NativeMutants, Program  # noqa: E402
 from mutation.python_mutants import PythonMutants  # noqa: E402
+from mutation.results import Results  # noqa: E402
 from mutation.suites import SUITES  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track  # noqa: E402
@@ -89,21 +90,24 @@ def try_python(options: argparse.Namespace, indices_of: Callable[[list[Mutant]],
 def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
     """The program first, and tests of Python for what it does not notice."""
     mutants = NativeMutants(options.files)
-    console.print("building the program")
-    program = Program(mutants.build_program(), SEEDS, options.operations)
-    killed_by: dict[int, str | None] = {}
-    for index in track(indices_of(mutants.mutants), "the program", console=console):
-        killed_by[index] = program.killed_by(index)
-        if os.environ.get("MUTLOG"):
-            print(index, mutants.mutants[index], "<-", killed_by[index], file=sys.stderr, flush=True)
-    killed_by = {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
-    left = [index for index, killer in killed_by.items() if killer is None]
-    if left and not options.program_only:
+    left = indices_of(mutants.mutants)
+    killed_by: dict[int, str | None] = dict.fromkeys(left)
+    if options.stage != "python":
+        killed_by = _tried_by_program(mutants, left, options.operations)
+        left = [index for index, killer in killed_by.items() if killer is None]
+    if left and options.stage != "program":
         console.print("building the extension")
         sys.path.insert(0, str(mutants.build_extension()))
         mutants.load(Path(importlib.import_module("kvpage._C").__file__ or ""))
         killed_by |= try_all(mutants, left, _tests(options.files), options.cases, options.seconds)
     return mutants.mutants, killed_by
+
+
+def _tried_by_program(mutants: NativeMutants, indices: list[int], num_operations: int) -> dict[int, str | None]:
+    console.print("building the program")
+    program = Program(mutants.build_program(), SEEDS, num_operations)
+    killed_by = {index: program.killed_by(index) for index in track(indices, "the program", console=console)}
+    return {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
 
 
 def _tests(files: list[str]) -> list[str]:
@@ -117,18 +121,29 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
     parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
-    parser.add_argument("--program-only", action="store_true", help="of C++: without the tests of Python")
+    parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
+    parser.add_argument("--again", action="store_true", help="only those that were not noticed the last time")
     options = parser.parse_args()
     if len({file.endswith(".cpp") for file in options.files}) > 1:
         parser.error("files must be of one language")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
 
+    results = Results()
+
     def indices_of(mutants: list[Mutant]) -> list[int]:
-        return [index for index, mutant in enumerate(mutants) if options.only in str(mutant)]
+        """Those that are to be tried; the others were noticed before."""
+        return [i for i, each in enumerate(mutants) if options.only in str(each) and not (options.again and results.has(each))]
 
     try_files = try_native if options.files[0].endswith(".cpp") else try_python
-    return 1 if report(*try_files(options, indices_of), Explained.read()) else 0
+    mutants, killed_by = try_files(options, indices_of)
+    for index, killer in killed_by.items():
+        if killer:
+            results.add(mutants[index])
+    if options.again:
+        before = "noticed before"
+        killed_by |= {i: before for i, each in enumerate(mutants) if i not in killed_by and results.has(each)}
+    return 1 if report(mutants, killed_by, Explained.read()) else 0
 
 
 if __name__ == "__main__":

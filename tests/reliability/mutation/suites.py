@@ -2,7 +2,12 @@
 
 MANAGER = ["tests/test_block_manager.py", "tests/test_block_manager_edges.py", "tests/test_block_space.py"]
 SCHEDULER = ["tests/serving/test_scheduler.py"]
-STORE = ["tests/store/test_kv_store.py", "tests/store/test_store_blocks.py", "tests/store/test_layer_load.py"]
+STORE = [
+    "tests/store/test_kv_store_edges.py",
+    "tests/store/test_kv_store.py",
+    "tests/store/test_store_blocks.py",
+    "tests/store/test_layer_load.py",
+]
 RECORD = ["tests/store/test_record.py", "tests/store/test_codec.py"]
 TREE = [
     "tests/test_prefix_tree.py",
