@@ -77,7 +77,7 @@ class _Walk:
 
     def __init__(self, function: ast.FunctionDef, name: str) -> None:
         self.function, self.name = function, name
-        self.lines = function.lineno, function.body[0].end_lineno or function.lineno
+        self.lines = function.lineno, function.end_lineno or function.lineno
 
     def all(self) -> Iterator[Site]:
         for index, default in enumerate(self.function.args.defaults):

@@ -1,7 +1,7 @@
 """Which tests are asked about a file's mutants: those of that part, the ones that take long left out."""
 
 MANAGER = ["tests/test_block_manager.py", "tests/test_block_manager_edges.py", "tests/test_block_space.py"]
-SCHEDULER = ["tests/serving/test_scheduler.py"]
+SCHEDULER = ["tests/serving/test_scheduler_edges.py", "tests/serving/test_scheduler.py"]
 STORE = [
     "tests/store/test_kv_store_edges.py",
     "tests/store/test_kv_store.py",
