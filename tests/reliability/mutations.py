@@ -137,9 +137,7 @@ def main() -> int:
 
     try_files = try_native if options.files[0].endswith(".cpp") else try_python
     mutants, killed_by = try_files(options, indices_of)
-    for index, killer in killed_by.items():
-        if killer:
-            results.add(mutants[index])
+    results.add([mutants[index] for index, killer in killed_by.items() if killer])
     if options.again:
         before = "noticed before"
         killed_by |= {i: before for i, each in enumerate(mutants) if i not in killed_by and results.has(each)}

@@ -259,7 +259,7 @@ def test_what_was_computed_exactly_is_cached_and_nothing_after_it():
     assert scheduler.manager.allocate("next", list(range(1, 3 * B + 2))).num_cached_tokens == B
 
 
-@pytest.mark.parametrize("num_before, budget, together", [(0, 10, True), (3, 20, True), (1, 10, True), (3, 10, False)])
+@pytest.mark.parametrize("num_before, budget, together", [(0, 10, True), (3, 20, True), (3, 15, True), (1, 10, True), (2, 10, False), (3, 14, False)])
 def test_a_prompt_that_reuses_is_one_step(num_before, budget, together):
     """Whatever the budget; where it exceeds that, beside decodes only."""
     scheduler = scheduler_of(budget=budget)
@@ -269,7 +269,17 @@ def test_a_prompt_that_reuses_is_one_step(num_before, budget, together):
     before = [("r0", 0, num_before)] if num_before else []
     assert step(scheduler) == before + [("r1", 0, 3 * B)] * together
     if not together:
-        assert step(scheduler) == [("r0", 3, 4), ("r1", 0, 3 * B)]
+        assert step(scheduler) == [("r0", num_before, num_before + 1), ("r1", 0, 3 * B)]
+
+
+def test_a_prompt_that_reuses_waits_for_a_prefill_beside_decodes():
+    scheduler = scheduler_of(budget=10)
+    scheduler.add(request_of(0, 1))
+    step(scheduler)
+    scheduler.add(request_of(1, 2))
+    scheduler.add(with_reuse(2, 3 * B, B))
+    assert step(scheduler) == [("r0", 1, 2), ("r1", 0, 2)]
+    assert step(scheduler) == [("r0", 2, 3), ("r1", 2, 3), ("r2", 0, 3 * B)]
 
 
 @pytest.mark.parametrize("reuses", [False, True])
@@ -279,3 +289,80 @@ def test_nobody_waits_for_a_prompt_that_reuses(reuses):
     scheduler.add(with_reuse(0, 3 * B, B, first=1) if reuses else request_of(0, 3 * B, first=1))
     scheduler.add(request_of(1, 3 * B, first=1))
     assert len(step(scheduler)) == 1 + reuses
+
+
+# --- prefixes that are being computed ---
+
+
+@pytest.mark.parametrize(
+    "num_equal, num_more, waits",
+    [(B, 0, False), (B, 1, True), (B - 1, B, False), (B + 1, B, True), (2 * B, 0, True), (3 * B, 1, True)],
+)
+def test_whoever_shares_a_whole_block_that_is_yet_to_come_waits(num_equal, num_more, waits):
+    scheduler = scheduler_of()
+    scheduler.add(request_of(0, 3 * B, first=1))
+    second = request_of(1, num_equal + num_more, first=1)
+    second.tokens[num_equal : num_equal + num_more] = 99
+    scheduler.add(second)
+    assert step(scheduler) == [("r0", 0, 3 * B)] + ([] if waits else [("r1", 0, num_equal + num_more)])
+
+
+@pytest.mark.parametrize("num_equal, num_more, num_cached", [(B, 1, B), (B, 2 * B, B), (2 * B, 0, B), (2 * B, 1, None)])
+def test_nobody_waits_for_blocks_that_are_there(num_equal, num_more, num_cached):
+    """The first has computed one block by now, and has two to go."""
+    scheduler = scheduler_of(budget=B, share_parts=False)
+    scheduler.add(request_of(0, 3 * B, first=1))
+    assert step(scheduler) == [("r0", 0, B)]
+    second = request_of(1, num_equal + num_more, first=1)
+    second.tokens[num_equal : num_equal + num_more] = 99
+    scheduler.add(second)
+    scheduler.max_num_batched_tokens = 64
+    expected = [] if num_cached is None else [("r1", num_cached, num_equal + num_more)]
+    assert step(scheduler) == [("r0", B, 3 * B), *expected]
+
+
+def test_without_caching_nobody_waits():
+    scheduler = scheduler_of(enable_prefix_caching=False)
+    for number in (0, 1):
+        scheduler.add(request_of(number, 3 * B, first=1))
+    assert len(step(scheduler)) == 2
+
+
+# --- the budget ---
+
+
+def test_nobody_is_admitted_without_a_token():
+    scheduler = scheduler_of(budget=B)
+    for number in (0, 1):
+        scheduler.add(request_of(number, B))
+    step(scheduler)
+    assert [request.arrival for request in scheduler.running] == [0]
+    assert [request.arrival for request in scheduler.waiting] == [1]
+
+
+def test_no_more_decodes_than_the_budget():
+    scheduler = scheduler_of(budget=2)
+    request = request_of(0, 2, n=3)
+    scheduler.add(request)
+    batch = scheduler.schedule()
+    forks = request.forks()
+    scheduler.complete(batch)
+    scheduler.fork(request, forks)
+    for each in (request, *forks):
+        each.append(7, now=0.0)
+    batch = scheduler.schedule()
+    scheduler.manager.take_moves()
+    assert batch.num_tokens == 2 and [chunk.request for chunk in batch.chunks] == [request, forks[0]]
+    assert [each.num_room for each in (request, *forks)] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("priority", [0, 5])
+def test_what_a_request_of_a_higher_priority_caches_stays_longer(priority):
+    scheduler = scheduler_of(4)
+    scheduler.add(request_of(0, B, max_tokens=1, first=1, priority=priority))
+    step(scheduler)
+    scheduler.add(request_of(1, B, max_tokens=1, first=50))
+    step(scheduler)
+    scheduler.manager.tree.evict(1)
+    found = [scheduler.manager.tree.match([*range(first, first + B), 0]).num_tokens for first in (1, 50)]
+    assert found == ([B, 0] if priority else [0, B])

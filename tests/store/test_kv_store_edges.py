@@ -160,3 +160,26 @@ def test_a_forked_process_needs_a_store_of_its_own(call):
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_blocks_of_namespaces_do_not_meet():
+    engine = make_engine()
+    tokens = list(range(B))
+    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [memory()]) as store:
+        assert store.store_blocks(tokens, engine, [0], b"one") == B
+        assert store.load_blocks(tokens, engine, [1], namespace=b"one") == B
+        assert store.load_blocks(tokens, engine, [1]) == store.load_blocks(tokens, engine, [1], 0, b"two") == 0
+        assert store.lookup(tokens) == 0 and store.lookup(tokens, b"one") == B
+
+
+def test_a_tier_that_was_made_already_has_the_deadline_too():
+    seen = []
+
+    class Asked(MemoryTier):
+        def contains(self, keys, timeout=None):
+            seen.append(timeout)
+            return super().contains(keys, timeout)
+
+    with KVStore(KVStoreConfig(C, deadline=0.5), KVStoreMetadata("m", kv_dtype=torch.float32), [Asked(1 << 20, pin_memory=False)]) as store:
+        assert store.lookup(TOKENS) == 0
+    assert seen and all(timeout is not None and 0 < timeout <= 0.5 for timeout in seen)
