@@ -282,6 +282,16 @@ def test_a_prompt_that_reuses_waits_for_a_prefill_beside_decodes():
     assert step(scheduler) == [("r0", 2, 3), ("r1", 2, 3), ("r2", 0, 3 * B)]
 
 
+def test_a_prompt_whose_step_failed_reuses_nothing_while_it_waits():
+    scheduler = scheduler_of()
+    request = with_reuse(0, 3 * B, B)
+    scheduler.add(request)
+    scheduler.schedule()
+    assert len(request.reuse) == 1
+    scheduler.requeue([request])
+    assert request.reuse == [] and step(scheduler) == [("r0", 0, 3 * B)]
+
+
 @pytest.mark.parametrize("reuses", [False, True])
 def test_nobody_waits_for_a_prompt_that_reuses(reuses):
     """It caches nothing that they could share."""

@@ -9,16 +9,9 @@ STORE = [
     "tests/store/test_layer_load.py",
 ]
 RECORD = ["tests/store/test_record.py", "tests/store/test_codec.py"]
-TREE = [
-    "tests/test_prefix_tree.py",
-    "tests/test_prefix_tree_model.py",
-    "tests/test_two_tiers_model.py",
-    "tests/test_tree_hits.py",
-    "tests/test_tree_log.py",
-    "tests/test_events_model.py",
-]
-COPIES = ["tests/test_copy_plan.py", "tests/test_swap_copy.py"]
-TOKENS = ["tests/test_native_kinds.py", "tests/test_reshape_gather.py"]
+TREE = ["tests/test_prefix_tree.py", "tests/test_tree_hits.py", "tests/test_tree_log.py"]
+COPIES = ["tests/test_copy_plan.py"]
+TOKENS = ["tests/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/block_manager.py": MANAGER,
