@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from kvpage import BlockPool, PrefixTree
+from kvpage.tree_watch import ChangeKind, TreeChanges, before
 
 B = 2
 
@@ -151,3 +152,53 @@ def test_without_a_host_tier_nothing_is_written_out():
     tree.release(match)
     freed, pairs = tree.demote(1)
     assert freed == 1 and len(pairs) == 0 and tree.num_cached == 0
+
+
+def changes_of(tree: PrefixTree) -> list[tuple[str, int, int]]:
+    changes = TreeChanges(*tree.take_changes()).changes.tolist()
+    return [(ChangeKind(kind).name, block_id, value) for kind, block_id, value in changes]
+
+
+def test_a_restart_tells_of_an_edge_in_both_tiers_block_by_block():
+    pool, host_pool, tree = half_demoted()
+    match = tree.match([1, 2, 3, 4, 5, 6, 7, 8, 0])
+    first, second = pool.allocate(2).tolist()
+    ((host_first, _),) = tree.promote(match, [first]).tolist()
+    tree.release(match)
+    tree.log_changes(1 << 20)
+    changes = changes_of(tree)
+    assert [name for name, _, _ in changes] == ["INSERTED", "INSERTED", "INSERTED", "WRITTEN", "INSERTED_HOST"]
+    device = [block_id for name, block_id, _ in changes if name == "INSERTED"]
+    assert [before(value) for name, _, value in changes if name == "INSERTED"] == [
+        None,
+        (True, device[0]),
+        (True, device[1]),
+    ]
+    assert changes[3] == ("WRITTEN", host_first, first) and device[2] == first
+    assert before(changes[4][2]) == (True, first)
+    assert second not in device
+
+
+def test_a_restart_chains_blocks_that_are_on_the_host_only():
+    _, _, tree = half_demoted()
+    tree.demote(2)
+    tree.log_changes(1 << 20)
+    changes = changes_of(tree)
+    assert [name for name, _, _ in changes] == ["INSERTED_HOST"] * 4
+    host = [block_id for _, block_id, _ in changes]
+    assert [before(value) for _, _, value in changes] == [None, *((False, block_id) for block_id in host[:3])]
+
+
+def test_what_leaves_the_host_after_a_gap_is_told():
+    """Only the last two blocks of the edge have a copy there."""
+    pool, host_pool, tree = half_demoted()
+    match = tree.match([1, 2, 3, 4, 5, 6, 7, 8, 0])
+    host_ids = tree.promote(match, pool.allocate(2))[:, 0].tolist()
+    tree.release(match)
+    tree.log_changes(1 << 20)
+    tree.take_changes()
+    assert tree.clear() == 4
+    left = changes_of(tree)
+    assert sorted(block_id for name, block_id, _ in left if name == "LEFT_HOST") == sorted(host_ids)
+    assert [name for name, _, _ in left].count("LEFT_DEVICE") == 4 and len(left) == 6
+    assert host_pool.num_free == 8
