@@ -5,6 +5,7 @@ import tracemalloc
 import pytest
 
 from kvpage.block_manager import BlockManager
+from kvpage.block_space import HostPolicy
 
 B = 4
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
@@ -335,3 +336,47 @@ def test_check_finds_blocks_that_nobody_has(leak):
         (manager.pool if leak == "device" else manager.space.host_pool).allocate(1)
     with pytest.raises(RuntimeError):
         manager.check()
+
+
+def test_what_is_cached_is_copied_at_once_where_the_policy_says_so():
+    manager = BlockManager(4, B, num_host_blocks=4, host_policy=HostPolicy(0))
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    ((kind, pairs),) = manager.take_moves()
+    assert kind == "swap_out" and pairs[:, 0].tolist() == manager.block_ids(1).tolist()
+    assert manager.stats().space.written_blocks == 2
+
+
+def test_the_name_of_a_sequence_that_is_off_the_device_is_in_use():
+    manager = BlockManager(8, B, num_host_blocks=4)
+    for seq_id in (1, 2):
+        manager.allocate(seq_id, MINE[: B + seq_id])
+        compute(manager, seq_id, MINE[: B + seq_id], B * (seq_id > 1) + 1 * (seq_id > 1))
+    manager.swap_out(1)
+    for call in (lambda: manager.allocate(1, OTHERS), lambda: manager.fork(2, 1)):
+        with pytest.raises(ValueError, match="seq_id must not be in use, 1 is"):
+            call()
+    manager.check()
+
+
+@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 2 * B - 1, 2 * B])
+def test_only_a_block_that_was_begun_is_copied_for_a_fork(num_tokens):
+    manager = BlockManager(12, B, share_parts=False)
+    manager.allocate(1, MINE[:num_tokens])
+    compute(manager, 1, MINE[:num_tokens])
+    before = manager.block_ids(1).tolist()
+    manager.append([1])
+    assert len(manager.take_moves()) == 0
+    manager.give_back_room(1)
+    manager.fork(1, 2)
+    for seq_id in (1, 2):
+        manager.append([seq_id])
+    moves = [pair for move in manager.take_moves() for pair in move.pairs.tolist()]
+    assert len(moves) == (num_tokens % B > 0) and all(src == before[-1] for src, _ in moves)
+    assert manager.block_ids(2).tolist()[: num_tokens // B] == before[: num_tokens // B]
+    assert manager.block_ids(1)[-1] != manager.block_ids(2)[-1]
+    manager.check()
+    for seq_id in (1, 2):
+        manager.append([seq_id], 2 * B)
+    assert len(manager.take_moves()) == 0
+    manager.check()
