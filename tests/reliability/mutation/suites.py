@@ -9,8 +9,13 @@ STORE = [
     "tests/store/test_layer_load.py",
 ]
 RECORD = ["tests/store/test_record.py", "tests/store/test_codec.py"]
-TREE = ["tests/test_prefix_tree.py", "tests/test_tree_hits.py", "tests/test_tree_log.py"]
-COPIES = ["tests/test_copy_plan.py"]
+TREE = [
+    "tests/test_tree_edges.py",
+    "tests/test_prefix_tree.py",
+    "tests/test_tree_hits.py",
+    "tests/test_tree_log.py",
+]
+COPIES = ["tests/test_copy_plan_edges.py", "tests/test_copy_plan.py"]
 TOKENS = ["tests/test_native_kinds.py"]
 
 SUITES = {
