@@ -113,3 +113,18 @@ def test_sizes_that_no_cache_has(sizes, message):
 def test_the_most_blocks_and_the_longest():
     for sizes in ({"num_blocks": 2**31 - 1}, {"size": 2**31 - 1, "num_blocks": 1}, {"num_tokens": 0, "num_blocks": 0}):
         Call("fp32").write(**sizes)
+
+
+def test_the_smallest_cache():
+    call = Call("fp32", size=1, run_size=1)
+    call.slots.zero_()
+    call.write(num_tokens=1, num_heads=1, num_blocks=1, size=1)
+    assert (call.cache.flatten()[:4].view(torch.float32) == 2).all() and (call.cache.flatten()[4:] == 7).all()
+
+
+@pytest.mark.parametrize("codec, code", [(E4M3, 0x40), (E5M2, 0x40)])
+def test_a_codec_writes_its_codes(codec, code):
+    call = Call("int8", scales=0, codec=codec)
+    call.write()
+    written = (call.cache == code).sum().item()
+    assert written == NUM_TOKENS * HEADS * SIZE and (call.cache == 7).sum().item() == call.cache.numel() - written

@@ -376,3 +376,63 @@ def test_what_a_request_of_a_higher_priority_caches_stays_longer(priority):
     scheduler.manager.tree.evict(1)
     found = [scheduler.manager.tree.match([*range(first, first + B), 0]).num_tokens for first in (1, 50)]
     assert found == ([B, 0] if priority else [0, B])
+
+
+# --- whoever does not fit ---
+
+
+def test_nobody_overtakes_a_request_that_does_not_fit():
+    scheduler = scheduler_of(5, num_host_blocks=8)
+    for number, num_tokens in ((0, 7), (1, 3 * B), (2, B)):
+        scheduler.add(request_of(number, num_tokens, max_tokens=2))
+        if number == 0:
+            step(scheduler)
+    assert step(scheduler) == [("r0", 7, 8)]
+    assert [request.arrival for request in scheduler.waiting] == [1, 2] and scheduler.num_swaps == 0
+    assert not scheduler.manager.is_swapped("r1")
+
+
+@pytest.mark.parametrize("num_blocks, is_admitted", [(5, False), (6, True)])
+def test_a_block_is_left_over_for_each_sample_to_come(num_blocks, is_admitted):
+    scheduler = scheduler_of(num_blocks)
+    scheduler.add(request_of(0, 7, max_tokens=3))
+    step(scheduler)
+    scheduler.add(request_of(1, B, max_tokens=1, n=3))
+    assert step(scheduler) == [("r0", 7, 8)] + [("r1", 0, B)] * is_admitted
+
+
+def test_every_reclaimer_is_asked():
+    scheduler = scheduler_of(4)
+    scheduler.manager.allocate("holder", list(range(2 * B)))
+    scheduler.reclaimers += [lambda: False, lambda: scheduler.manager.release("holder") is None]
+    scheduler.add(request_of(0, 3 * B, max_tokens=1))
+    assert step(scheduler) == [("r0", 0, 3 * B)]
+
+
+def test_a_long_prompt_takes_what_is_left_of_the_budget_beside_another():
+    scheduler = scheduler_of(budget=10)
+    scheduler.add(request_of(0, 3))
+    scheduler.add(request_of(1, 3 * B))
+    assert step(scheduler) == [("r0", 0, 3), ("r1", 0, 7)]
+
+
+def test_a_prefill_without_budget_has_no_chunk():
+    scheduler = scheduler_of(budget=2)
+    request = request_of(0, 1, n=2)
+    scheduler.add(request)
+    scheduler.add(request_of(1, 3 * B))
+    batch = scheduler.schedule()
+    assert plan(batch) == [("r0", 0, 1), ("r1", 0, 1)]
+    forks = request.forks()
+    scheduler.complete(batch)
+    scheduler.fork(request, forks)
+    for each in (request, *forks):
+        each.append(7, now=0.0)
+    assert [chunk.request for chunk in scheduler.schedule().chunks] == [request, *forks]
+
+
+def test_blocks_of_one_token_within_the_window_stay():
+    scheduler = Scheduler(BlockManager(8, 1, False), 8, 64, 50)
+    scheduler.add(request_of(0, 3, max_tokens=4))
+    step(scheduler)
+    assert scheduler.manager.num_free_blocks == 5

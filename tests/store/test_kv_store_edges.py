@@ -183,3 +183,36 @@ def test_a_tier_that_was_made_already_has_the_deadline_too():
     with KVStore(KVStoreConfig(C, deadline=0.5), KVStoreMetadata("m", kv_dtype=torch.float32), [Asked(1 << 20, pin_memory=False)]) as store:
         assert store.lookup(TOKENS) == 0
     assert seen and all(timeout is not None and 0 < timeout <= 0.5 for timeout in seen)
+
+
+def test_what_is_meant_where_nothing_is_said():
+    """Tuples, no second copy of what is there, no waiting for the disk."""
+    asked = []
+
+    class Asked(MemoryTier):
+        def create(self, key, num_bytes):
+            asked.append("create")
+            return super().create(key, num_bytes)
+
+        def flush(self, sync=False):
+            asked.append(sync)
+            super().flush(sync)
+
+    engine = make_engine()
+    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [Asked(1 << 20, pin_memory=False)]) as store:
+        for _ in range(2):
+            assert store.store_blocks(list(range(B)), engine, [0]) == B
+        assert asked == ["create"]
+        store.flush()
+        assert asked == ["create", False]
+        found, _ = store.retrieve(list(range(B)))
+        assert isinstance(found, tuple) and isinstance(found[0], tuple)
+        store.store(list(range(B)), found)
+        assert asked == ["create", False]
+
+
+def test_latents_have_one_part():
+    kv = kv_of(C)[:, :1].clone()
+    with make() as store:
+        assert store.store(TOKENS[:C], kv).result() == 1
+        assert torch.equal(store.retrieve(TOKENS[:C], return_tuple=False)[0], kv)
