@@ -380,3 +380,24 @@ def test_only_a_block_that_was_begun_is_copied_for_a_fork(num_tokens):
         manager.append([seq_id], 2 * B)
     assert len(manager.take_moves()) == 0
     manager.check()
+
+
+def test_how_much_is_in_use():
+    assert BlockManager(0, B).usage == 0.0
+    manager = BlockManager(4, B)
+    assert manager.usage == 0.0 and manager.has_room(4) is True and manager.has_room(5) is False
+    manager.allocate(1, MINE[:B])
+    assert manager.usage == 0.25 and manager.has_room(3) and not manager.has_room(4)
+    compute(manager, 1, MINE[:B])
+    manager.release(1)
+    assert manager.usage == 0.0 and manager.has_room(4), "what is cached can be handed out"
+
+
+def test_moves_are_done_once():
+    manager, done = BlockManager(4, B, num_host_blocks=4), []
+    manager.allocate(1, MINE[:1])
+    compute(manager, 1, MINE[:1])
+    manager.swap_out(1)
+    for _ in range(2):
+        manager.do_moves(lambda move: done.append((move.kind, len(move.pairs))))
+        assert done == [("swap_out", 1)]

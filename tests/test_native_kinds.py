@@ -128,3 +128,13 @@ def test_a_codec_writes_its_codes(codec, code):
     call.write()
     written = (call.cache == code).sum().item()
     assert written == NUM_TOKENS * HEADS * SIZE and (call.cache == 7).sum().item() == call.cache.numel() - written
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp32", "fp8_e4m3", "int8"])
+def test_rows_come_back(cache_dtype):
+    call = Call(cache_dtype)
+    call.write()
+    call.rows.zero_()
+    block_ids = torch.arange(NUM_BLOCKS, dtype=torch.int32)
+    _C.store_chunk([call.part], block_ids.data_ptr(), NUM_BLOCKS, NUM_BLOCKS, B, 0, NUM_TOKENS, HEADS, 1)
+    torch.testing.assert_close(call.rows, torch.full_like(call.rows, 2.0))
