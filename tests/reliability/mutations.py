@@ -122,26 +122,30 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
     parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
     parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
-    parser.add_argument("--again", action="store_true", help="only those that were not noticed the last time")
+    parser.add_argument("--again", action="store_true", help="only those neither noticed before nor explained")
     options = parser.parse_args()
     if len({file.endswith(".cpp") for file in options.files}) > 1:
         parser.error("files must be of one language")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
 
-    results = Results()
+    results, explained = Results(), Explained.read()
+
+    def is_wanted(mutant: Mutant) -> bool:
+        is_known = options.again and (results.has(mutant) or mutant in explained)
+        return options.only in str(mutant) and not is_known
 
     def indices_of(mutants: list[Mutant]) -> list[int]:
-        """Those that are to be tried; the others were noticed before."""
-        return [i for i, each in enumerate(mutants) if options.only in str(each) and not (options.again and results.has(each))]
+        return [index for index, mutant in enumerate(mutants) if is_wanted(mutant)]
 
     try_files = try_native if options.files[0].endswith(".cpp") else try_python
     mutants, killed_by = try_files(options, indices_of)
     results.add([mutants[index] for index, killer in killed_by.items() if killer])
     if options.again:
         before = "noticed before"
-        killed_by |= {i: before for i, each in enumerate(mutants) if i not in killed_by and results.has(each)}
-    return 1 if report(mutants, killed_by, Explained.read()) else 0
+        known = [i for i, each in enumerate(mutants) if i not in killed_by and (results.has(each) or each in explained)]
+        killed_by |= {i: before if results.has(mutants[i]) else None for i in known}
+    return 1 if report(mutants, killed_by, explained) else 0
 
 
 if __name__ == "__main__":
