@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -35,21 +34,23 @@ ROOT = HERE.parents[1]
 console = Console(stderr=True, width=240)
 Result = tuple[list[Mutant], dict[int, str | None]]
 SEEDS = list(range(1, 12))  # one for each kind of tree that the lives have
-OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
+OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "-s", "-p", "no:terminal"]
+OPTIONS += ["-p", "no:cacheprovider"]
 
 
-def try_all(mutants: Mutants, indices: list[int], tests: list[str], num_cases: int, seconds: float) -> dict[int, str | None]:
+def try_all(
+    mutants: Mutants, indices: list[int], tests: list[str], num_cases: int, seconds: float
+) -> dict[int, str | None]:
     """For each of the mutants the test that notices it; None if none does, "" if none reaches it."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("the tests without mutants", total=len(indices))
 
         def advance(index: int, killed_by: str | None) -> None:
-            if os.environ.get("MUTLOG"):
-                console.print(f"{time.monotonic():.1f} {mutants.mutants[index]} <- {killed_by}", markup=False)
             progress.update(task, advance=1, description=mutants.mutants[index].path)
             if not killed_by:
-                console.print(f"{mutants.mutants[index]}{'' if killed_by is None else ' (reached by no test)'}", markup=False)
+                why = "" if killed_by is None else " (reached by no test)"
+                console.print(f"{mutants.mutants[index]}{why}", markup=False)
 
         run = MutationRun(mutants, indices, advance, num_cases, seconds)
         code = pytest.main([*OPTIONS, *tests], plugins=[run])

@@ -129,7 +129,8 @@ def test_native_mutants_are_noticed_or_not(tmp_path):
     left = []
     for index, (line, change) in enumerate(changes):
         try:
-            code = subprocess.run([program], env={"KVPAGE_MUTANT": str(index)}, capture_output=True, timeout=5).returncode
+            variables = {"KVPAGE_MUTANT": str(index)}
+            code = subprocess.run([program], env=variables, capture_output=True, timeout=5).returncode
         except subprocess.TimeoutExpired:
             code = 1
         if code == 0:

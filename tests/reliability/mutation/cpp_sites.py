@@ -21,7 +21,9 @@ COMPARISONS = {
 }
 OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "%": "/", "<<": ">>", ">>": "<<", "&": "|", "|": "&"}
 KEYWORDS = "return if for while else do switch case using throw const auto static delete try struct class namespace"
-LEFT_OUT = re.compile(r"\b(constexpr|static_assert|template|using|enum|case|operator|friend|__builtin_prefetch)\b|^\s*#")
+LEFT_OUT = re.compile(
+    r"\b(constexpr|static_assert|template|using|enum|case|operator|friend|__builtin_prefetch)\b|^\s*#"
+)
 OPEN, CLOSE = "([{", ")]}"
 WORDS = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|//[^\n]*|/\*.*?\*/', re.S)
 STATEMENT = re.compile(r"(\+\+|--)|\*?\(?[A-Za-z_][\w:]*(\.|->|\(|\[|\+\+|--|\s+([-+*/%&|]|<<|>>)?=\s)")
@@ -121,7 +123,9 @@ def _logic(mask: str) -> Iterator[Edit]:
     """Each operand of && and || can be left out."""
     spans: dict[tuple[int, int], str] = {}
     for found in re.finditer(r"(?<=\s)(&&|\|\|)(?=\s)", mask):
-        for begin, end in ((_begin_of(mask, found.start(), True), found.start()), (found.end(), _end_of(mask, found.end(), True))):
+        left = _begin_of(mask, found.start(), True), found.start()
+        right = found.end(), _end_of(mask, found.end(), True)
+        for begin, end in (left, right):
             span = _stripped(mask, begin, end)
             if spans.get(span) != "&&":
                 spans[span] = found[1]
@@ -171,7 +175,8 @@ def _statements(source: str, mask: str) -> Iterator[Edit]:
             continue
         end = _end_of_statement(mask, begin)
         is_declared = re.search(r"=\s*(delete|default);$", mask[begin:end])
-        if end == 0 or is_declared or not _in_block(mask, begin) or (found[0].startswith(")") and not _ends_a_header(mask, found.start())):
+        is_call = found[0].startswith(")") and not _ends_a_header(mask, found.start())
+        if end == 0 or is_declared or is_call or not _in_block(mask, begin):
             continue
         yield Edit(begin, end, "{ if (!mutants::is({0})) { @ } }", ("deleted",))
 

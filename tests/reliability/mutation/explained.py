@@ -1,4 +1,5 @@
-"""Explained: mutants that need not be noticed, since they change nothing that anybody could see, each with the reason."""
+"""Explained: mutants that need not be noticed, since they change nothing that anybody could see; each with the reason.
+"""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ from mutation.mutant import Mutant, numbered
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PLACE = native_build.CACHE / "mutants"
-LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life", "core"]
+LIVES = "allocations copy_life lives naive_slots naive_tree pool_life slot_life tree_life core".split()
 NO_SUCH_MUTANT = 77  # as in mutants.h
 NUM_REACHED = 8192
 MOST_BYTES = 1 << 30
@@ -78,7 +78,8 @@ class NativeMutants:
     # --- the program ---
 
     def build_program(self) -> Path:
-        flags = [*(flag for flag in native_build.FLAGS if not flag.startswith("-g")), "-Wno-all", "-Wno-extra", "-Wno-narrowing", f"-I{self.folder}"]
+        flags = [flag for flag in native_build.FLAGS if not flag.startswith("-g")]
+        flags += ["-Wno-all", "-Wno-extra", "-Wno-narrowing", f"-I{self.folder}"]
         paths = [self.sources.get(name, native_build.CSRC / f"{name}.cpp") for name in native_build.CORE]
         paths += [self.folder / "mutants.cpp", *(native_build.NATIVE / f"{name}.cpp" for name in LIVES)]
         with ThreadPoolExecutor(2) as pool:
@@ -97,7 +98,9 @@ class NativeMutants:
         for file in self.folder.iterdir():
             _write(place / "csrc" / file.name, file.read_text())
         options = 'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -O0 -w -Wno-narrowing")\n'
-        _write(place / "CMakeLists.txt", (ROOT / "CMakeLists.txt").read_text().replace("set(CMAKE_CXX_STANDARD 20)", options + "set(CMAKE_CXX_STANDARD 20)"))
+        standard = "set(CMAKE_CXX_STANDARD 20)"
+        listed = (ROOT / "CMakeLists.txt").read_text()
+        _write(place / "CMakeLists.txt", listed.replace(standard, options + standard))
         (place / "kvpage").mkdir(exist_ok=True)
         for entry in (ROOT / "kvpage").iterdir():
             target = place / "kvpage" / entry.name
