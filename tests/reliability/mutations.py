@@ -1,0 +1,153 @@
+"""python tests/reliability/mutations.py FILE... : which small changes of these files does no test notice?
+
+    FILE    of kvpage/*.py or csrc/*.cpp, from the root
+    mutations_explained.json    those that need not be noticed, each with the reason
+
+Ends in a table and one line of JSON; with 1 if one that nobody has explained survives.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import pytest  # noqa: E402
+from mutation.explained import Explained  # noqa: E402
+from mutation.mutant import Mutant  # noqa: E402
+from mutation.mutation_run import MutationRun, Mutants  # noqa: E402
+from mutation.native_mutants import NO_SUCH, NativeMutants, Program  # noqa: E402
+from mutation.python_mutants import PythonMutants  # noqa: E402
+from mutation.results import Results  # noqa: E402
+from mutation.suites import SUITES  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+ROOT = HERE.parents[1]
+console = Console(stderr=True, width=240)
+Result = tuple[list[Mutant], dict[int, str | None]]
+SEEDS = list(range(1, 12))  # one for each kind of tree that the lives have
+OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "-s", "-p", "no:terminal"]
+OPTIONS += ["-p", "no:cacheprovider"]
+
+
+def try_all(
+    mutants: Mutants, indices: list[int], tests: list[str], num_cases: int, seconds: float
+) -> dict[int, str | None]:
+    """For each of the mutants the test that notices it; None if none does, "" if none reaches it."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("the tests without mutants", total=len(indices))
+
+        def advance(index: int, killed_by: str | None) -> None:
+            progress.update(task, advance=1, description=mutants.mutants[index].path)
+            if not killed_by:
+                why = "" if killed_by is None else " (reached by no test)"
+                console.print(f"{mutants.mutants[index]}{why}", markup=False)
+
+        run = MutationRun(mutants, indices, advance, num_cases, seconds)
+        code = pytest.main([*OPTIONS, *tests], plugins=[run])
+    if len(run.killed_by) < len(indices):
+        raise RuntimeError(f"pytest ended with {code} before all mutants were tried")
+    return run.killed_by
+
+
+def report(mutants: list[Mutant], killed_by: dict[int, str | None], explained: Explained) -> int:
+    """Prints the table; returns how many are left."""
+    counts: Counter[tuple[str, str]] = Counter()
+    left = []
+    for index, killer in killed_by.items():
+        mutant = mutants[index]
+        verdict = "killed" if killer else "explained" if mutant in explained else "left"
+        counts[mutant.path, verdict] += 1
+        if verdict == "left":
+            left.append(str(mutant))
+    table = Table("file", "mutants", "killed", "explained", "left")
+    rows = []
+    for path in dict.fromkeys(path for path, _ in counts):
+        figures = {verdict: counts[path, verdict] for verdict in ("killed", "explained", "left")}
+        rows.append({"file": path, "mutants": sum(figures.values()), **figures})
+        table.add_row(path, *(f"{value:,}" for value in list(rows[-1].values())[1:]))
+    for line in left:
+        console.print(line, markup=False)
+    Console().print(table)
+    print(json.dumps({"files": rows}))
+    return len(left)
+
+
+def try_python(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
+    mutants = PythonMutants(options.files)
+    tests = _tests(options.files)
+    return mutants.mutants, try_all(mutants, indices_of(mutants.mutants), tests, options.cases, options.seconds)
+
+
+def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
+    """The program first, and tests of Python for what it does not notice."""
+    mutants = NativeMutants(options.files)
+    left = indices_of(mutants.mutants)
+    killed_by: dict[int, str | None] = dict.fromkeys(left)
+    if options.stage != "python":
+        killed_by = _tried_by_program(mutants, left, options.operations)
+        left = [index for index, killer in killed_by.items() if killer is None]
+    if left and options.stage != "program":
+        console.print("building the extension")
+        sys.path.insert(0, str(mutants.build_extension()))
+        mutants.load(Path(importlib.import_module("kvpage._C").__file__ or ""))
+        killed_by |= try_all(mutants, left, _tests(options.files), options.cases, options.seconds)
+    return mutants.mutants, killed_by
+
+
+def _tried_by_program(mutants: NativeMutants, indices: list[int], num_operations: int) -> dict[int, str | None]:
+    console.print("building the program")
+    program = Program(mutants.build_program(), SEEDS, num_operations)
+    killed_by = {index: program.killed_by(index) for index in track(indices, "the program", console=console)}
+    return {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
+
+
+def _tests(files: list[str]) -> list[str]:
+    return list(dict.fromkeys(test for file in files for test in SUITES[file]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", choices=SUITES, metavar="FILE", help=", ".join(SUITES))
+    parser.add_argument("--only", default="", help="mutants whose description contains this")
+    parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
+    parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
+    parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
+    parser.add_argument("--again", action="store_true", help="only those neither noticed before nor explained")
+    options = parser.parse_args()
+    if len({file.endswith(".cpp") for file in options.files}) > 1:
+        parser.error("files must be of one language")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.chdir(ROOT)
+
+    results, explained = Results(), Explained.read()
+
+    def is_wanted(mutant: Mutant) -> bool:
+        is_known = options.again and (results.has(mutant) or mutant in explained)
+        return options.only in str(mutant) and not is_known
+
+    def indices_of(mutants: list[Mutant]) -> list[int]:
+        return [index for index, mutant in enumerate(mutants) if is_wanted(mutant)]
+
+    try_files = try_native if options.files[0].endswith(".cpp") else try_python
+    mutants, killed_by = try_files(options, indices_of)
+    results.add([mutants[index] for index, killer in killed_by.items() if killer])
+    if options.again:
+        before = "noticed before"
+        known = [i for i, each in enumerate(mutants) if i not in killed_by and (results.has(each) or each in explained)]
+        killed_by |= {i: before if results.has(mutants[i]) else None for i in known}
+    return 1 if report(mutants, killed_by, explained) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

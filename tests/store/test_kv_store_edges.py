@@ -1,0 +1,220 @@
+"""KVStore: flags, masks, counts, namespaces and pins where a random life hardly looks."""
+
+import os
+
+import pytest
+import torch
+from store_engines import B, make_engine
+
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
+from kvpage.store.memory import MemoryTier
+
+L, H, D, C = 2, 2, 4, 4
+TOKENS = list(range(2 * C + 3))
+
+
+def make(size: int = 1 << 20) -> KVStore:
+    return KVStore(KVStoreConfig(C, num_threads=2), KVStoreMetadata("m", kv_dtype=torch.float32), [memory(size)])
+
+
+def memory(size: int = 1 << 20) -> MemoryTier:
+    return MemoryTier(size, pin_memory=False)
+
+
+def kv_of(num_tokens: int) -> torch.Tensor:
+    return torch.arange(L * 2 * num_tokens * H * D, dtype=torch.float32).view(L, 2, num_tokens, H, D)
+
+
+def leading_false(num_false: int, num_tokens: int) -> torch.Tensor:
+    return torch.arange(num_tokens) >= num_false
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_flags_are_true_or_false(value):
+    engine = make_engine()
+    with make() as store, KVStore(KVStoreConfig(C), metadata_of(engine, "m"), [memory()]) as blocks:
+        calls = {
+            "skip_existing": [
+                lambda: store.store(TOKENS, kv_of(len(TOKENS)), skip_existing=value),
+                lambda: blocks.store_blocks(TOKENS[:B], engine, [0], skip_existing=value),
+            ],
+            "blocking": [lambda: store.store(TOKENS, kv_of(len(TOKENS)), blocking=value)],
+            "return_tuple": [lambda: store.retrieve(TOKENS, return_tuple=value)],
+            "sync": [lambda: store.flush(value)],
+        }
+        for name, each in calls.items():
+            for call in each:
+                with pytest.raises((TypeError, ValueError), match=f"{name} must be True or False, got"):
+                    call()
+        assert store.lookup(TOKENS) == blocks.lookup(TOKENS[:B]) == 0
+
+
+@pytest.mark.parametrize("num_skipped", [0, C, 2 * C])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_chunks_after_those_that_are_left_out(num_skipped, blocking):
+    kv = kv_of(len(TOKENS))
+    with make() as store:
+        store.store(TOKENS[:num_skipped], kv[:, :, :num_skipped]).result()
+        given, mask = kv[:, :, num_skipped:], leading_false(num_skipped, len(TOKENS))
+        assert store.store(TOKENS, given, mask, blocking=blocking).result() == 3 - num_skipped // C
+        found, mask = store.retrieve(TOKENS, return_tuple=False)
+        assert torch.equal(found, kv) and mask.all() and mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize("num_skipped", [1, C - 1, C + 1])
+def test_no_parts_of_chunks_are_left_out(num_skipped):
+    kv = kv_of(len(TOKENS) - num_skipped)
+    with make() as store:
+        with pytest.raises(ValueError, match=f"must be False for whole chunks of {C}, got {num_skipped} tokens"):
+            store.store(TOKENS, kv, leading_false(num_skipped, len(TOKENS)))
+        assert store.lookup(TOKENS) == 0
+
+
+@pytest.mark.parametrize("num_more", [-1, 1, 2 * C])
+def test_as_many_rows_as_tokens_that_are_not_left_out(num_more):
+    with make() as store:
+        num_tokens = len(TOKENS) - C
+        with pytest.raises(ValueError, match=f"kv_tensors must be of {num_tokens} tokens, got {num_tokens + num_more}"):
+            store.store(TOKENS, kv_of(num_tokens + num_more), leading_false(C, len(TOKENS)))
+
+
+@pytest.mark.parametrize("num_skipped", [0, 1, C, C + 1])
+def test_what_was_wanted_and_what_was_found_is_counted(num_skipped):
+    with make() as store:
+        store.store(TOKENS[: 2 * C], kv_of(2 * C))
+        store.retrieve(TOKENS, leading_false(num_skipped, len(TOKENS)))
+        stats = store.stats()
+        assert (stats.query_tokens, stats.hit_tokens) == (len(TOKENS) - num_skipped, 2 * C - num_skipped)
+        store.retrieve([99] * C)
+        again = store.stats()
+        assert (again.query_tokens, again.hit_tokens) == (stats.query_tokens + C, stats.hit_tokens)
+
+
+@pytest.mark.parametrize("start", [0, 1, C])
+def test_what_was_wanted_and_loaded_into_blocks_is_counted(start):
+    engine = make_engine()
+    tokens = list(range(2 * B))
+    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [memory()]) as store:
+        assert store.store_blocks(tokens[:B], engine, [0, 1]) == B
+        assert store.load_blocks(tokens, engine, [2, 3], start) == max(B, start)
+        stats = store.stats()
+        assert (stats.query_tokens, stats.hit_tokens) == (2 * B - start, max(B - start, 0))
+
+
+def test_namespaces_do_not_meet_in_any_call():
+    kv = kv_of(len(TOKENS))
+    with make() as store:
+        store.store(TOKENS, kv, namespace=b"one")
+        store.store(TOKENS, kv + 1)
+        for namespace, found in ((b"one", kv), (b"", kv + 1)):
+            assert store.lookup(TOKENS, namespace) == len(TOKENS)
+            assert torch.equal(store.retrieve(TOKENS, return_tuple=False, namespace=namespace)[0], found)
+        assert store.retrieve(TOKENS, namespace=b"two")[0] == () and store.lookup(TOKENS, b"two") == 0
+        assert store.pin(TOKENS, b"two").num_tokens == 0
+        assert store.remove(TOKENS, b"two") == 0 and store.remove(TOKENS, b"one") == 3
+        assert store.lookup(TOKENS, b"one") == 0 and store.lookup(TOKENS) == len(TOKENS)
+        for call in (store.lookup, store.retrieve, store.pin, store.remove):
+            with pytest.raises(TypeError, match="namespace must be bytes, got str"):
+                call(TOKENS, namespace="one")
+
+
+def test_an_unpinned_chunk_can_be_evicted():
+    with make(4096) as store:
+        store.store(TOKENS[:C], kv_of(C))
+        pin = store.pin(TOKENS[:C])
+        assert pin.num_tokens == C
+        for unpinned in (False, True):
+            if unpinned:
+                store.unpin(pin)
+                store.unpin(pin)
+            for number in range(1, 20):
+                store.store([1000 * number + unpinned] * C, kv_of(C))
+            assert store.lookup(TOKENS[:C]) == (0 if unpinned else C)
+
+
+def test_closing_closes_the_tiers_once():
+    class Counted(MemoryTier):
+        num_closed = 0
+
+        def close(self) -> None:
+            self.num_closed += 1
+            super().close()
+
+    tier = Counted(1 << 20, pin_memory=False)
+    store = KVStore(KVStoreConfig(C), KVStoreMetadata("m", kv_dtype=torch.float32), [tier])
+    assert tier.num_closed == 0
+    for _ in range(3):
+        store.close()
+        assert tier.num_closed == 1
+
+
+@pytest.mark.parametrize("call", ["lookup", "stats", "clear", "flush"])
+def test_a_forked_process_needs_a_store_of_its_own(call):
+    with make() as store:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                getattr(store, call)(*[TOKENS] * (call == "lookup"))
+            except RuntimeError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_blocks_of_namespaces_do_not_meet():
+    engine = make_engine()
+    tokens = list(range(B))
+    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [memory()]) as store:
+        assert store.store_blocks(tokens, engine, [0], b"one") == B
+        assert store.load_blocks(tokens, engine, [1], namespace=b"one") == B
+        assert store.load_blocks(tokens, engine, [1]) == store.load_blocks(tokens, engine, [1], 0, b"two") == 0
+        assert store.lookup(tokens) == 0 and store.lookup(tokens, b"one") == B
+
+
+def test_a_tier_that_was_made_already_has_the_deadline_too():
+    seen = []
+
+    class Asked(MemoryTier):
+        def contains(self, keys, timeout=None):
+            seen.append(timeout)
+            return super().contains(keys, timeout)
+
+    tier, metadata = Asked(1 << 20, pin_memory=False), KVStoreMetadata("m", kv_dtype=torch.float32)
+    with KVStore(KVStoreConfig(C, deadline=0.5), metadata, [tier]) as store:
+        assert store.lookup(TOKENS) == 0
+    assert seen and all(timeout is not None and 0 < timeout <= 0.5 for timeout in seen)
+
+
+def test_what_is_meant_where_nothing_is_said():
+    """Tuples, no second copy of what is there, no waiting for the disk."""
+    asked = []
+
+    class Asked(MemoryTier):
+        def create(self, key, num_bytes):
+            asked.append("create")
+            return super().create(key, num_bytes)
+
+        def flush(self, sync=False):
+            asked.append(sync)
+            super().flush(sync)
+
+    engine = make_engine()
+    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [Asked(1 << 20, pin_memory=False)]) as store:
+        for _ in range(2):
+            assert store.store_blocks(list(range(B)), engine, [0]) == B
+        assert asked == ["create"]
+        store.flush()
+        assert asked == ["create", False]
+        found, _ = store.retrieve(list(range(B)))
+        assert isinstance(found, tuple) and isinstance(found[0], tuple)
+        store.store(list(range(B)), found)
+        assert asked == ["create", False]
+
+
+def test_latents_have_one_part():
+    kv = kv_of(C)[:, :1].clone()
+    with make() as store:
+        assert store.store(TOKENS[:C], kv).result() == 1
+        assert torch.equal(store.retrieve(TOKENS[:C], return_tuple=False)[0], kv)
