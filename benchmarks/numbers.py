@@ -345,7 +345,7 @@ NUMBERS: list[Number] = [
     ),
     Number("first token of 4,128 tokens", first_token("blend", 0.15), first_token_beside, "blend_speed_4096"),
     Number(
-        "answers lost to blending at 15 %, of 100, a Llama of 6 layers, three trainings, 240 documents (95 % interval)",
+        "answers lost to blending at 15 %, of 100, a Llama of 6 layers, one training, 80 documents (95 % interval)",
         lost("behind itself", check=(0,)),
         quality_beside,
         "blend_quality",

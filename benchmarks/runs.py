@@ -62,6 +62,6 @@ RUNS = {
         _run("blend_ops", "bench_blend_ops --threads 1"),
         _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),
         _run("blend_speed_4096", "bench_blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1"),
-        _run("blend_quality", "bench_blend --part quality --full --threads 1", sources=BLENDING),
+        _run("blend_quality", "bench_blend --part quality --threads 1", sources=BLENDING),
     )
 }
