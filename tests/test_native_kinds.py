@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpage import CacheConfig, CacheEngine, ModelConfig, _C
+from kvpage import _C, CacheConfig, CacheEngine, ModelConfig
 from kvpage.token_args import native_part
 
 NUM_BLOCKS, B, HEADS, SIZE, NUM_TOKENS = 2, 4, 2, 8, 3

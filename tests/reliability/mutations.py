@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE))
 import pytest  # noqa: E402
 from mutation.explained import Explained  # noqa: E402
 from mutation.mutant import Mutant  # noqa: E402
-from mutation.mutation_run import MutationRun, Mutants  # noqa: E402
+from mutation.mutation_run import Mutants, MutationRun  # noqa: E402
 from mutation.native_mutants import NO_SUCH, NativeMutants, Program  # noqa: E402
 from mutation.python_mutants import PythonMutants  # noqa: E402
 from mutation.results import Results  # noqa: E402
