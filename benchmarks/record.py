@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
-from kvpage.benchmarks.numbers import table
+from kvpage.benchmarks.number_table import table
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]

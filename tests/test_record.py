@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvpage
-from kvpage.benchmarks import numbers, record, runs
+from kvpage.benchmarks import number_table, record, runs
 from kvpage.benchmarks.record import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ def test_the_extension_knows_what_it_was_compiled_from() -> None:
 def test_every_number_of_the_readme_is_measured() -> None:
     """The table is made of the results that are kept, and of nothing else."""
     readme = (ROOT / "README.md").read_text()
-    assert record.with_numbers(readme, numbers.table(record.read_results(ROOT))) == readme
+    assert record.with_numbers(readme, number_table.table(record.read_results(ROOT))) == readme
     for name, run in runs.RUNS.items():
         assert (ROOT / run.script).is_file(), name
         assert json.dumps(record.read_result(ROOT, name)[1])

@@ -25,7 +25,9 @@ from mutation.mutant import Mutant, numbered
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PLACE = native_build.CACHE / "mutants"
-LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life", "core"]
+LIVES = [
+    "allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life", "core",
+]  # fmt: skip
 NO_SUCH_MUTANT = 77  # as in mutants.h
 NUM_REACHED = 8192
 MOST_BYTES = 1 << 30

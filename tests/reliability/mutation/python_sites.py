@@ -175,7 +175,9 @@ def _values(value: object) -> list[object]:
 
 
 def _statements(node: ast.AST) -> Iterator[tuple[ast.AST | None, str]]:
-    if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant) or isinstance(node, ast.AugAssign | ast.Delete | ast.Continue | ast.Break) or isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple):
+    is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+    is_assigned = isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)
+    if is_call or is_assigned or isinstance(node, ast.AugAssign | ast.Delete | ast.Continue | ast.Break):
         yield ast.Pass(), "deleted"
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         yield ast.Return(None), "returns None"
