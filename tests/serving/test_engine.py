@@ -340,7 +340,6 @@ def test_bad_prompts_change_nothing(tokens: list, message: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"params": None}, "params must be SamplingParams, got NoneType"),
         ({"params": {"max_tokens": 8}}, "params must be SamplingParams, got dict"),
         ({"params": SamplingParams}, "params must be SamplingParams, got type"),
         ({"namespace": "tenant"}, "namespace must be bytes, got str"),
@@ -361,7 +360,7 @@ def test_arguments_of_other_types_change_nothing(change: dict, message: str) -> 
     engine.manager.check()
 
 
-@pytest.mark.parametrize("params", [None, 5, {"max_tokens": 8}, [PARAMS, None]])
+@pytest.mark.parametrize("params", [5, {"max_tokens": 8}, [PARAMS, 5]])
 def test_generate_and_stream_take_sampling_params_only(params: object) -> None:
     engine = make_engine()
     prompts = PROMPTS[: len(params) if isinstance(params, (dict, list)) else 2]

@@ -233,7 +233,9 @@ def patch_by_partial(module: torch.nn.Module) -> None:
 
 
 def patch_by_compile(module: torch.nn.Module) -> None:
-    module._compiled_call_impl = module._call_impl
+    """As a call of the module's `compile` does. A whole model that was compiled is refused."""
+    if not isinstance(module, tf.PreTrainedModel):
+        module._compiled_call_impl = module._call_impl
 
 
 @pytest.mark.parametrize("patch", [patch_by_method, patch_by_partial, patch_by_compile])
