@@ -40,11 +40,8 @@ def check_windows(model: PreTrainedModel) -> None:
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
     """By layer: how many tokens the cache that `generate` makes keeps of it, where that is not all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return {
-        layer_id: int(layer.sliding_window)
-        for layer_id, layer in enumerate(layers)
-        if getattr(layer, "sliding_window", None) is not None
-    }
+    windows = {layer_id: getattr(layer, "sliding_window", None) for layer_id, layer in enumerate(layers)}
+    return {layer_id: int(window) for layer_id, window in windows.items() if window is not None}
 
 
 def _logits(model: PreTrainedModel, windows: dict[int, int], factor: float) -> torch.Tensor:
