@@ -163,6 +163,8 @@ def _layer_types(text: Any) -> tuple[str, ...]:
         kinds = getattr(text, name, None)
         if kinds:
             return tuple(kinds)
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise ValueError(f"config must tell num_hidden_layers, {type(text).__name__} does not")
     has_attention = getattr(text, "num_attention_heads", None) is not None
     return ("full_attention" if has_attention else "mamba",) * text.num_hidden_layers
 

@@ -301,6 +301,14 @@ def test_from_hf_dtype():
     assert ModelConfig.from_hf(config, torch.float16).dtype == torch.float16
 
 
+def test_from_hf_without_layers():
+    class Blocks:
+        num_attention_heads = 4
+
+    with pytest.raises(ValueError, match="config must tell num_hidden_layers, Blocks does not"):
+        ModelConfig.from_hf(Blocks())
+
+
 def test_from_hf_latents():
     config = hf("DeepseekV3Config", **SMALL, num_key_value_heads=8, kv_lora_rank=32, qk_rope_head_dim=8)
     model = ModelConfig.from_hf(config, use_mla=True)

@@ -23,6 +23,7 @@ from kvpage.serving.layer_blocks import LayerBlocks
 from kvpage.serving.model_check import check_config, unquantized
 from kvpage.serving.model_kind import check_model
 from kvpage.serving.model_limits import constant_rope_len, rope_limit, vocab_size
+from kvpage.serving.window_check import check_windows
 from kvpage.serving.working_rows import WorkingMemory, WorkingRows
 
 
@@ -76,9 +77,9 @@ class KVPageCachePool:
             gathered at each forward, one layer at a time. None: no limit; 0, and blocks that quantise: always gather.
 
         Raises ValueError, with the reason, for a model whose state is not all in its K and V, or whose K and V do not
-        fit into blocks of this layout, or one in training mode; for a cache without blocks; for scales that the cache
-        takes none of or that leave nothing of the model; for a compiled model. TypeError for a config or a model of
-        another type.
+        fit into blocks of this layout, or whose sliding window is not in its mask, or one in training mode; for a cache
+        without blocks; for scales that the cache takes none of or that leave nothing of the model; for a compiled
+        model. TypeError for a config or a model of another type.
         """
         check_model(model)
         if not isinstance(cache_config, CacheConfig):
@@ -92,6 +93,7 @@ class KVPageCachePool:
         _check_eval(model)
         shape = KVShape.of_model(model)
         _check_backend(model, shape, cache_config)
+        check_windows(model)
         small = replace(cache_config, block_size=2, num_gpu_blocks=16, num_cpu_blocks=0)
         verify_pool(cls._make(model, shape, unquantized(small, shape.model_config()), None))
         if cache_config.layout(shape.model_config(), ParallelConfig()).is_quantized:

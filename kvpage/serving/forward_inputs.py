@@ -34,11 +34,16 @@ class ForwardInputs(NamedTuple):
         """The inputs of a forward by their names, where `length` tokens are in the cache.
 
         They follow these, unless they have the positions from 0 on: assisted generation computes the whole prompt at
-        first, whatever the cache holds. ValueError where there is more than text, or no input_ids.
+        first, whatever the cache holds. ValueError where there is more than text, no input_ids, or use_cache=False.
         """
         others = [name for name, value in arguments.items() if name not in TEXT_INPUTS and _is_data(value)]
         if others:
             raise ValueError(f"a cache of blocks takes text only, got {', '.join(sorted(others))}")
+        if arguments.get("use_cache") is False:
+            raise ValueError(
+                "use_cache must be True with a cache of blocks, got False: generate would give all tokens to each "
+                "forward, as the model's generation_config may ask; call generate(..., use_cache=True)"
+            )
         tokens = as_token_rows(arguments.get("input_ids"))
         positions = [arguments.get(name) for name in ("position_ids", "cache_position")]
         start = 0 if any(x is not None and all(_are_in_place(x, 0, tokens.shape)) for x in positions) else length

@@ -136,7 +136,9 @@ def _check_calls(model: PreTrainedModel, engine: CacheEngine, step: Step) -> Non
     windows = dict(step.calls)
     missing = [layer for layer in _windowed_layers(model.config, engine.layer_ids) if windows[layer] is None]
     if missing:
-        raise ValueError(f"a sliding window must reach the attention function, {name} has it only in its mask")
+        raise ValueError(
+            f"a sliding window must reach the attention function, {name} has it only in its mask or its cache"
+        )
 
 
 def _windowed_layers(config: PretrainedConfig, layer_ids: list[int]) -> list[int]:

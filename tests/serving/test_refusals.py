@@ -8,7 +8,7 @@ import transformers as tf
 from serving.models import COMMON, VOCAB, make_model
 
 from kvpage import CacheConfig
-from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCachePool, SamplingParams
+from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCache, KVPageCachePool, SamplingParams
 
 CONFIG = CacheConfig(block_size=4, num_gpu_blocks=64)
 PARAMS = SamplingParams(max_tokens=2)
@@ -96,6 +96,26 @@ def test_the_length_where_rotary_frequencies_change(kind: str) -> None:
     pool = KVPageCachePool.from_model(model, CONFIG)
     with pytest.raises(ValueError, match=rf"rows must have at most 32 tokens.* got 33; its .*{reason}"):
         pool.check_length(33)
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_generate_that_uses_no_cache(where: str) -> None:
+    """It gives all tokens to each forward, which would go into the cache once more. MPT's config has it so."""
+    model, ids = make_model("llama"), torch.tensor([[5, 6, 7, 8, 9]])
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)
+    pool = KVPageCachePool.from_model(model, CONFIG)
+    with KVPageCache(pool, ids) as cache:
+        if where == "config":
+            model.generation_config.use_cache = False
+        else:
+            options["use_cache"] = False
+        with pytest.raises(ValueError, match=r"use_cache must be True with a cache of blocks, .*use_cache=True\)"):
+            model.generate(ids, past_key_values=cache, **options)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model.generate(ids, past_key_values=cache, **{**options, "use_cache": True}), expected)
+    pool.manager.check()
+    assert pool.manager.stats().num_used_blocks == 0
 
 
 SERVED_BY_POOL = {
