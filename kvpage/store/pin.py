@@ -24,4 +24,7 @@ class Pin:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.release()
+        try:
+            self.release()
+        finally:  # Ctrl-C may have come before it began
+            self.release()

@@ -18,6 +18,7 @@ from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.calls import Calls
 from kvpage.store.disk import SLOT_BYTES, DiskTier
 from kvpage.store.memory import MemoryTier
+from kvpage.store.pin import Pin
 
 NUM_TRIALS = 50
 TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
@@ -90,6 +91,24 @@ def test_the_store_works_and_closes_after_ctrl_c(tmp_path: Path) -> None:
         num_lines = num_lines or (ctrl_c.num_lines if trial else 0)
         subject.check(ctrl_c.place)
     assert num_raised > NUM_TRIALS / 2  # threads decide how many lines there are
+
+
+def test_a_pin_is_released_though_ctrl_c_comes_before_its_release(tmp_path: Path, monkeypatch) -> None:
+    subject = Subject(tmp_path / "s")
+    subject.store.store_blocks(TOKENS, subject.source, TABLE)
+    release, calls = Pin.release, []
+
+    def interrupted_once(pin: Pin) -> None:
+        calls.append(pin)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        release(pin)
+
+    monkeypatch.setattr(Pin, "release", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), subject.store.pin(TOKENS):
+        assert any(entry.num_readers for entry in subject.memory._entries.values())
+    assert not any(entry.num_readers for entry in subject.memory._entries.values())
+    subject.store.close()
 
 
 def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
