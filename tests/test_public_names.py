@@ -33,6 +33,7 @@ MODULES = [
 EXTRAS = {"kvpage.metrics": "prometheus_client", "kvpage.serving": "transformers"}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.serving.param_defaults.ParamDefaults": "Engine.from_model makes it of the model",
     "kvpage.blend.retriever.Piece": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",

@@ -57,7 +57,8 @@ class KVPageCache(Cache):
 
     Raises OutOfBlocks, with nothing changed, where the prompt does not fit; ValueError for input_ids or a mask of
     another form, TypeError for a namespace that is not bytes. A forward raises OutOfBlocks where its tokens do not fit,
-    and ValueError, before anything is computed, for more than text (images, embeddings, token types), for other tokens
+    and ValueError, before anything is computed, for more than text (images, embeddings, token types), for
+    `use_cache=False`, for other tokens
     than the cache was made with, for a mask or positions that change what was found, and beyond the length where the
     model's rotary embedding changes.
     """
