@@ -150,7 +150,8 @@ def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Co
         f"would have been computed; {computed} were"
     )
     store.flush(sync=True)
-    console.print(f"kept there: {tier_in_words(store.stats().tiers[0])}")
+    tier = store.stats().tiers[0]
+    console.print(f"kept there: {'the folder does not answer' if tier is None else tier_in_words(tier)}")
     store.close()
 
 

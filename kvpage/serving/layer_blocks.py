@@ -58,8 +58,8 @@ class LayerBlocks:
             return
         sizes = keys.shape[3], values.shape[3]
         latents = keys.new_empty(*keys.shape[:3], sum(sizes))
-        out = latents.transpose(1, 2), None
-        ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=out, scales=self.scales)
+        rows_out = latents.transpose(1, 2), None
+        ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=rows_out, scales=self.scales)
         for part, rows in zip((keys, values), latents.split(sizes, dim=3), strict=True):
             part.copy_(rows)
 
