@@ -109,7 +109,7 @@ class NativeMutants:
         (place / "kvpage").mkdir(exist_ok=True)
         for entry in (ROOT / "kvpage").iterdir():
             target = place / "kvpage" / entry.name
-            if not entry.name.startswith("_C.") and entry.name != "__pycache__" and not target.exists():
+            if entry.suffix != ".so" and entry.name != "__pycache__" and not target.exists():
                 target.symlink_to(entry)
         build = place / "build"
         configure = ["cmake", "-S", str(place), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=None",
