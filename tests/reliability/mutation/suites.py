@@ -4,6 +4,7 @@ MANAGER = [
     "tests/test_block_manager.py",
     "tests/test_block_manager_edges.py",
     "tests/test_block_manager_refusals.py",
+    "tests/test_block_manager_swaps.py",
     "tests/test_block_space.py",
     "tests/test_left_over.py",
 ]
