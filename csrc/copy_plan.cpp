@@ -94,7 +94,8 @@ bool interleave(std::vector<Region>::iterator first, std::vector<Region>::iterat
   return true;
 }
 
-// Whether no byte belongs to two regions, or twice to one. Errs only towards "no", for steps that differ.
+// Whether no byte belongs to two regions, or twice to one. Errs only towards "no": for steps that differ, and for
+// regions that begin more than a step apart.
 bool disjoint(std::vector<Region> regions) {
   for (Region& region : regions) {
     if (region.count == 1) region.step = 0;  // the stride of a dimension of size 1 means nothing

@@ -128,7 +128,7 @@ class BlockManager:
         num_blocks = self._blocks_for(len(tokens))
         try:
             taken = self._with_or_without(part, lambda: self.space.give(match, num_blocks))
-        except OutOfBlocks:
+        except BaseException:
             self.tree.release(match)
             raise
         num_part = self.space.copy_part(part, taken) if part and not part.match.is_released else 0
@@ -319,7 +319,7 @@ class BlockManager:
         match = self.space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
         try:
             taken = self.space.give(match, max(self._blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
-        except OutOfBlocks:
+        except BaseException:
             self.tree.release(match)
             raise
         num_blocks = match.num_blocks

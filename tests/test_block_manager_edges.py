@@ -401,3 +401,25 @@ def test_moves_are_done_once():
     for _ in range(2):
         manager.do_moves(lambda move: done.append((move.kind, len(move.pairs))))
         assert done == [("swap_out", 1)]
+
+
+def test_whole_blocks_that_a_fork_shares_are_not_copied():
+    """Without caching they are two sequences', and neither writes into them."""
+    manager = BlockManager(8, B, enable_prefix_caching=False)
+    manager.allocate(1, MINE[:B])
+    compute(manager, 1, MINE[:B])
+    manager.fork(1, 2)
+    manager.append([1, 2], [1, B + 1])
+    assert len(manager.take_moves()) == 0 and manager.num_free_blocks == 8 - 1 - 1 - 2
+    assert manager.block_ids(1)[0] == manager.block_ids(2)[0] and manager.pool.ref_count(manager.block_ids(1)[0]) == 2
+    manager.check()
+
+
+def test_a_sequence_without_a_block_gets_its_first():
+    manager = BlockManager(4, B)
+    manager.allocate(1, MINE[:1])
+    manager.give_back_room(1)
+    assert len(manager.block_ids(1)) == 0
+    manager.append([1])
+    assert len(manager.slot_mapping(1, 0, 1)) == 1 and manager.num_free_blocks == 3
+    manager.check()

@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 
 from kvpage import BlockPool, PrefixTree
@@ -141,6 +142,138 @@ def test_matches_that_hold_nothing_here(call, other):
         getattr(tree, call)(match, *arguments.get(call, []))
     tree.check()
     second.check()
+
+
+def test_a_released_match_has_no_blocks_on_the_device():
+    _, _, tree = half_demoted()
+    match = tree.match([1, 2, 3, 4, 0])
+    assert match.num_device_blocks == 2
+    tree.release(match)
+    with pytest.raises(ValueError, match="match must be pinned, got one that is released already"):
+        match.num_device_blocks  # noqa: B018
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 10, 2500, 4999, 5000])
+def test_block_ids_of_a_long_edge_from_any_block(start):
+    pool = BlockPool(5001)
+    tree = PrefixTree(pool, 1)
+    block_ids = pool.allocate(5000)[::-1].copy()
+    match = tree.insert(np.arange(5000), block_ids)
+    assert match.block_ids_from(start).tolist() == block_ids.tolist()[start:]
+    twin = tree.match([*range(3000), -1])  # two edges now
+    assert match.block_ids_from(start).tolist() == block_ids.tolist()[start:]
+    assert twin.block_ids_from(min(start, 3000)).tolist() == block_ids.tolist()[start:3000]
+
+
+@pytest.mark.parametrize("named", range(8))
+def test_the_trees_own_ids_may_be_named_beside_others(named):
+    """Bit i: the ith block is named by the tree's id. The caller's other blocks are free then."""
+    pool = BlockPool(8)
+    tree = PrefixTree(pool, B)
+    held = tree.insert([1, 2, 3, 4, 5, 6], pool.allocate(3))
+    own = held.block_ids
+    block_ids = [own[i] if named >> i & 1 else pool.allocate(1)[0] for i in range(3)]
+    again = tree.insert([1, 2, 3, 4, 5, 6], block_ids)
+    assert again.block_ids.tolist() == own.tolist() and pool.num_free == 5
+    tree.check(owned_ids=[])
+
+
+NUM_LONG = 40
+LONG = list(range(NUM_LONG * B))
+
+
+def long_edge(num_demoted: int) -> tuple[BlockPool, PrefixTree]:
+    """One of 40 blocks, whose last are on the host only."""
+    pool = BlockPool(4 * NUM_LONG)
+    tree = PrefixTree(pool, B, BlockPool(2 * NUM_LONG))
+    cache(tree, pool, LONG)
+    assert tree.demote(num_demoted)[0] == num_demoted
+    return pool, tree
+
+
+@pytest.mark.parametrize("call", ["promote", "insert"])
+@pytest.mark.parametrize("num_demoted", [1, 20, NUM_LONG])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_edge_that_is_filled_keeps_no_room_that_it_does_not_need(call, num_demoted, is_refused):
+    """tree.check knows how much an edge may keep. Refused is a block that somebody else holds, too."""
+    pool, tree = long_edge(num_demoted)
+    match = tree.match([*LONG, 0])
+    block_ids = pool.allocate(num_demoted)
+    if is_refused:
+        pool.share(block_ids[-1:])
+    if call == "insert":
+        block_ids = np.concatenate([pool.allocate(NUM_LONG - num_demoted), block_ids])
+    calls = {"promote": lambda: tree.promote(match, block_ids), "insert": lambda: tree.insert(LONG, block_ids)}
+    if is_refused:
+        with pytest.raises(ValueError, match="block"):
+            calls[call]()
+    else:
+        calls[call]()
+    assert match.num_device_blocks == NUM_LONG - is_refused * num_demoted
+    tree.check()
+
+
+def test_a_refused_insertion_keeps_no_room_in_what_it_would_have_filled_or_lengthened():
+    pool, tree = long_edge(0)
+    tail = list(range(1000, 1000 + NUM_LONG * B))
+    cache(tree, pool, LONG + tail)  # lengthens the edge
+    tree.release(tree.match([*LONG, 0]))  # cuts it in two
+    assert tree.demote(2 * NUM_LONG)[0] == 2 * NUM_LONG
+    block_ids = pool.allocate(2 * NUM_LONG)
+    pool.share(block_ids[-1:])
+    with pytest.raises(ValueError, match="block"):
+        tree.insert(LONG + tail, block_ids)
+    tree.check()
+    cache(tree, pool, [7, 7])
+    block_ids = pool.allocate(1 + NUM_LONG)
+    pool.share(block_ids[-1:])
+    with pytest.raises(ValueError, match="block"):
+        tree.insert([7, 7] + tail, block_ids)
+    tree.check()
+
+
+@pytest.mark.parametrize("call", ["promote", "insert"])
+@pytest.mark.parametrize("num_filled", [0, 1, 2])
+def test_a_path_of_two_edges_is_filled_from_where_it_is_on_the_device(call, num_filled):
+    """Of the first edge's two blocks one is on the device; of the second edge's block nothing."""
+    pool, host_pool = BlockPool(8), BlockPool(8)
+    tree = PrefixTree(pool, B, host_pool)
+    cache(tree, pool, [1, 2, 3, 4, 5, 6])
+    cache(tree, pool, [1, 2, 3, 4, 7, 8])
+    assert len(tree.demote(3)[1]) == 3
+    match = tree.match([1, 2, 3, 4, 5, 6, 0])
+    assert (match.num_blocks, match.num_device_blocks, tree.num_nodes) == (3, 1, 3)
+    block_ids = pool.allocate(num_filled).tolist()
+    if call == "promote":
+        pairs = tree.promote(match, block_ids)
+        assert pairs[:, 1].tolist() == block_ids and len(set(pairs[:, 0].tolist())) == num_filled
+    else:
+        tree.insert([1, 2, 3, 4, 5, 6][: B * (1 + num_filled)], [*pool.allocate(1), *block_ids])
+    tree.check()
+    assert match.num_device_blocks == 1 + num_filled and tree.num_cached == 1 + num_filled
+    found = tree.match([1, 2, 3, 4, 5, 6][: B * (1 + num_filled)] + [0])
+    assert found.block_ids.tolist()[1:] == block_ids
+
+
+@pytest.mark.parametrize("num_host_blocks", [1, 2, 3, 4])
+def test_what_is_dropped_leaves_the_host_also_around_a_gap(num_host_blocks):
+    """The edge's last block is on both tiers, and as many of its first ones as there is room for."""
+    pool, host_pool = BlockPool(8), BlockPool(num_host_blocks)
+    tree = PrefixTree(pool, B, host_pool)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    cache(tree, pool, tokens)
+    assert len(tree.demote(1)[1]) == 1
+    match = tree.match([*tokens, 0])
+    tree.promote(match, pool.allocate(1))
+    assert len(tree.write_out(match, 0)) == num_host_blocks - 1
+    tree.release(match)
+    tree.log_changes(1 << 20)
+    tree.take_changes()
+    assert tree.drop(tokens) == len(tokens)
+    left = changes_of(tree)
+    assert sorted(block_id for name, block_id, _ in left if name == "LEFT_HOST") == list(range(num_host_blocks))
+    assert (pool.num_free, host_pool.num_free, tree.num_host_cached) == (8, num_host_blocks, 0)
+    tree.check(owned_ids=[], owned_host_ids=[])
 
 
 def test_without_a_host_tier_nothing_is_written_out():

@@ -89,13 +89,15 @@ def try_python(options: argparse.Namespace, indices_of: Callable[[list[Mutant]],
 
 
 def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
-    """The program first, and tests of Python for what it does not notice."""
+    """The programs first, and tests of Python for what they do not notice."""
     mutants = NativeMutants(options.files)
     left = indices_of(mutants.mutants)
     killed_by: dict[int, str | None] = dict.fromkeys(left)
     if options.stage != "python":
-        killed_by = _tried_by_program(mutants, left, options.operations)
-        left = [index for index, killer in killed_by.items() if killer is None]
+        for name, seeds, count in (("core", SEEDS, options.operations), ("memory", SEEDS[:1], options.failures)):
+            killed_by |= _tried_by_program(mutants, left, name, seeds, count)
+            left = [index for index in left if killed_by[index] is None]
+        killed_by = {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
     if left and options.stage != "program":
         console.print("building the extension")
         sys.path.insert(0, str(mutants.build_extension()))
@@ -104,11 +106,12 @@ def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]],
     return mutants.mutants, killed_by
 
 
-def _tried_by_program(mutants: NativeMutants, indices: list[int], num_operations: int) -> dict[int, str | None]:
-    console.print("building the program")
-    program = Program(mutants.build_program(), SEEDS, num_operations)
-    killed_by = {index: program.killed_by(index) for index in track(indices, "the program", console=console)}
-    return {index: killer for index, killer in killed_by.items() if killer != NO_SUCH}
+def _tried_by_program(
+    mutants: NativeMutants, indices: list[int], name: str, seeds: list[int], count: int
+) -> dict[int, str | None]:
+    console.print(f"building the program {name}")
+    program = Program(mutants.build_program(name), seeds, count)
+    return {index: program.killed_by(index) for index in track(indices, f"the program {name}", console=console)}
 
 
 def _tests(files: list[str]) -> list[str]:
@@ -122,6 +125,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
     parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
+    parser.add_argument("--failures", type=int, default=16_000, help="of allocations in the native program")
     parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
     parser.add_argument("--again", action="store_true", help="only those neither noticed before nor explained")
     options = parser.parse_args()

@@ -1,47 +1,13 @@
 """The scheduler step by step: counters, windows, reuse, requests that are held, blocks that others hold."""
 
-import numpy as np
 import pytest
+from serving.scheduler_steps import B, counters, plan, request_of, scheduler_of, step
 
 from kvpage import OutOfBlocks
 from kvpage.blend.segments import Reuse
 from kvpage.block_manager import BlockManager
 from kvpage.serving.requests import Request
-from kvpage.serving.sampling_params import SamplingParams
-from kvpage.serving.scheduler import Batch, Scheduler
-
-B = 4
-
-
-def request_of(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1, first: int = 0, **fields) -> Request:
-    """Of the tokens first, first + 1, ...; by default none that another request has."""
-    begin = first or 1000 * (number + 1)
-    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, n=n, **fields)
-    return Request(f"r{number}", np.arange(begin, begin + num_tokens, dtype=np.int32), params, number)
-
-
-def scheduler_of(num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 64, window=None, **options) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window)
-
-
-def plan(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
-
-
-def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    batch = scheduler.schedule()
-    scheduler.manager.take_moves()
-    scheduler.complete(batch)
-    for chunk in batch.chunks:
-        if chunk.is_last and chunk.request.append(7, now=0.0):
-            scheduler.finish(chunk.request)
-    scheduler.manager.check()
-    return plan(batch)
-
-
-def counters(scheduler: Scheduler) -> tuple[int, int, int, int]:
-    return scheduler.num_preemptions, scheduler.num_swaps, scheduler.num_prompt_tokens, scheduler.num_cached_tokens
-
+from kvpage.serving.scheduler import Scheduler
 
 # --- counters ---
 
@@ -177,6 +143,28 @@ def test_a_swapped_request_that_finds_too_little_room_stays_swapped():
     scheduler.manager.release("holder")
     assert step(scheduler) == [("r0", 8, 9)] and scheduler.manager.is_swapped("r1")
     assert step(scheduler) == [("r1", 7, 8)]
+
+
+def test_a_swapped_request_that_cannot_go_back_holds_no_block(monkeypatch):
+    """It finds too little room, and there is no memory to swap it out again: it is computed anew."""
+    scheduler = scheduler_of(5, num_host_blocks=8, enable_prefix_caching=False)
+    for number in (0, 1):
+        scheduler.add(request_of(number, 7, max_tokens=3))
+    step(scheduler)
+    scheduler.preempt_youngest()
+    scheduler.manager.allocate("holder", [1])
+
+    def fail(seq_id):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(scheduler.manager, "swap_out", fail)
+        scheduler.schedule()
+    scheduler.manager.release("holder")
+    scheduler.manager.take_moves()
+    scheduler.manager.check()
+    assert scheduler.manager.num_free_blocks == 3 and not scheduler.manager.is_swapped("r1")
+    assert [request.request_id for request in scheduler.waiting] == ["r1"]
 
 
 # --- blocks that others hold ---

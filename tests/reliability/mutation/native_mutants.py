@@ -1,6 +1,7 @@
 """Mutants of C++ files: every one is in one program, and in one extension, and is chosen when they run.
 
-    csrc/FILE.cpp ─► instrumented ─► program of tests/reliability/native, the first to be asked: models beside it
+    csrc/FILE.cpp ─► instrumented ─► programs of tests/reliability/native, the first to be asked: models beside it,
+                                │    and each allocation failing in turn
                                 └──► kvpage._C in a copy of the package, which the tests of Python import
 """
 
@@ -25,9 +26,9 @@ from mutation.mutant import Mutant, numbered
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PLACE = native_build.CACHE / "mutants"
-LIVES = [
-    "allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life", "core",
-]  # fmt: skip
+LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life"]
+PROGRAMS = {"core": ["core"], "memory": ["memory", "failing_allocator"]}
+LINK_FLAGS: dict[str, list[str]] = {"core": [], "memory": ["-Wl,--wrap=realloc"]}
 NO_SUCH_MUTANT = 77  # as in mutants.h
 NUM_REACHED = 8192
 MOST_BYTES = 1 << 30
@@ -77,17 +78,19 @@ class NativeMutants:
         assert self._library is not None, "load first"
         self._library.kvpage_choose_mutant(index)
 
-    # --- the program ---
+    # --- the programs ---
 
-    def build_program(self) -> Path:
+    def build_program(self, name: str) -> Path:
+        """One of PROGRAMS, in which the standard library checks what it is asked for."""
         flags = [flag for flag in native_build.FLAGS if not flag.startswith("-g")]
-        flags += ["-Wno-all", "-Wno-extra", "-Wno-narrowing", f"-I{self.folder}"]
-        paths = [self.sources.get(name, native_build.CSRC / f"{name}.cpp") for name in native_build.CORE]
-        paths += [self.folder / "mutants.cpp", *(native_build.NATIVE / f"{name}.cpp" for name in LIVES)]
+        flags += ["-Wno-all", "-Wno-extra", "-Wno-narrowing", f"-I{self.folder}", "-D_GLIBCXX_ASSERTIONS"]
+        paths = [self.sources.get(each, native_build.CSRC / f"{each}.cpp") for each in native_build.CORE]
+        paths += [native_build.NATIVE / f"{each}.cpp" for each in LIVES + PROGRAMS[name]]
+        paths.append(self.folder / "mutants.cpp")
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(partial(native_build._object, flags), paths))
-        program = PLACE / f"core-{native_build._digest(*(each.name for each in objects))}"
-        return native_build._made(program, [*flags, *map(str, objects)])
+        program = PLACE / f"{name}-{native_build._digest(*(each.name for each in objects))}"
+        return native_build._made(program, [*flags, *LINK_FLAGS[name], *map(str, objects)])
 
     def build_extension(self) -> Path:
         """A copy of the package with the instrumented extension; returns where to import it from."""
@@ -106,7 +109,7 @@ class NativeMutants:
         (place / "kvpage").mkdir(exist_ok=True)
         for entry in (ROOT / "kvpage").iterdir():
             target = place / "kvpage" / entry.name
-            if not entry.name.startswith("_C.") and entry.name != "__pycache__" and not target.exists():
+            if entry.suffix != ".so" and entry.name != "__pycache__" and not target.exists():
                 target.symlink_to(entry)
         build = place / "build"
         configure = ["cmake", "-S", str(place), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=None",
@@ -121,10 +124,12 @@ class NativeMutants:
 
 
 class Program:
-    """Asks the program about one mutant after the other. `reached`: the mutants that its lives come to."""
+    """Asks the program about one mutant after the other. `reached`: the mutants that its lives come to. count: what it
+    does with each seed.
+    """
 
-    def __init__(self, program: Path, seeds: list[int], num_operations: int) -> None:
-        self._commands = [[str(program), str(seed), str(num_operations)] for seed in seeds]
+    def __init__(self, program: Path, seeds: list[int], count: int) -> None:
+        self._commands = [[str(program), str(seed), str(count)] for seed in seeds]
         self.reached: set[int] = set()
         self._seconds = 0.0  # of the processor, that the longest took
         with tempfile.TemporaryDirectory() as folder:

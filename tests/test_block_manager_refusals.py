@@ -1,0 +1,77 @@
+"""BlockManager: a call that raises leaves everything as it was, whatever it raises."""
+
+import pytest
+
+from kvpage import BlockManager, OutOfBlocks
+
+B = 4
+MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
+
+
+def compute(manager: BlockManager, seq_id: int, tokens: list[int], num_cached: int = 0) -> None:
+    manager.take_moves()
+    manager.commit(seq_id, tokens[num_cached:])
+
+
+@pytest.mark.parametrize("counts", [[-1, 0], [0, -1], [1, -1]])
+def test_append_takes_no_room_back(counts):
+    manager = BlockManager(4, B)
+    for seq_id in (1, 2):
+        manager.allocate(seq_id, MINE[:2])
+    wrong = 1 + counts.index(-1)
+    with pytest.raises(ValueError, match=f"num_new_tokens must not be negative, got -1 for {wrong}"):
+        manager.append([1, 2], counts)
+    for seq_id in (1, 2):
+        assert len(manager.slot_mapping(seq_id, 0, 2)) == 2
+        with pytest.raises(ValueError, match="positions"):
+            manager.slot_mapping(seq_id, 0, 3)
+
+
+@pytest.mark.parametrize("error", [OutOfBlocks(9, 0), MemoryError(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("call", ["allocate", "swap_in"])
+def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
+    """Neither on the prefix that was found nor on the block that a part of was."""
+    manager = BlockManager(12, B, num_host_blocks=4)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.release(1)
+    manager.allocate(2, MINE[: B + 1])
+    compute(manager, 2, MINE[: B + 1], B)
+    manager.swap_out(2)
+    before = manager.stats(), manager.tree.num_matches
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(manager.space, "give", fail)
+        if call == "allocate":
+            manager.allocate(3, MINE[: 2 * B - 1] + [0])
+        else:
+            manager.swap_in(2, MINE)
+    assert (manager.stats(), manager.tree.num_matches) == before and before[1] == 0
+    manager.check()
+    assert manager.swap_in(2, MINE).num_cached_tokens > 0
+    manager.check()
+
+
+@pytest.mark.parametrize("on_device", [0, 1])
+@pytest.mark.parametrize("swapped", [0, 1])
+def test_nothing_is_forgotten_while_there_are_sequences(on_device, swapped):
+    manager = BlockManager(8, B, num_host_blocks=4)
+    manager.allocate(1, MINE)
+    compute(manager, 1, MINE)
+    manager.release(1)
+    for seq_id in range(2, 2 + on_device + swapped):
+        manager.allocate(seq_id, OTHERS[:1])
+    if swapped:
+        manager.swap_out(2)
+    if on_device + swapped:
+        with pytest.raises(RuntimeError, match=f"all sequences to be released, {on_device + swapped} are not"):
+            manager.reset_prefix_cache()
+        assert manager.tree.num_cached == 2
+        for seq_id in range(2, 2 + on_device + swapped):
+            manager.release(seq_id)
+    manager.reset_prefix_cache()
+    assert manager.tree.num_cached == 0 and manager.pool.num_free == 8
+    manager.check()
