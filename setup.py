@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pybind11
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent.resolve()
@@ -58,11 +58,7 @@ class CMakeBuild(build_ext):
 
 setup(
     packages=[
-        "kvpage",
-        "kvpage.blend",
-        "kvpage.events",
-        "kvpage.serving",
-        "kvpage.store",
+        *find_packages(include=["kvpage*"], exclude=["kvpage.kernels*", "kvpage.benchmarks*"]),
         "kvpage.kernels",
         "kvpage.benchmarks",
     ],

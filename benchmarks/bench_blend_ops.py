@@ -29,7 +29,8 @@ import torch
 
 from kvpage import ops
 from kvpage.benchmarks.figure import Figure, dumps
-from kvpage.blend import CacheBlendImpl, RotaryTables
+from kvpage.blend import RotaryTables
+from kvpage.integrations.lmcache import CacheBlendImpl
 
 HEADS, SIZE = 8, 128  # Llama 3 8B
 SEGMENT = 512  # tokens that were computed together

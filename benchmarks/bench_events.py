@@ -16,9 +16,9 @@ import numpy as np
 
 from kvpage import BlockPool, PrefixTree
 from kvpage.benchmarks.figure import Figure, dumps
-from kvpage.events.block_events import BlockEvents
-from kvpage.events.schema import EventBatch, pack, unpack
-from kvpage.tree_watch import TreeChanges
+from kvpage.observe.events.block_events import BlockEvents
+from kvpage.observe.events.schema import EventBatch, pack, unpack
+from kvpage.observe.tree_watch import TreeChanges
 
 BLOCK_SIZE = 16
 BATCHES = [1, 16, 512]  # blocks of a prompt

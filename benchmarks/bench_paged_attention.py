@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvpage import CacheLayout, ops, reference
+from kvpage import CacheLayout, ops
+from kvpage.ops import reference
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)

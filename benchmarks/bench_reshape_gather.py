@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvpage import CacheLayout, KVScales, ops, reference
+from kvpage import CacheLayout, KVScales, ops
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.ops import reference
 
 BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
-from kvpage.slots import PrefixCacheManager, SlotAllocator
+from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 
 NUM_TOKENS, NUM_SHARED, NUM_PROMPTS = 8192, 6144, 100
 KINDS = {"int32": lambda a: a.astype(np.int32), "int64": lambda a: a.astype(np.int64), "list": lambda a: a.tolist()}

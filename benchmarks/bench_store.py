@@ -2,7 +2,7 @@
 
 Bounds, measured in the same run and in turn with what they bound, with as many threads, each taking whole chunks:
 - memory tier: one torch copy_ of as many bytes. Its tensors lie in the small pages that torch asks for, the engine's
-  host blocks in huge ones (kvpage/host_memory.py), which is part of why a store is faster than a copy; "equal pages"
+  host blocks in huge ones (kvpage/layout/host_memory.py), which is part of why a store is faster than a copy; "equal pages"
   is beside a copy_ of tensors in huge pages, too;
 - disk tier, page cache warm: pwrite of as many distinct bytes (random, 32 MiB a chunk, so that they come out of memory
   and not out of the processor's cache; in huge pages, too) into a preallocated file in calls of 32 MiB, and preadv into
@@ -39,8 +39,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvpage import CacheConfig, CacheEngine, ModelConfig, host_memory
+from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.layout import host_memory
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 BLOCK_SIZE, CHUNK_SIZE, LAYERS = 16, 256, 32

@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 
 from kvpage.benchmarks.figure import Figure, dumps
-from kvpage.store.disk import SEGMENT_BYTES, SLOT_BYTES, DiskTier
-from kvpage.store.disk_segment import HEADER_BYTES, Run, Segment
+from kvpage.store.disk.disk_tier import SEGMENT_BYTES, SLOT_BYTES, DiskTier
+from kvpage.store.disk.segment import HEADER_BYTES, Run, Segment
 
 MIB = 1 << 20
 RECORD_BYTES = (MIB // 4, 2 * MIB, 32 * MIB)

@@ -29,8 +29,8 @@ import redis
 import xxhash
 
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
-from kvpage.store.record import RecordHead
-from kvpage.store.redis import from_url
+from kvpage.store.records.record import RecordHead
+from kvpage.store.remote.redis import from_url
 from kvpage.store.tier import Tier, TierError
 
 SIZES = (1 << 16, 1 << 20, 32 << 20)

@@ -25,8 +25,8 @@ from collections.abc import Callable
 import torch
 
 from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
-from kvpage.block_copy import BlockCopier
-from kvpage.layout import CacheLayout
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.ops.copies import BlockCopier
 
 PIECE_BYTES = [2 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 2 << 20]
 NUM_PIECES = [16, 256, 4096, 65536]

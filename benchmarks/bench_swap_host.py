@@ -12,10 +12,10 @@ import argparse
 
 import torch
 
-from kvpage import reference
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
-from kvpage.block_copy import BlockCopier
-from kvpage.layout import CacheLayout
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.ops import reference
+from kvpage.ops.copies import BlockCopier
 
 NUM_LAYERS = 8
 CPU = torch.device("cpu")

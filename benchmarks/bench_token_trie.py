@@ -16,7 +16,7 @@ import time
 import torch
 
 from kvpage.benchmarks.figure import Figure, dumps
-from kvpage.token_trie import DynamicTokenTrie, TokenTrie
+from kvpage.extras.token_trie import DynamicTokenTrie, TokenTrie
 
 NUM_TOKENS, NUM_EVICTED, VOCAB = 8192, 1000, 32
 TOKENS = range(NUM_TOKENS)

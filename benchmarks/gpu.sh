@@ -22,8 +22,8 @@ part build 120 python3 -m pip install --no-build-isolation --no-deps .
 part info 20 python3 -P -c 'import json, kvpage; print(json.dumps(dict(kvpage.build_info()), default=str, indent=1))'
 part calibrate 20 kvpage info --calibrate
 part machine 10 nvidia-smi
-part tests 120 pytest -q -m gpu --continue-on-collection-errors --ignore tests/test_vllm_grid.py --ignore tests/reliability
-part grid 90 pytest -q -m gpu tests/test_vllm_grid.py
+part tests 120 pytest -q -m gpu --continue-on-collection-errors --ignore tests/integrations/test_vllm_grid.py --ignore tests/reliability
+part grid 90 pytest -q -m gpu tests/integrations/test_vllm_grid.py
 part bench_swap 60 python3 -P benchmarks/bench_swap.py --plot "$out/bench_swap.png"
 part bench_reshape_gather 60 python3 -P benchmarks/bench_reshape_gather.py --device cuda \
   --plot "$out/bench_reshape_gather.png"

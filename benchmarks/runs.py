@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
-BLENDING = ("kvpage/blend", "kvpage/blend_ops.py", "kvpage/reference.py", "benchmarks/blend_quality.py",
+BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference.py", "benchmarks/blend_quality.py",
             "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 //   x' = x cos - y sin        pairs    neox          (0, n), (1, n + 1) ...   n = num_pairs
 //   y' = y cos + x sin                 interleaved   (0, 1), (2, 3) ...       from `first` on
 //
-// All in fp32, each product and each sum rounded by itself, as kvpage.reference has it, and bit for bit the same. One
+// All in fp32, each product and each sum rounded by itself, as kvpage.ops.reference has it, and bit for bit the same. One
 // source is compiled for each instruction set.
 #pragma once
 

@@ -28,7 +28,7 @@ enum class Executor { kHostThreads, kCopyEngine, kKernel };
 
 // How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at
 // most `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes
-// should lie has to be measured on the device, for each direction; kvpage.calibration does.
+// should lie has to be measured on the device, for each direction; kvpage.cache.calibration does.
 struct KernelLimits {
   int64_t max_bytes, max_groups;
 };

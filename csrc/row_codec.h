@@ -3,7 +3,7 @@
 //   fp8    code = round(x / scale), to nearest even, saturating; a NaN stays one        x = code * scale
 //   int8   scale = largest magnitude of the row / 127;  code = round(x / scale)         x = code * scale
 //
-// All in fp32, as kvpage.reference has it, and bit for bit the same. One source is compiled for each instruction set.
+// All in fp32, as kvpage.ops.reference has it, and bit for bit the same. One source is compiled for each instruction set.
 #pragma once
 
 #include <cstddef>

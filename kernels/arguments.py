@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvpage.kv_scales import KVScales
-from kvpage.kv_view import KVView
+from kvpage.layout.kv_scales import KVScales
+from kvpage.layout.kv_view import KVView
 
 TILE_ELEMENTS = 2048  # of 4 warps: 16 for each thread; twice as many spill where rows are not aligned
 MAX_NUM_WARPS = 32  # of a thread block

@@ -6,16 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import (
-    BAD_BLOCK,
-    KVViews,
-    as_bits,
-    cache_pointers,
-    cache_strides,
-    row_constants,
-)
+from kvpage.kernels.arguments import BAD_BLOCK, KVViews, as_bits, cache_pointers, cache_strides, row_constants
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
-from kvpage.kv_scales import KVScales
+from kvpage.layout.kv_scales import KVScales
 
 SCALE_BYTES = 4
 

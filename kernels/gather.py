@@ -16,7 +16,7 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
-from kvpage.kv_scales import KVScales
+from kvpage.layout.kv_scales import KVScales
 
 
 @triton.jit

@@ -6,16 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import (
-    BAD_SLOT,
-    KVViews,
-    as_bits,
-    cache_pointers,
-    cache_strides,
-    row_constants,
-)
+from kvpage.kernels.arguments import BAD_SLOT, KVViews, as_bits, cache_pointers, cache_strides, row_constants
 from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
-from kvpage.kv_scales import KVScales
+from kvpage.layout.kv_scales import KVScales
 
 
 # What changes from call to call is not specialised on: it would compile anew in the middle of serving.

@@ -14,7 +14,7 @@ import triton.language as tl
 from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
-from kvpage.turn import Turn
+from kvpage.layout.rotation import Turn
 
 LINE = 128  # bytes of memory that are moved together
 BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments

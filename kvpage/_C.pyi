@@ -6,7 +6,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.errors import OutOfBlocks as OutOfBlocks
+from kvpage.checks.errors import OutOfBlocks as OutOfBlocks
 
 def build_info() -> dict[str, Any]: ...
 
@@ -532,7 +532,7 @@ class SlotAllocator:
 _SlotMatch = tuple[int, int, int] | tuple[int, None, None]  # prefix_len, slot, slot_ver
 
 class SlotTree:
-    """What kvpage.slots.PrefixCacheManager documents. Safe to use from several threads."""
+    """What kvpage.extras.slots.PrefixCacheManager documents. Safe to use from several threads."""
 
     def __init__(self, max_capacity: int) -> None: ...
     def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int: ...

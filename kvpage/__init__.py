@@ -9,24 +9,24 @@ from kvpage.source_folder import usable_path
 
 __path__ = usable_path(__path__, sys.path)
 
-from kvpage.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
-from kvpage import _C
+from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
+import kvpage._C as _C
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
-from kvpage.backends import AttentionBackend, register_backend
-from kvpage.block_manager import Allocation, BlockManager
-from kvpage.block_moves import BlockMove, BlockMoves
-from kvpage.block_space import HostPolicy, SpaceStats
-from kvpage.block_stats import BlockStats
-from kvpage.build import build_info
-from kvpage.cache_engine import CacheEngine
-from kvpage.calibration import Calibration, Throughput, calibrate
-from kvpage.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
-from kvpage.kv_scales import KVScales
-from kvpage.kv_view import KVView
-from kvpage.layout import CacheLayout
-from kvpage.load_or_compute import LoadOrCompute
-from kvpage.transfer import Transfer
-from kvpage.transfer_stream import TransferEvent, TransferStream
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import Allocation, BlockManager
+from kvpage.blocks.moves import BlockMove, BlockMoves
+from kvpage.blocks.space import HostPolicy, SpaceStats
+from kvpage.blocks.stats import BlockStats
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.calibration import Calibration, Throughput, calibrate
+from kvpage.cache.transfer import Transfer
+from kvpage.cache.transfer_stream import TransferEvent, TransferStream
+from kvpage.layout.backends import AttentionBackend, register_backend
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.layout.kv_view import KVView
+from kvpage.tools.build import build_info
 
 __version__: str = _C.build_info()["version"]
 

@@ -72,7 +72,7 @@ std::optional<std::string> cuda_error() {
 
 void bind_block_copies(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<BlockCopier>(m, "BlockCopier", "Moves blocks between two caches of one shape; see kvpage.block_copy.")
+  py::class_<BlockCopier>(m, "BlockCopier", "Moves blocks between two caches of one shape; see kvpage.ops.copies.")
       .def(py::init([](std::vector<int64_t> sizes, int block_dim, int64_t element_bytes,
                        const std::vector<LayerTuple>& srcs, const std::vector<LayerTuple>& dsts, int64_t num_src_blocks,
                        int64_t num_dst_blocks, int src_device, int dst_device, bool pinned, int64_t kernel_max_bytes,

@@ -28,7 +28,7 @@ py::dict build_info() {
 
 // InvalidArgument becomes ValueError by pybind11 itself; OutOfBlocks carries its two numbers over.
 void register_errors(py::module_& m) {
-  m.attr("OutOfBlocks") = py::module_::import("kvpage.errors").attr("OutOfBlocks");
+  m.attr("OutOfBlocks") = py::module_::import("kvpage.checks.errors").attr("OutOfBlocks");
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
@@ -57,7 +57,7 @@ void seal_classes(const py::module_& m) {
 }  // namespace
 
 void kvpage::set_out_of_blocks(const OutOfBlocks& error) {
-  py::object type = py::module_::import("kvpage.errors").attr("OutOfBlocks");
+  py::object type = py::module_::import("kvpage.checks.errors").attr("OutOfBlocks");
   PyErr_SetObject(type.ptr(), type(error.needed, error.free).ptr());
 }
 

@@ -67,7 +67,7 @@ void add_fast_methods(py::handle type) {
 }
 
 void bind_slot_tree(py::module_& m) {
-  py::class_<SlotTree>(m, "SlotTree", "Which slots hold which sequences; see kvpage.slots.PrefixCacheManager.")
+  py::class_<SlotTree>(m, "SlotTree", "Which slots hold which sequences; see kvpage.extras.slots.PrefixCacheManager.")
       .def(py::init<int64_t>(), py::arg("max_capacity"))
       .def(
           "insert",

@@ -41,7 +41,7 @@ void bind_token_ops(py::module_& m) {
           copy({token_moves(parts), pointer<const int32_t>(block_ids), num_block_ids, num_blocks, block_size, start,
                 num_tokens, num_heads, max_threads});
         },
-        py::call_guard<py::gil_scoped_release>(), "See kvpage.chunk_ops, which checks what needs a tensor.");
+        py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.chunks, which checks what needs a tensor.");
   };
   bind_chunk("store_chunk", &store_chunk);
   bind_chunk("load_chunk", &load_chunk);

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.tokens import as_tokens
+from kvpage.checks.tokens import as_tokens
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from kvpage import ops
-from kvpage.turn import Turn
+from kvpage.layout.rotation import Turn
 
 
 def check_heads(tensor: torch.Tensor, token_dim: int, head_size: int) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from kvpage.blend.mixing import check_heads, mix
-from kvpage.sequence_args import as_integer, check_flag
-from kvpage.tensor_args import as_device, as_dim, as_floats, as_indices
-from kvpage.turn import Turn
+from kvpage.checks.sequence_args import as_integer, check_flag
+from kvpage.checks.tensor_args import as_device, as_dim, as_floats, as_indices
+from kvpage.layout.rotation import Turn
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """positions int64 [n] -> cos, sin: fp32 [n, rotary_size / 2], the model's own, its scaling included."""

@@ -8,8 +8,8 @@ import torch
 
 from kvpage.blend.segment_store import SegmentStore
 from kvpage.blend.segments import SegmentKV, TokenIds, check_segment
+from kvpage.checks.tokens import as_tokens
 from kvpage.store import KVStore
-from kvpage.tokens import as_tokens
 
 
 class StoredSegments:

@@ -7,17 +7,17 @@ from transformers import PreTrainedModel
 
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.stored_segments import StoredSegments
-from kvpage.cache_engine import CacheEngine
-from kvpage.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.kv_scales import KVScales
-from kvpage.load_or_compute import LoadOrCompute
-from kvpage.serving.kv_calibration import choose_scales
-from kvpage.serving.latent_check import check_latents, verify_latents
-from kvpage.serving.model_check import check_config, verify_model, verify_quantized
-from kvpage.serving.model_runner import ModelRunner
-from kvpage.serving.store_link import BlockStore
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.tokens import Tokens
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.loop.store_link import BlockStore
+from kvpage.serving.model.check import check_config, verify_model, verify_quantized
+from kvpage.serving.model.kv_calibration import choose_scales
+from kvpage.serving.model.latent_check import check_latents, verify_latents
+from kvpage.serving.model.runner import ModelRunner
 from kvpage.store import KVStore
-from kvpage.tokens import Tokens
 
 
 def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:

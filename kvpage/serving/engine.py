@@ -19,38 +19,38 @@ from transformers import PreTrainedModel
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
 from kvpage.blend.spans import Span, spans_of_lengths
-from kvpage.block_manager import BlockManager
-from kvpage.block_space import HostPolicy
-from kvpage.cache_engine import CacheEngine
-from kvpage.config import CacheConfig
-from kvpage.events import EventConfig
-from kvpage.interrupts import HeldInterrupts, made_or_undone, uninterrupted
-from kvpage.kv_scales import KVScales
-from kvpage.load_or_compute import LoadOrCompute
-from kvpage.sequence_args import as_integer, check_flag, check_namespace
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.space import HostPolicy
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.interrupts import HeldInterrupts, made_or_undone, uninterrupted
+from kvpage.checks.sequence_args import as_integer, check_flag, check_namespace
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.layout.config import CacheConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.observe.events import EventConfig
+from kvpage.observe.telemetry import Telemetry
 from kvpage.serving import assembly
-from kvpage.serving.beam_params import BeamSearchParams
-from kvpage.serving.beam_search import BeamSearchOutput, search_beams
-from kvpage.serving.blend_link import BlendLink
-from kvpage.serving.blender import Blender
-from kvpage.serving.links import Links
-from kvpage.serving.model_kind import check_model
-from kvpage.serving.model_limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
-from kvpage.serving.model_runner import ModelRunner
-from kvpage.serving.param_defaults import GenerationDefaults, ParamDefaults
-from kvpage.serving.piece_runner import PieceRunner
-from kvpage.serving.prompts import as_prompts
+from kvpage.serving.blending.blender import Blender
+from kvpage.serving.blending.link import BlendLink
+from kvpage.serving.loop.links import Links
+from kvpage.serving.loop.piece_runner import PieceRunner
+from kvpage.serving.loop.prompts import as_prompts
+from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.loop.serving_loop import ServingLoop
+from kvpage.serving.loop.store_link import BlockStore, StoreLink
+from kvpage.serving.loop.token_stream import TokenStream
+from kvpage.serving.model.kind import check_model
+from kvpage.serving.model.limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import Piece
+from kvpage.serving.params.beam import BeamSearchParams
+from kvpage.serving.params.defaults import GenerationDefaults, ParamDefaults
+from kvpage.serving.params.sampling import SamplingParams, check_params, params_of_each
 from kvpage.serving.refusal import names_alternative
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
-from kvpage.serving.sampling_params import SamplingParams, check_params, params_of_each
-from kvpage.serving.scheduler import Scheduler
-from kvpage.serving.serving_loop import ServingLoop
 from kvpage.serving.stats import EngineStats
-from kvpage.serving.step import Piece
-from kvpage.serving.store_link import BlockStore, StoreLink
-from kvpage.serving.token_stream import TokenStream
-from kvpage.telemetry import Telemetry
-from kvpage.tokens import Tokens, as_tokens
+from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
 
 
 class Prompt(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from kvpage.config import CacheConfig
-from kvpage.serving.cache_pool import KVPageCachePool
+from kvpage.layout.config import CacheConfig
+from kvpage.serving.generate.cache_pool import KVPageCachePool
 
 NUM_PROBE_BLOCKS = 16
 

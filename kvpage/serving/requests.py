@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kvpage.blend.segments import Reuse
 from kvpage.blend.spans import Span
-from kvpage.serving.sampled_row import SampledRow
-from kvpage.serving.sampling_params import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
+from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
+from kvpage.serving.sampling.sampled_row import SampledRow
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from kvpage.block_moves import Kind
-from kvpage.block_residency import ResidencyStats
-from kvpage.block_stats import BlockStats
-from kvpage.histogram import HistogramStats
-from kvpage.serving.blend_link import BlendStats
-from kvpage.serving.store_link import StoreLinkStats
-from kvpage.serving.transfer_meter import TransferStats
+from kvpage.blocks.moves import Kind
+from kvpage.blocks.stats import BlockStats
+from kvpage.observe.histogram import HistogramStats
+from kvpage.observe.residency import ResidencyStats
+from kvpage.serving.blending.link import BlendStats
+from kvpage.serving.loop.store_link import StoreLinkStats
+from kvpage.serving.loop.transfer_meter import TransferStats
 
 __all__ = [
     "BlendStats",

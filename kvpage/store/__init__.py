@@ -1,13 +1,13 @@
 """Chunks that outlive the process and leave the machine."""
 
-from kvpage.store.block_io import metadata_of
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_store import KVStore
-from kvpage.store.layer_load import LayerLoad
+from kvpage.store.load.block_io import metadata_of
+from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.pin import Pin
-from kvpage.store.record_summary import RecordSummary
+from kvpage.store.records.keys import KVStoreMetadata
+from kvpage.store.records.summary import RecordSummary
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tier import Tier, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed, register_tier

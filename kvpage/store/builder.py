@@ -3,8 +3,8 @@
 import threading
 
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.keys import KVStoreMetadata
 from kvpage.store.kv_store import KVStore
+from kvpage.store.records.keys import KVStoreMetadata
 
 
 class KVStoreBuilder:

@@ -73,7 +73,7 @@ class KVStoreConfig:
     (written in the background), `promote=yes` or `no` (whether what slower tiers have found is copied here),
     `deadline=0.5` (seconds of one call).
 
-    codec: "raw", or what `kvpage.store.codec` knows. save_decode_cache: an engine stores what was generated, too.
+    codec: "raw", or what `kvpage.store.records.codec` knows. save_decode_cache: an engine stores what was generated, too.
     deadline: seconds of a call on a tier that names none; None for no limit. num_threads: for one call; 0 for torch's.
     """
 

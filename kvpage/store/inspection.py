@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvpage.store.chunk_io import verify_record
 from kvpage.store.config import KVStoreConfig, TierURL
-from kvpage.store.disk import DiskTier
-from kvpage.store.disk_view import DiskView
-from kvpage.store.record import CorruptRecord
-from kvpage.store.record_summary import RecordSummary, summaries
+from kvpage.store.disk.disk_tier import DiskTier
+from kvpage.store.disk.view import DiskView
+from kvpage.store.load.chunk_io import verify_record
+from kvpage.store.records.record import CorruptRecord
+from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.tier import Reader, RecordGone, Tier, TierError
 from kvpage.store.tiers import paths_of, place_tiers
 

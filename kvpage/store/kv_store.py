@@ -17,17 +17,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.interrupts import made_or_undone, uninterrupted
-from kvpage.sequence_args import as_integer, check_flag, check_namespace
-from kvpage.store.block_io import BlockChunks, ChunkPlans
-from kvpage.store.block_load import BlockLoad
-from kvpage.store.calls import Calls, one_call
-from kvpage.store.chunk_io import RecordKind, ShapedSource, Source
-from kvpage.store.chunk_threads import num_leading
+from kvpage.checks.interrupts import made_or_undone, uninterrupted
+from kvpage.checks.sequence_args import as_integer, check_flag, check_namespace
+from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.keys import KVStoreMetadata
-from kvpage.store.known_dtype import KnownDtype
-from kvpage.store.kv_tensors import (
+from kvpage.store.load.block_io import BlockChunks, ChunkPlans
+from kvpage.store.load.block_load import BlockLoad
+from kvpage.store.load.calls import Calls, one_call
+from kvpage.store.load.chunk_io import RecordKind, ShapedSource, Source
+from kvpage.store.load.chunk_threads import num_leading
+from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.load.layer_load import LayerLoad
+from kvpage.store.load.tensor_load import TensorLoad
+from kvpage.store.pin import Pin
+from kvpage.store.records.keys import KVStoreMetadata
+from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.records.kv_tensors import (
     KVTensors,
     TensorChunk,
     as_parts,
@@ -37,19 +42,14 @@ from kvpage.store.kv_tensors import (
     token_dim,
     tokens_of,
 )
-from kvpage.store.layer_load import LayerLoad
-from kvpage.store.pin import Pin
-from kvpage.store.record_kinds import RecordKinds
-from kvpage.store.record_summary import RecordSummary, summaries
+from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stats import KVStoreStats
-from kvpage.store.tensor_load import TensorLoad
 from kvpage.store.tier import Key, Tier
 from kvpage.store.tier_stack import TierStack
 from kvpage.store.tiers import Placed, place_tiers
-from kvpage.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
-    from kvpage.cache_engine import CacheEngine
+    from kvpage.cache.cache_engine import CacheEngine
 
 
 class KVStore:
@@ -94,7 +94,7 @@ class KVStore:
     ) -> "Future[int]":
         """Keeps K and V of the tokens. The result of what it returns: how many chunks were written.
 
-        kv_tensors: for each layer (K, V), or one tensor; see kvpage.store.kv_tensors. On any device.
+        kv_tensors: for each layer (K, V), or one tensor; see kvpage.store.records.kv_tensors. On any device.
         kv_tensors_mask: bool [num_tokens]: False for leading tokens that kv_tensors does not hold, whole chunks.
         skip_existing: leave chunks alone that every tier has. Otherwise they are replaced in all: a tier that does not
             take the new one has none, but for one that is out of reach, which keeps what it has.

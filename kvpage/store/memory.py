@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvpage.host_memory import zeros
+from kvpage.layout.host_memory import zeros
 from kvpage.store.extents import Extents
 from kvpage.store.policy import make_policy
 from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvpage.interrupts import uninterrupted
+from kvpage.checks.interrupts import uninterrupted
 from kvpage.store.tier import Reader
 
 

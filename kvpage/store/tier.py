@@ -5,7 +5,7 @@
 
 A record goes in and comes out in pieces, so that what fills, checks and copies them meets each while the CPU's cache
 still holds it. A tier knows nothing of what a record says but its key and its length: whether the bytes are the right
-ones is the reader's to check (`kvpage.store.record`).
+ones is the reader's to check (`kvpage.store.records.record`).
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from kvpage.store.stretches import Runs
+from kvpage.store.records.stretches import Runs
 
 __all__ = ["Key", "Reader", "RecordGone", "RecordInfo", "Tier", "TierError", "TierRests", "TierStats", "Writer"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from kvpage.store.chunk_io import RecordKind, Source, copy_record, encoded, write_record
-from kvpage.store.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.copies import Change, Copies, Copy
-from kvpage.store.record import CorruptRecord, RecordHead, UnreadableRecord
+from kvpage.store.load.chunk_io import RecordKind, Source, copy_record, encoded, write_record
+from kvpage.store.load.chunk_threads import ChunkThreads, num_leading
+from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
 from kvpage.store.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
 from kvpage.store.tiers import Placed
 

@@ -30,7 +30,7 @@ def _memory(url: TierURL) -> Tier:
 
 
 def _disk(url: TierURL) -> Tier:
-    from kvpage.store.disk import SEGMENT_BYTES, DiskTier
+    from kvpage.store.disk.disk_tier import SEGMENT_BYTES, DiskTier
 
     check_options(url, "size", "policy", "segment")
     segment_bytes = parse_size(url.option("segment", str(SEGMENT_BYTES)) or "")
@@ -61,19 +61,19 @@ def paths_of(url: TierURL) -> list[str]:
 
 
 def _redis(url: TierURL) -> Tier:
-    from kvpage.store.redis import from_url
+    from kvpage.store.remote.redis import from_url
 
     return from_url(url.without(*COMMON_OPTIONS))
 
 
 def _s3(url: TierURL) -> Tier:
-    from kvpage.store.s3 import from_url
+    from kvpage.store.remote.s3 import from_url
 
     return from_url(url.without(*COMMON_OPTIONS))
 
 
 def _mooncake(url: TierURL) -> Tier:
-    from kvpage.store.mooncake import from_url
+    from kvpage.store.remote.mooncake import from_url
 
     return from_url(url.without(*COMMON_OPTIONS))
 

@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
-from kvpage import _C, ops, reference
-from kvpage.token_args import ROW_TYPES
-from kvpage.turn import Turn
+from kvpage import _C, ops
+from kvpage.layout.rotation import Turn
+from kvpage.ops import reference
+from kvpage.ops.token_args import ROW_TYPES
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

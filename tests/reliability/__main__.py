@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batteries import all_batteries  # noqa: E402, I001 -- the first, which makes the others findable
-import pwritev_hook  # noqa: E402
+from support import pwritev_hook  # noqa: E402
 from battery import Battery, Figures  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402

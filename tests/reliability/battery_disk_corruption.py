@@ -14,8 +14,8 @@ from battery import Advance, Battery, Figures
 from disk_image import NUM_RECORDS, SEGMENT, DiskImage
 
 from kvpage.store import KVStore
-from kvpage.store.disk import SLOT_BYTES
-from kvpage.store.disk_segment import HEADER_BYTES
+from kvpage.store.disk.disk_tier import SLOT_BYTES
+from kvpage.store.disk.segment import HEADER_BYTES
 
 NUM_MUTATED = 8  # records at once
 Mutant = tuple[bytes, set[int]]  # the file, and the records in it that must be misses

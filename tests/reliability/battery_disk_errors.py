@@ -1,7 +1,7 @@
 """A disk that fails: at every call of random work an error, once or from then on, short reads and writes, or the
 directory deleted underneath. Nothing wrong comes out, nothing is lost to an error, and all goes on by itself.
 
-    tests/disk_faults.py: fail_at, delete_at        one call of one work ─► one trial
+    tests/support/disk_faults.py: fail_at, delete_at        one call of one work ─► one trial
 """
 
 import errno
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from battery import Advance, Battery, Figures
-from disk_faults import SLOT_BYTES, Trial, delete_at, fail_at
-from pwritev_hook import PWRITEV
+from support.disk_faults import SLOT_BYTES, Trial, delete_at, fail_at
+from support.pwritev_hook import PWRITEV
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, errno.EDQUOT, None)
 NUM_DEEDS = 8

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 from battery import Advance, Battery, Figures
-from disk_faults import SLOT_BYTES
 from stamps import difference, stamped
-from store_records import get, key, write
+from support.disk_faults import SLOT_BYTES
+from support.store_records import get, key, write
 
-from kvpage.store.disk import DiskTier
+from kvpage.store.disk.disk_tier import DiskTier
 
 NUM_KEYS, NUM_THREADS, NUM_NOTES = 60, 2, 2000
 KILLS_EACH = 25  # of one directory

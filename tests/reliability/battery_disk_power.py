@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from battery import Advance, Battery, Figures
-from disk_faults import SEGMENT_BYTES, PowerLog, replace_os
-from pwritev_hook import PWRITEV
 from stamps import difference, stamped
-from store_records import get, is_record, key, put
+from support.disk_faults import SEGMENT_BYTES, PowerLog, replace_os
+from support.pwritev_hook import PWRITEV
+from support.store_records import get, is_record, key, put
 
-from kvpage.store.disk import DiskTier
+from kvpage.store.disk.disk_tier import DiskTier
 
 NUM_KEYS = 12
 STATES_EACH = 25  # of one record of writes

@@ -17,7 +17,7 @@ import torch
 from battery import Advance, Battery, Figures
 from chaos import Chaos
 from resident import Resident
-from serving.models import generate_each, make_model, make_prompts
+from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, RequestOutput, SamplingParams

@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 from battery import Advance, Battery, Figures
-from test_block_manager import RandomLife, Whim
+from blocks.test_block_manager import RandomLife, Whim
 
 from kvpage import BlockPool, Match, OutOfBlocks, PrefixTree
-from kvpage.block_space import HostPolicy
+from kvpage.blocks.space import HostPolicy
 
 Path = tuple[bytes, tuple[int, ...]]  # a namespace and tokens
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from battery import Advance, Battery, Figures
-from redis_server import MISSING, Proxy, RedisServer
 from stamps import STAMP_BYTES, difference, stamps
+from support.redis_server import MISSING, Proxy, RedisServer
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.tiers import Placed
@@ -78,7 +78,7 @@ class Scene:
     """A server, and a store on it. big: records of 8 MiB instead of 16 KiB."""
 
     def __init__(self, place: Path, rng: random.Random, big: bool = False) -> None:
-        from kvpage.store.redis import from_url
+        from kvpage.store.remote.redis import from_url
 
         self.rng, self.scale = rng, BIG if big else 1
         self.server = RedisServer(place)

@@ -13,7 +13,7 @@ from battery import Advance, Battery, Figures
 from fake_device import POISON, FakeDevice, FakeStream, OpaqueBackend
 
 from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, ModelConfig
-from kvpage.transfer import Transfer
+from kvpage.cache.transfer import Transfer
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 2, 6, 7, 25
 MODEL = ModelConfig(2, 1, ("full_attention",) * NUM_LAYERS)

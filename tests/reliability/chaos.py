@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_faults import SEGMENT_BYTES, FaultyOS, replace_os
-from redis_server import MISSING, RedisServer
+from support.disk_faults import SEGMENT_BYTES, FaultyOS, replace_os
+from support.redis_server import MISSING, RedisServer
 
-from kvpage.store.disk import DiskTier
+from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.memory import MemoryTier
 from kvpage.store.tiers import Placed
 
@@ -43,7 +43,7 @@ class Chaos:
             disk = DiskTier([self.path], DISK_BYTES, segment_bytes=SEGMENT_BYTES, retry_seconds=0.1)
             placed = [Placed(MemoryTier(MEMORY_BYTES)), Placed(disk, deadline=1.0)]
             if self.redis:
-                from kvpage.store.redis import from_url
+                from kvpage.store.remote.redis import from_url
 
                 tier = from_url(f"redis://127.0.0.1:{self.redis.port}/0?cooldown=0.2")
                 placed.append(Placed(tier, deadline=REDIS_SECONDS))

@@ -8,9 +8,9 @@ import torch
 from stamps import STAMP_BYTES, difference, stamps
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
-from kvpage.store.disk import SLOT_BYTES, DiskTier
-from kvpage.store.disk_segment import HEADER_BYTES, RECORD, RUN, RUN_MAGIC
-from kvpage.store.keys import ChunkKeys
+from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
+from kvpage.store.disk.segment import HEADER_BYTES, RECORD, RUN, RUN_MAGIC
+from kvpage.store.records.keys import ChunkKeys
 
 CHUNK, LAYERS, SIZE = 16, 2, 14  # tokens, layers, elements of a head
 LAYER_BYTES = 2 * CHUNK * SIZE * 4

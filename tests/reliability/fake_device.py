@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvpage import register_backend
-from kvpage.backends import FlashBackend
+from kvpage.layout.backends import FlashBackend
 
 Step = Callable[[], None]
 POISON = float("nan")

@@ -13,26 +13,28 @@ from fuzz_memory import Arena, ArenaWorld
 from kvpage import CacheLayout, ops
 from kvpage.blend import (
     BlendConfig,
-    CacheBlendImpl,
     ContentBoundaries,
     MemorySegments,
     RotaryTables,
-    SegmentBlendRetriever,
     SegmentKV,
     SegmentStore,
-    SPTBlendRetriever,
     StoredSegments,
     create_index,
-    gather_turned,
     indices_to_mask,
-    load_turned,
     mask_to_indices,
     measure_sensitivity,
     select_tokens,
     token_deviation,
 )
+from kvpage.integrations.lmcache import (
+    CacheBlendImpl,
+    SegmentBlendRetriever,
+    SPTBlendRetriever,
+    gather_turned,
+    load_turned,
+)
+from kvpage.layout.rotation import Turn
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
-from kvpage.turn import Turn
 
 HEADS, SIZE, LAYERS, CHUNK, BLOCKS = 2, 8, 3, 4, 5
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.25, 0.125])

@@ -9,7 +9,7 @@ import torch
 from fuzz_case import Case
 
 from kvpage import _C, BlockPool, Match, OutOfBlocks, PrefixTree
-from kvpage.slots import PrefixCacheManager
+from kvpage.extras.slots import PrefixCacheManager
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 24, 8, 4
 
@@ -280,8 +280,8 @@ class SlotWorld:
     covers = (
         "kvpage._C.SlotAllocator",
         "kvpage._C.SlotTree",
-        "kvpage.slots.PrefixCacheManager",
-        "kvpage.slots.SlotAllocator",
+        "kvpage.extras.slots.PrefixCacheManager",
+        "kvpage.extras.slots.SlotAllocator",
     )
 
     def __init__(self, rng: random.Random) -> None:

@@ -18,14 +18,14 @@ from kvpage import (
     ModelConfig,
     ParallelConfig,
 )
-from kvpage.events import EventConfig
-from kvpage.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
+from kvpage.observe.events import EventConfig
 from kvpage.ops import Turn
 from kvpage.serving import BeamSearchParams, SamplingParams
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
-from kvpage.store.keys import ChunkKeys
-from kvpage.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
+from kvpage.store.records.keys import ChunkKeys
 
 ROWS = torch.ones(3, 2, 4)
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -89,7 +89,7 @@ class ConfigWorld:
             "LoadOrCompute",
         ]
     )
-    covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.events.EventConfig")
+    covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
     covers += ("kvpage.ops.Turn", "kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
 
     def __init__(self, rng: random.Random) -> None:
@@ -116,7 +116,11 @@ class ConfigWorld:
 class TrieWorld:
     """Tries of tokens with logprobs and K and V."""
 
-    covers = ("kvpage.token_trie.TokenTrie", "kvpage.token_trie.DynamicTokenTrie", "kvpage.token_trie.OutputCache")
+    covers = (
+        "kvpage.extras.token_trie.TokenTrie",
+        "kvpage.extras.token_trie.DynamicTokenTrie",
+        "kvpage.extras.token_trie.OutputCache",
+    )
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.root, self.plain, self.cache = rng, DynamicTokenTrie(), TokenTrie(), OutputCache(3)

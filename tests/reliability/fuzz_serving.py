@@ -2,21 +2,17 @@
 
 import functools
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from fuzz_blocks import as_integers
 from fuzz_case import Case
+from support.models import CONFIGS
 
-sys.path.append(str(Path(__file__).parent.parent / "serving"))
-from models import CONFIGS  # noqa: E402
-
-from kvpage import CacheConfig, OutOfBlocks  # noqa: E402
-from kvpage.blend import BlendConfig  # noqa: E402
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams  # noqa: E402
+from kvpage import CacheConfig, OutOfBlocks
+from kvpage.blend import BlendConfig
+from kvpage.serving import BeamSearchParams, Engine, SamplingParams
 
 
 @functools.cache

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from blocks.test_block_manager import RandomLife as ManagerLife
+from blocks.test_prefix_tree_model import LIVES as POOL_WORLDS
+from blocks.test_prefix_tree_model import RandomLife as PoolLife
+from blocks.test_two_tiers_model import LIVES as TREE_WORLDS
+from blocks.test_two_tiers_model import TwoTierLife
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from serving.test_scheduler import Simulation
-from slot_oracle import SlotOracle
-from test_block_manager import RandomLife as ManagerLife
-from test_prefix_tree_model import LIVES as POOL_WORLDS
-from test_prefix_tree_model import RandomLife as PoolLife
-from test_two_tiers_model import LIVES as TREE_WORLDS
-from test_two_tiers_model import TwoTierLife
+from serving.loop.test_scheduler import Simulation
+from support.slot_oracle import SlotOracle
 
 from kvpage import OutOfBlocks
-from kvpage.block_space import HostPolicy
-from kvpage.slots import PrefixCacheManager
+from kvpage.blocks.space import HostPolicy
+from kvpage.extras.slots import PrefixCacheManager
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 

@@ -6,9 +6,9 @@ so that a wrong byte in what was read names the record, the place in it and the 
 """
 
 import numpy as np
-from store_records import META, STRETCH, key, trailer
+from support.store_records import META, STRETCH, key, trailer
 
-from kvpage.store.record import RecordHead
+from kvpage.store.records.record import RecordHead
 
 NUM_LAYERS = 2
 STAMP_BYTES = 16

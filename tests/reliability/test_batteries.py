@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pwritev_hook
 import pytest
 from batteries import all_batteries
+from support import pwritev_hook
 
 
 @pytest.mark.parametrize("battery", all_batteries(), ids=lambda battery: battery.name.replace(" ", "-"))
@@ -21,7 +21,7 @@ def test_battery(battery):
 
 @pytest.mark.parametrize("name", ["a disk that fails", "power lost amid disk writes"])
 def test_the_native_writer_meets_it_too(name):
-    """In processes that begin with tests/pwritev_hook.py, as the long form does."""
+    """In processes that begin with tests/support/pwritev_hook.py, as the long form does."""
     if pwritev_hook.missing():
         pytest.skip(pwritev_hook.missing())
     command = [sys.executable, str(Path(__file__).parent), "--only", name, "--scale", "0.005"]

@@ -3,15 +3,13 @@
 import contextlib
 import io
 
-import oracle
 import pytest
-import slot_oracle
-import tier_oracle
 from battery_machines import search
 from machines import MACHINES, StoreLife
+from support import oracle, slot_oracle, tier_oracle
 
-from kvpage.block_manager import BlockManager
-from kvpage.serving.scheduler import Scheduler
+from kvpage.blocks.manager import BlockManager
+from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.store import KVStore
 
 

@@ -32,7 +32,7 @@ class Gate:
         self.num_open += count
         return True
 '''
-TESTS = '''
+TESTS = """
 import pytest
 from gate import Gate
 
@@ -46,7 +46,7 @@ def test_limit():
 def test_counts(count):
     with pytest.raises(ValueError, match="count must be positive"):
         Gate().enter(count)
-'''
+"""
 RUN = """
 import json, sys
 sys.path[:0] = [sys.argv[1], "."]

@@ -12,13 +12,13 @@ from operator import and_
 
 import pytest
 import torch
-from redis_server import MISSING, RedisServer
-from serving.models import make_model, make_prompts
+from support.models import make_model, make_prompts
+from support.redis_server import MISSING, RedisServer
 
 from kvpage import CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.disk import DiskTier
+from kvpage.store.disk.disk_tier import DiskTier
 
 NUM_TIMES = 4
 THREAD_SECONDS = 5.0  # less than threads wait for more to do

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from store_records import get, key, put, record, trailer
+from support.store_records import get, key, put, record, trailer
 
 import kvpage
 from kvpage import BlockManager, CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError
-from kvpage.store.backend import Backend
-from kvpage.store.disk import DiskTier
+from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.memory import MemoryTier
-from kvpage.store.record import HEADER, CorruptRecord, RecordHead
-from kvpage.store.remote import RemoteTier
-from kvpage.store.remote_options import RemoteOptions
+from kvpage.store.records.record import HEADER, CorruptRecord, RecordHead
+from kvpage.store.remote.backend import Backend
+from kvpage.store.remote.options import RemoteOptions
+from kvpage.store.remote.remote_tier import RemoteTier
 
 ROOT = Path(kvpage.__file__).parent
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -192,7 +192,7 @@ def test_no_length_in_a_file_reaches_outside_it(tmp_path, at, value):
 
 def test_a_compressed_record_decodes_to_no_more_than_it_says():
     zstd = pytest.importorskip("zstandard")
-    from kvpage.store.codec import get_codec
+    from kvpage.store.records.codec import get_codec
 
     codec = get_codec("zstd", torch.float32)
     bomb = zstd.ZstdCompressor().compress(bytes(256 << 20))
@@ -224,7 +224,7 @@ def test_no_data_becomes_code(path):
                 assert path.name in IMPORTS_BY_NAME, f"{path}:{node.lineno} imports by name"
 
 
-IMPORTS_BY_NAME = {"build_info.py", "cli.py", "implementation.py", "bench.py"}
+IMPORTS_BY_NAME = {"cli.py"}
 
 
 def test_configuration_files_make_no_objects(tmp_path):
@@ -375,7 +375,7 @@ try:
 except ImportError:
     print([])
 else:
-    from kvpage.events import EventConfig
+    from kvpage.observe.events import EventConfig
     print(make(events=EventConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"))[1])
 """
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from serving import blend_oracle
-from serving.blend_oracle import Place, Recorder
-from serving.models import COMMON, generate_each, make_model, make_prompts
+from support import blend_oracle
+from support.blend_oracle import Place, Recorder
+from support.models import COMMON, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, ContentBoundaries, MemorySegments, SegmentKV
-from kvpage.serving import Engine, RequestOutput, SamplingParams, attention
+from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving.model import attention
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B = 4

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from serving.models import VOCAB, generate_each, generate_padded, make_model, make_prompts
+from support.models import VOCAB, generate_each, generate_padded, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, RequestOutput, SamplingParams

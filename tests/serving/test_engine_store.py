@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving.models import generate_each, make_model, make_prompts
+from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as tf
-from serving.models import COMMON, VOCAB, make_model
+from support.models import COMMON, VOCAB, make_model
 
 from kvpage import CacheConfig
 from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCache, KVPageCachePool, SamplingParams

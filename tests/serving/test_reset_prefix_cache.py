@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from serving.models import VOCAB, generate_each, make_model, make_prompts
+from support.models import VOCAB, generate_each, make_model, make_prompts
 
 from kvpage import BlockManager, CacheConfig
 from kvpage.blend import BlendConfig, MemorySegments

@@ -7,21 +7,21 @@ import time
 
 import pytest
 import zmq
-from mirror_router import MirrorRouter, expected_hashes
+from house.test_import import HIDE
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from serving.models import make_model, make_prompts
-from test_import import HIDE
+from support.mirror_router import MirrorRouter, expected_hashes
+from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
-from kvpage.block_space import HostPolicy
-from kvpage.cache_engine import CacheEngine
-from kvpage.config import ModelConfig
-from kvpage.events import EventConfig
-from kvpage.metrics import EngineCollector
+from kvpage.blocks.pins import UserPins
+from kvpage.blocks.space import HostPolicy
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.integrations.prometheus import EngineCollector
+from kvpage.layout.config import ModelConfig
+from kvpage.observe.events import EventConfig
 from kvpage.serving import Engine, SamplingParams
-from kvpage.user_pins import UserPins
 
 B = 4
 FREE = "tcp://127.0.0.1:*"
@@ -163,10 +163,10 @@ def test_refused_arguments() -> None:
 def test_a_missing_extra_is_named(tmp_path) -> None:
     code = HIDE.format(hidden=["zmq", "prometheus_client"]) + (
         "from kvpage import BlockPool, PrefixTree\n"
-        "from kvpage.events import EventConfig\n"
-        "from kvpage.telemetry import Telemetry\n"
+        "from kvpage.observe.events import EventConfig\n"
+        "from kvpage.observe.telemetry import Telemetry\n"
         "tree = PrefixTree(BlockPool(1), 1)\n"
-        "for make in (lambda: Telemetry(tree, EventConfig(), 0.0), lambda: __import__('kvpage.metrics')):\n"
+        "for make in (lambda: Telemetry(tree, EventConfig(), 0.0), lambda: __import__('kvpage.integrations.prometheus')):\n"
         "    try:\n"
         "        make()\n"
         "    except ModuleNotFoundError as error:\n"
@@ -182,8 +182,8 @@ def test_a_missing_extra_is_named(tmp_path) -> None:
 def test_a_process_that_does_not_close_ends_all_the_same(tmp_path) -> None:
     code = (
         "from kvpage import BlockPool, PrefixTree\n"
-        "from kvpage.events import EventConfig\n"
-        "from kvpage.telemetry import Telemetry\n"
+        "from kvpage.observe.events import EventConfig\n"
+        "from kvpage.observe.telemetry import Telemetry\n"
         f"telemetry = Telemetry(PrefixTree(BlockPool(1), 1), EventConfig({FREE!r}, {FREE!r}), 0.0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=60)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvpage.cli import app
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, inspection
-from kvpage.store.cli import parse_age
+from kvpage.tools.cli import app
+from kvpage.tools.store_cli import parse_age
 
 TOKENS = list(range(20))
 

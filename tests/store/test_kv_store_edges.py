@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from store_engines import B, make_engine
+from support.store_engines import B, make_engine
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 from kvpage.store.memory import MemoryTier

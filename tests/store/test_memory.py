@@ -4,7 +4,7 @@ import random
 from collections import OrderedDict
 
 import pytest
-from store_records import get, key, put, record
+from support.store_records import get, key, put, record
 
 from kvpage.store.extents import Extents
 from kvpage.store.memory import UNIT, MemoryTier

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
+from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
 
 from kvpage import CacheEngine, KVScales, ops
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
-from kvpage.store.block_io import BlockChunks
+from kvpage.store.load.block_io import BlockChunks
 from kvpage.store.memory import MemoryTier
 
 BACKENDS = [(name, kv) for name in ("flash", "flashinfer") for kv in ("NHD", "HND")] + [

@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
-from kvpage.store.backend import Backend
-from kvpage.store.breaker import Breaker
-from kvpage.store.remote import RemoteTier
+from kvpage.store.remote.backend import Backend
+from kvpage.store.remote.breaker import Breaker
+from kvpage.store.remote.remote_tier import RemoteTier
 
 
 class Switched(Backend):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvpage import _C
+import kvpage._C as _C
 
 DATA = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
 LENGTHS = range(2049)  # two whole blocks of 1024, and every short way

@@ -1,5 +1,4 @@
-"""Explained: mutants that need not be noticed, since they change nothing that anybody could see; each with the reason.
-"""
+"""Explained: mutants that need not be noticed, since they change nothing that anybody could see; each with the reason."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """MutationRun: tests, each mutant in a forked process of its own, those tests only that reach it.
 
-    pytest collects ─► a process runs all tests once: which mutants does each reach? ─► for each mutant a process:
-                                                                      the tests that reach it, the quickest first
+pytest collects ─► a process runs all tests once: which mutants does each reach? ─► for each mutant a process:
+                                                                  the tests that reach it, the quickest first
 """
 
 import os

@@ -1,8 +1,8 @@
 """Mutants of C++ files: every one is in one program, and in one extension, and is chosen when they run.
 
-    csrc/FILE.cpp ─► instrumented ─► programs of tests/reliability/native, the first to be asked: models beside it,
-                                │    and each allocation failing in turn
-                                └──► kvpage._C in a copy of the package, which the tests of Python import
+csrc/FILE.cpp ─► instrumented ─► programs of tests/reliability/native, the first to be asked: models beside it,
+                            │    and each allocation failing in turn
+                            └──► kvpage._C in a copy of the package, which the tests of Python import
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-// The system's pwritev, or what a test puts in its place: for LD_PRELOAD. See tests/pwritev_hook.py.
+// The system's pwritev, or what a test puts in its place: for LD_PRELOAD. See tests/support/pwritev_hook.py.
 #include <dlfcn.h>
 #include <sys/uio.h>
 

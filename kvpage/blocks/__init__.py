@@ -1,0 +1,1 @@
+"""Blocks and sequences without their bytes: who holds which block, and what moves."""

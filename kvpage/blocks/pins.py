@@ -1,0 +1,77 @@
+"""UserPins: cached prefixes that a user wants to keep: within a quota, for a time, and never at a request's cost."""
+
+import numbers
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+from kvpage._C import Match, PrefixTree
+from kvpage.checks.sequence_args import as_integer
+
+
+class UserPins:
+    """Matches by handle, the oldest first. Not thread-safe.
+
+    quota: blocks that all pins may hold together; a prefix that two pins share counts twice.
+    """
+
+    def __init__(self, tree: PrefixTree, quota: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
+            raise ValueError(f"quota must be an integer of at least 0, got {quota!r}")
+        self.quota = quota
+        self._tree = tree
+        self._clock = clock
+        self._pins: dict[int, tuple[Match, float]] = {}  # by handle: the match, and when it ends
+        self._num_handles = 0
+
+    @property
+    def num_blocks(self) -> int:
+        pins = list(self._pins.values())  # all at once: statistics may be asked for in another thread
+        return sum(match.num_blocks for match, _ in pins)
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, match: Match, ttl: float | None) -> int:
+        """Takes the match over; returns a handle. ValueError, and the match stays the caller's, if it exceeds the quota
+        or `ttl` (seconds) is not positive.
+        """
+        if ttl is not None and not isinstance(ttl, numbers.Real):
+            raise TypeError(f"ttl must be a number of seconds or None, got {type(ttl).__name__}")
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl must be positive, got {ttl!r}")
+        self.expire()
+        held = self.num_blocks
+        if held + match.num_blocks > self.quota:
+            raise ValueError(f"pins must hold at most {self.quota} blocks, got {held} + {match.num_blocks}")
+        self._num_handles += 1
+        self._pins[self._num_handles] = match, float("inf") if ttl is None else self._clock() + ttl
+        return self._num_handles
+
+    def remove(self, handle: int) -> None:
+        """Unpins. A handle whose pin has ended already is nothing to complain about; an unknown one is a KeyError."""
+        if not 1 <= as_integer("handle", handle) <= self._num_handles:
+            raise KeyError(handle)
+        if handle in self._pins:
+            self._tree.release(self._pins.pop(handle)[0])
+
+    def clear(self) -> None:
+        """Ends all."""
+        for handle in list(self._pins):
+            self.remove(handle)
+
+    def expire(self) -> None:
+        """Ends what has had its time."""
+        now = self._clock()
+        for handle in [handle for handle, (_, end) in self._pins.items() if end <= now]:
+            self.remove(handle)
+
+    def give_up(self, num_blocks: int) -> None:
+        """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can go;
+        none where ending all of them would not do.
+        """
+        matches, handles = [match for match, _ in self._pins.values()], list(self._pins)
+        counts = range(len(matches) + 1)
+        most = bisect_left(counts, num_blocks, key=lambda count: self._tree.num_pinned_only_by(matches[:count]))
+        for handle in handles[: most if most in counts else 0]:
+            self.remove(handle)

@@ -1,0 +1,1 @@
+"""The tensors of both tiers, and how their blocks move."""

@@ -1,0 +1,250 @@
+"""CacheEngine: owns the cache tensors of the device tier and the host tier, and moves blocks within and between them.
+
+It knows block ids and nothing of tokens, sequences or who uses which block: that is the block manager's.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Literal, overload
+
+import torch
+
+import kvpage._C as _C
+from kvpage.blocks.moves import BlockMove
+from kvpage.cache.block_mover import BlockMover, copy_mover, no_mover, swap_mover
+from kvpage.cache.calibration import Calibration, calibrate
+from kvpage.cache.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
+from kvpage.cache.transfer_stream import TransferStream, open_stream
+from kvpage.checks.sequence_args import check_flag
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    cache_block_bytes,
+    check_configs,
+)
+from kvpage.layout.kv_scales import KVScales
+from kvpage.ops.token_args import check_scales
+
+
+class CacheEngine:
+    """The caches of one rank.
+
+    gpu_cache, cpu_cache: one tensor per attention layer of this pipeline stage, in the backend's generic shape, strided
+        as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
+        in host memory. When the device is a GPU, host memory is pinned. It comes from torch's caching host allocator,
+        which rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for all.
+        So the host tier may take up to twice its blocks' bytes; choose num_cpu_blocks with that in mind.
+    layer_ids: the layer in the whole model of each entry of these lists.
+
+    kv_scales: of 8-bit floats, one a layer; None means 1. They stay what they are as long as the engine lives, as every
+        block that was written with them is read with them. ValueError for a cache that takes none, and for others than
+        the layout takes.
+    calibration: when swaps on a GPU are copied by its kernel; by default `kvpage.calibrate` measures it, once per
+        device and process, before the caches are allocated.
+    make_stream: what asynchronous swaps run on. It is kept until the engine goes, and must not keep the engine.
+
+    The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
+    waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
+    `swap_blocks` or `copy_blocks`, which then check the ids themselves. TypeError for a config of another type.
+
+    With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread),
+    in the order of the calls, after what the current stream had to do when it was called; it returns a `Transfer`.
+    Every other swap or copy comes after the transfers that are in flight.
+    """
+
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        model_config: ModelConfig,
+        parallel_config: ParallelConfig | None = None,
+        device_config: DeviceConfig | None = None,
+        *,
+        calibration: Calibration | None = None,
+        make_stream: Callable[[torch.device], TransferStream] = open_stream,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        check_configs(cache_config, model_config, parallel_config, device_config)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
+        parallel_config = parallel_config or ParallelConfig()
+        self.device = torch.device((device_config or DeviceConfig()).device)
+        self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
+        self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
+        self.layer_ids = model_config.attention_layers(parallel_config)
+        self._layout: CacheLayout | None = None
+        self._block_bytes = 0  # in all layers
+        self.gpu_cache: list[torch.Tensor] = []
+        self.cpu_cache: list[torch.Tensor] = []
+        self._swap_in = self._swap_out = self._copy = no_mover()
+        if self.layer_ids:
+            self._allocate(cache_config.layout(model_config, parallel_config), calibration)
+        self.kv_scales = None if kv_scales is None else tuple(kv_scales)
+        self._check_kv_scales()
+        device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
+        self._transfers = TransferQueue(partial(make_stream, device))
+        weakref.finalize(self, self._transfers.abandon)  # also before the interpreter ends
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The layout of every tensor of both tiers. ValueError where this stage has no attention layer."""
+        if self._layout is None:
+            raise ValueError("layout needs a stage with attention layers, this one has none")
+        return self._layout
+
+    @overload
+    def swap_in(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...
+    @overload
+    def swap_in(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: Literal[True],
+        *,
+        pools: Pools = ...,
+        on_done: OnDone | None = ...,
+        by_layer: bool = ...,
+    ) -> Transfer: ...
+    def swap_in(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool = False,
+        *,
+        pools: Pools = (None, None),
+        on_done: OnDone | None = None,
+        by_layer: bool = False,
+    ) -> Transfer | None:
+        """Copies host blocks to device blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (host, device).
+
+        non_blocking: returns a Transfer at once instead of None; the other parameters are for it alone (ValueError).
+        pools: (host's, device's); the blocks get one reference more in them until the transfer is done, and None leaves
+            a side to the caller. Blocks cached by a tree cannot be shared: hold their Match, and release it in
+            `on_done`.
+        on_done: called with the transfer, once, by whichever thread finds that it is done or failed, after the pins are
+            given back; it must not wait for another thread that uses the transfer. What it raises, `wait` raises.
+        by_layer: each layer can be waited for alone. It costs a copy a layer, instead of one for all.
+        """
+        return self._swap(self._swap_in, src_to_dst, non_blocking, pools, on_done, by_layer)
+
+    @overload
+    def swap_out(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...
+    @overload
+    def swap_out(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: Literal[True],
+        *,
+        pools: Pools = ...,
+        on_done: OnDone | None = ...,
+        by_layer: bool = ...,
+    ) -> Transfer: ...
+    def swap_out(
+        self,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool = False,
+        *,
+        pools: Pools = (None, None),
+        on_done: OnDone | None = None,
+        by_layer: bool = False,
+    ) -> Transfer | None:
+        """Copies device blocks to host blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (device, host).
+
+        Everything else as for `swap_in`; `pools` are (device's, host's).
+        """
+        return self._swap(self._swap_out, src_to_dst, non_blocking, pools, on_done, by_layer)
+
+    def copy(self, src_to_dsts: torch.Tensor) -> None:
+        """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
+        self._transfers.order_current()
+        self._copy.run(src_to_dsts)
+
+    def move(self, moves: Iterable[BlockMove]) -> None:
+        """Does what a BlockManager asks for, in its order."""
+        for move in moves:
+            self.do_move(move)
+
+    def do_move(self, move: BlockMove) -> None:
+        """One of them, for BlockManager.do_moves."""
+        do: dict[str, Callable[[torch.Tensor], object]] = {
+            "swap_out": self.swap_out,
+            "swap_in": self.swap_in,
+            "copy": self.copy,
+        }
+        do[move.kind](torch.from_numpy(move.pairs))
+
+    def poll(self) -> int:
+        """Finishes the transfers that are done, as every swap and copy does; returns how many are still in flight."""
+        return self._transfers.poll()
+
+    def _swap(
+        self,
+        mover: BlockMover,
+        src_to_dst: torch.Tensor,
+        non_blocking: bool,
+        pools: Pools,
+        on_done: OnDone | None,
+        by_layer: bool,
+    ) -> Transfer | None:
+        check_flag("non_blocking", non_blocking)
+        check_flag("by_layer", by_layer)
+        _check_pools(pools)
+        if on_done is not None and not callable(on_done):
+            raise TypeError(f"on_done must be callable, got {type(on_done).__name__}")
+        if non_blocking:
+            return self._start(mover, src_to_dst, pools, on_done, by_layer)
+        if by_layer or on_done is not None or any(pool is not None for pool in pools):
+            raise ValueError("pools, on_done and by_layer need non_blocking=True")
+        self._transfers.order_current()
+        mover.run(src_to_dst)
+        return None
+
+    def _start(
+        self, mover: BlockMover, src_to_dst: torch.Tensor, pools: Pools, on_done: OnDone | None, by_layer: bool
+    ) -> Transfer:
+        self._transfers.poll()
+        mover.check(src_to_dst)
+        pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change his
+        movers = mover.split_layers() if by_layer else [mover]
+        transfer = Transfer(len(pairs) * self._block_bytes, BlockPins(pools, pairs), on_done)
+        return self._transfers.start(transfer, [partial(each.run, pairs) for each in movers], by_layer)
+
+    def _check_kv_scales(self) -> None:
+        if self.kv_scales is None:
+            return
+        if len(self.kv_scales) != len(self.gpu_cache):
+            raise ValueError(f"kv_scales must be one a layer, {len(self.gpu_cache)}, got {len(self.kv_scales)}")
+        for scales, cache in zip(self.kv_scales, self.gpu_cache, strict=True):
+            check_scales(scales, cache, self.layout)
+
+    def _allocate(self, layout: CacheLayout, calibration: Calibration | None) -> None:
+        num_layers, host, on_gpu = len(self.layer_ids), torch.device("cpu"), self.device.type == "cuda"
+        if on_gpu and calibration is None and self.num_cpu_blocks and _C.cuda_error() is None:
+            calibration = calibrate(self.device)
+        max_bytes = (calibration.max_bytes_in, calibration.max_bytes_out) if calibration else (0, 0)
+        self._layout, self._block_bytes = layout, layout.block_bytes * num_layers
+        self.gpu_cache = layout.allocate(self.num_gpu_blocks, num_layers, self.device)
+        self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, on_gpu)
+        self._swap_in = swap_mover(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
+        self._swap_out = swap_mover(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
+        self._copy = copy_mover(self.gpu_cache, layout)
+
+    @staticmethod
+    def get_cache_block_size(
+        cache_config: CacheConfig, model_config: ModelConfig, parallel_config: ParallelConfig | None = None
+    ) -> int:
+        """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
+        check_configs(cache_config, model_config, parallel_config)
+        return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())
+
+
+def _check_pools(pools: Pools) -> None:
+    """TypeError unless each is a BlockPool or None, ValueError unless they are two."""
+    if not isinstance(pools, (tuple, list)):
+        raise TypeError(f"pools must be a pair of BlockPools or None, got {type(pools).__name__}")
+    if len(pools) != 2:
+        raise ValueError(f"pools must be a pair, of the sources and of the destinations, got {len(pools)}")
+    for pool in pools:
+        if pool is not None and not isinstance(pool, _C.BlockPool):
+            raise TypeError(f"pools must be BlockPools or None, got {type(pool).__name__}")

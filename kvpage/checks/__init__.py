@@ -1,0 +1,1 @@
+"""Arguments checked, in one place; interrupts, threads and forks."""

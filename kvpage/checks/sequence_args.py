@@ -1,0 +1,62 @@
+"""The arguments of operations on sequences: checked, and as plain integers and arrays."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.checks.tokens import as_array
+
+MAX_NAMESPACE_BYTES = 4096  # whole namespaces stand in every record of a store
+
+
+def check_namespace(namespace: bytes) -> None:
+    """TypeError unless it is bytes, ValueError for more than MAX_NAMESPACE_BYTES."""
+    if not isinstance(namespace, bytes):
+        raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
+    if len(namespace) > MAX_NAMESPACE_BYTES:
+        raise ValueError(f"namespace must be at most {MAX_NAMESPACE_BYTES} bytes, got {len(namespace)}")
+
+
+def as_integer(name: str, value: SupportsIndex) -> int:
+    """`value` as an int. TypeError for a float, or what else is no integer."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+
+
+def as_list(name: str, values: Iterable[Any]) -> list[Any]:
+    """TypeError for what cannot be gone through."""
+    try:
+        return list(values)
+    except (TypeError, RuntimeError) as error:  # torch's, of a tensor without rows
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__}") from error
+
+
+def check_flag(name: str, value: bool) -> None:
+    """TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int]:
+    """One integer a sequence: `counts` itself, or the same for all. TypeError for what are no integers."""
+    try:
+        if isinstance(counts, Iterable):
+            return [operator.index(count) for count in counts]
+        return [operator.index(counts)] * num_seqs
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, or one integer a sequence, got {counts!r}") from error
+
+
+def as_positions(name: str, positions: Sequence[int], num_seqs: int) -> npt.NDArray[np.int64]:
+    """One position a sequence. ValueError for another number of them, TypeError for what are no integers."""
+    array = as_array(positions, name)
+    if array.shape != (num_seqs,):
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} sequences, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":  # numpy would round a float towards zero
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    return array.astype(np.int64, copy=False)

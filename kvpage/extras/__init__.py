@@ -1,0 +1,1 @@
+"""Whole-sequence slots and token tries: useful beside a cache, needed by nothing else here."""

@@ -1,0 +1,69 @@
+"""OutputCache: a bounded cache of tensors, least recently used first out."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from kvpage.checks.sequence_args import as_integer
+from kvpage.extras.owned_arrays import owned
+
+
+class OutputCache:
+    """A bounded cache of tensors; the one that was not read or written for the longest time goes first.
+
+    With `move_to_cpu` the tensors wait in host memory and are given out on the device that they came from. A tensor
+    whose storage holds more than itself is copied, so that `num_bytes` is what the cache keeps from being freed (a
+    tensor under two keys counts twice).
+    """
+
+    def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
+        """`maxsize`: tensors kept; 0 keeps none. ValueError if negative."""
+        maxsize = as_integer("maxsize", maxsize)
+        if maxsize < 0:
+            raise ValueError(f"maxsize must not be negative, got {maxsize}")
+        self.maxsize = maxsize
+        self.move_to_cpu = move_to_cpu
+        self._entries: OrderedDict[Hashable, tuple[torch.device, torch.Tensor]] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors held."""
+        return self._num_bytes
+
+    def __getitem__(self, key: Hashable) -> torch.Tensor:
+        """On its original device; it is now the last used. KeyError if it is not held."""
+        device, tensor = self._entries[key]
+        self._entries.move_to_end(key)
+        return tensor.to(device)
+
+    def __setitem__(self, key: Hashable, tensor: torch.Tensor) -> None:
+        """Replaces what `key` had, and otherwise evicts the least recently used where the cache is full."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"values must be torch.Tensors, got {type(tensor).__name__}")
+        if self.maxsize == 0:
+            return
+        held = owned(tensor.cpu() if self.move_to_cpu else tensor)
+        if key in self._entries:
+            del self[key]
+        elif len(self._entries) == self.maxsize:
+            del self[next(iter(self._entries))]
+        self._entries[key] = (tensor.device, held)
+        self._num_bytes += held.untyped_storage().nbytes()
+
+    def __delitem__(self, key: Hashable) -> None:
+        """KeyError if it is not held."""
+        _, tensor = self._entries.pop(key)
+        self._num_bytes -= tensor.untyped_storage().nbytes()
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Is no use."""
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._num_bytes = 0

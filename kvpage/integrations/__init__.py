@@ -1,0 +1,1 @@
+"""The shapes of other libraries, served by kvpage."""

@@ -1,0 +1,257 @@
+"""CacheBlendImpl: blends retrieved K and V with fresh ones.
+
+    layer 0 .. check layer - 1    everything is computed; nothing is blended
+    check layer                   everything is computed; the rows that deviate most are chosen, only they go on
+    later layers                  retrieved K and V, turned to their positions; the chosen rows' fresh ones in place of
+                                  theirs
+
+With filters several layers choose: the first among all rows, each behind it among those that are left.
+
+It keeps nothing between two forward passes: what was chosen lives from one layer 0 to the next.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvpage.blend.indices import as_mask, create_index
+from kvpage.blend.mixing import mix
+from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.selection import (
+    METRICS,
+    SEAM,
+    Selection,
+    check_filters,
+    check_seam,
+    offsets_behind_seams,
+    seam_weights,
+    select_tokens,
+    token_deviation,
+)
+from kvpage.checks.sequence_args import as_integer, as_list
+from kvpage.checks.tensor_args import as_bounds, as_dim, as_floats, as_indices, as_ratio
+from kvpage.integrations.lmcache.interfaces import BlendExecutor, BlendOutput
+from kvpage.layout.rotation import Turn
+
+Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(positions, q, k) -> (q, k), turned to the positions, or back from them."""
+
+
+class CacheBlendImpl(BlendExecutor):
+    """recompute_ratio: the share of valid rows that is computed again, 0 to 1; one for all requests, or one a request.
+    check_layer: the layer that chooses, at least 1. metric: what it compares, "k", "v" or "kv".
+    filters: (layer, ratio) of layers before it that let go of rows already, down to that share of the valid ones, or to
+        the request's own where that is larger; layers rise, ratios fall.
+    seam: how much more rows count near the begin of a segment, see seam_weights; 0 for all alike.
+
+    K is turned by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
+    """
+
+    def __init__(
+        self,
+        recompute_ratio: float | Sequence[float],
+        check_layer: int = 1,
+        metric: str = "v",
+        rotary: RotaryTables | None = None,
+        filters: Sequence[tuple[int, float]] = (),
+        seam: float = SEAM,
+    ) -> None:
+        if not isinstance(recompute_ratio, (int, float)):
+            recompute_ratio = as_list("recompute_ratio", recompute_ratio)
+        for ratio in recompute_ratio if isinstance(recompute_ratio, list) else [recompute_ratio]:
+            as_ratio("recompute_ratio", ratio)
+        if isinstance(check_layer, bool) or not isinstance(check_layer, int) or check_layer < 1:
+            raise ValueError(f"check_layer must be an integer of at least 1, got {check_layer!r}")
+        if not isinstance(metric, str) or metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+        self.recompute_ratio = recompute_ratio
+        self.check_layer = check_layer
+        self.metric = metric
+        self.rotary = rotary
+        self.filters = check_filters(filters, check_layer, 1)
+        self.seam = check_seam(seam)
+        self._least_ratio = {**dict(self.filters), check_layer: 0.0}
+        self.selection: Selection | None = None
+        """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
+        self._next_layer = 0
+        self._last_turn: tuple[torch.Tensor, torch.Tensor, Turn] | None = None
+        self._encode: Encoder | None = None
+        self._decode: Encoder | None = None
+
+    def set_positional_encoder(self, encoder: Encoder) -> None:
+        """Turns q and k to positions, as the model does."""
+        self._encode = encoder
+
+    def set_reverse_positional_encoder(self, encoder: Encoder) -> None:
+        """Turns them back."""
+        self._decode = encoder
+
+    def blend(
+        self,
+        layer_id: int,
+        retrieved_k: torch.Tensor,
+        retrieved_v: torch.Tensor,
+        valid_mask: torch.Tensor,
+        original_positions: torch.Tensor,
+        fresh_q: torch.Tensor,
+        fresh_k: torch.Tensor,
+        fresh_v: torch.Tensor,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_dim: int = 0,
+    ) -> BlendOutput:
+        """See BlendExecutor. ValueError for layers out of order, and for shapes that do not fit each other."""
+        layer_id = as_integer("layer_id", layer_id)
+        if layer_id not in (0, self._next_layer):
+            raise ValueError(f"layer_id must be {self._next_layer}, or 0 for a new forward pass, got {layer_id}")
+        selection = self.selection if layer_id else None
+        retrieved_k = as_floats("retrieved_k", retrieved_k)
+        token_dim = as_dim("token_dim", token_dim, retrieved_k)
+        num_tokens = retrieved_k.shape[token_dim]
+        retrieved_v = _of_rows("retrieved_v", retrieved_v, token_dim, num_tokens)
+        valid = as_mask(valid_mask).to(retrieved_k.device)
+        original_positions = as_indices("original_positions", original_positions)
+        positions = as_indices("positions", positions)
+        query_start_loc = as_indices("query_start_loc", query_start_loc)
+        if len(valid) != num_tokens or len(original_positions) != num_tokens:
+            raise ValueError(
+                f"valid_mask and original_positions must be of {num_tokens} tokens, "
+                f"got {len(valid)} and {len(original_positions)}"
+            )
+        num_fresh = num_tokens if selection is None else len(selection.indices)
+        fresh_q = _of_rows("fresh_q", fresh_q, token_dim, num_fresh)
+        fresh_k = _of_rows("fresh_k", fresh_k, token_dim, num_fresh, retrieved_k)
+        fresh_v = _of_rows("fresh_v", fresh_v, token_dim, num_fresh, retrieved_v)
+        if len(positions) != num_fresh:
+            raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
+        if layer_id == 0:
+            self.selection, self._next_layer, self._last_turn = None, 0, None
+        fresh, retrieved = (fresh_q, fresh_k, fresh_v), (retrieved_k, retrieved_v, valid, original_positions)
+        output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
+        if self.selection is not None:
+            output = self._mix(retrieved, fresh, positions, token_dim)
+        if layer_id in self._least_ratio:
+            output = self._choose(layer_id, retrieved, fresh, output, query_start_loc, token_dim)
+        self._next_layer += 1
+        return output
+
+    def _choose(
+        self,
+        layer_id: int,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        output: BlendOutput,
+        query_start_loc: torch.Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        """output: of the layer, with all rows that came in."""
+        valid = retrieved[2]
+        bounds = as_bounds("query_start_loc", query_start_loc, len(valid))
+        ratios = [max(ratio, self._least_ratio[layer_id]) for ratio in self._ratios(len(bounds) - 1)]
+        before, positions = self.selection, output.positions
+        left = _all(len(valid), valid) if before is None else before.indices
+        if before is None:
+            self._positions = positions
+            offsets = offsets_behind_seams(valid, retrieved[3].to(valid.device), positions, query_start_loc)
+            self._weights = seam_weights(offsets, self.seam)
+        deviation = torch.zeros(len(valid), device=valid.device)
+        deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim) * self._weights[left]
+        among = None if before is None else before.places >= 0
+        selection = select_tokens(deviation, valid, bounds, ratios, among)
+        local = selection.indices if before is None else before.places[selection.indices]
+        self.selection = selection
+        q = output.q[create_index(output.q.dim(), token_dim, local)]
+        starts = selection.query_start_loc.to(query_start_loc.dtype)
+        return BlendOutput(q, output.k, output.v, positions[local], local, starts)
+
+    def _deviation(
+        self,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        left: torch.Tensor,
+        positions: torch.Tensor,
+        token_dim: int,
+    ) -> torch.Tensor:
+        """Of the rows that are left, which the fresh ones are."""
+        k, v, valid, original = retrieved
+        if len(left) < len(valid):
+            k, v = (part.index_select(token_dim, left) for part in (k, v))
+            valid, original = valid[left], original.to(left.device)[left]
+        deviation = torch.zeros(len(left), device=valid.device)
+        if "k" in self.metric:
+            deviation = token_deviation(fresh[1], self._turned(k, original, positions, token_dim), valid, token_dim)
+        if "v" in self.metric:
+            deviation = deviation + token_deviation(fresh[2], v, valid, token_dim)
+        return deviation
+
+    def _mix(
+        self,
+        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        assert self.selection is not None
+        k, v, _, original = retrieved
+        fresh_q, fresh_k, fresh_v = fresh
+        fresh_rows = self.selection.places
+        if self.rotary is None:
+            turned, turn, head_size = self._turned(k, original, self._positions, token_dim), None, None
+        else:
+            turned, turn, head_size = k, self._turn(original, self._positions, k.device), self.rotary.head_size
+        mixed_k = mix(turned, token_dim, head_size, turn, fresh_k.to(k.dtype), fresh_rows)
+        mixed_v = mix(v, token_dim, None, None, fresh_v.to(v.dtype), fresh_rows)
+        return BlendOutput(fresh_q, mixed_k, mixed_v, positions, _all(len(positions), positions), None)
+
+    def _turned(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
+        if self.rotary is not None:
+            return mix(k, token_dim, self.rotary.head_size, self._turn(old, new, k.device))
+        if self._encode is None or self._decode is None:
+            raise ValueError("rotary, or both positional encoders, must be set before K can be turned")
+        old, rows = old.to(k.device), k.movedim(token_dim, 0)
+        nothing = torch.zeros_like(rows)
+        turned = self._encode(new, nothing, self._decode(old, nothing, rows)[1])[1]
+        return turned.movedim(0, token_dim)
+
+    def _turn(self, old: torch.Tensor, new: torch.Tensor, device: torch.device) -> Turn:
+        """That of the layer before if the positions are the same, which on a device takes the same tensors."""
+        assert self.rotary is not None
+        last = self._last_turn
+        if last is None or not (_is_same(last[0], old) and _is_same(last[1], new)):
+            last = _kept(old), _kept(new), self.rotary.turning(old, new, device)
+            self._last_turn = last
+        return last[2]
+
+    def _ratios(self, num_requests: int) -> list[float]:
+        if isinstance(self.recompute_ratio, (int, float)):
+            return [self.recompute_ratio] * num_requests
+        ratios = list(self.recompute_ratio)
+        if len(ratios) != num_requests:
+            raise ValueError(f"recompute_ratio must be one, or one a request, got {len(ratios)} for {num_requests}")
+        return ratios
+
+
+def _of_rows(
+    name: str, tensor: torch.Tensor, token_dim: int, num_rows: int, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ValueError unless it has so many rows, of the form of those of `like`."""
+    tensor = as_floats(name, tensor)
+    shape = list(tensor.shape)
+    if token_dim >= len(shape) or shape[token_dim] != num_rows:
+        raise ValueError(f"{name} must have {num_rows} rows in dimension {token_dim}, got shape {shape}")
+    if like is not None and like.movedim(token_dim, 0).shape[1:] != tensor.movedim(token_dim, 0).shape[1:]:
+        raise ValueError(f"{name} must have rows as those of shape {list(like.shape)}, got shape {shape}")
+    return tensor
+
+
+def _kept(positions: torch.Tensor) -> torch.Tensor:
+    return positions.clone() if positions.device.type == "cpu" else positions
+
+
+def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Without waiting for a device."""
+    return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
+
+
+def _all(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)

@@ -1,0 +1,290 @@
+"""Retrievers: segments of prompts looked up in a store, in the background, wherever they stand.
+
+    input_tokens     [ request 0            | request 1      ]
+    segments         [ a      | b     | c   | a      | d     ]      cut by separators, by contents, or by the caller
+    the store has      all      part    -     all      all
+    valid_mask       [ 1 1 1 1  1 1 0 0 0 0   1 1 1 1  1 1 1 ]      of each segment the leading tokens that were found
+
+Each segment is fetched once, by a few threads; `new_request` only cuts. Nothing crosses from request to request.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.blend.boundaries import ContentBoundaries, cut_behind_separators, named_cuts
+from kvpage.blend.segment_store import NAMESPACE, Segment, SegmentStore
+from kvpage.checks.sequence_args import as_integer, as_list, check_namespace
+from kvpage.checks.tensor_args import as_bounds, as_device, as_numbers
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.integrations.lmcache.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+from kvpage.store import KVStore, KVStoreMetadata
+
+
+class SegmentSource(Protocol):
+    """What finds one segment. Called from several threads; what it raises comes out of the task's result."""
+
+    def get(self, tokens: Tokens, namespace: bytes = b"") -> Segment | None:
+        """The leading tokens that it has, in host memory that nobody else writes; None for nothing."""
+
+
+class _PlainStore:
+    """A KVStore in which segments lie as sequences of their own, computed standalone, in a namespace, the tenant's name
+    behind it.
+    """
+
+    def __init__(self, store: KVStore, namespace: bytes) -> None:
+        self._store, self._namespace = store, namespace
+
+    @property
+    def place(self) -> str:
+        return (
+            f"namespace {self._namespace!r} of the store, the tenant's name behind it: store them there, or give the "
+            "retriever the namespace that they are in"
+        )
+
+    def get(self, tokens: Tokens, namespace: bytes = b"") -> Segment | None:
+        kv, mask = self._store.retrieve(tokens, return_tuple=False, namespace=self._namespace + namespace)
+        return Segment(kv, torch.arange(int(mask.sum())), is_standalone=True) if len(kv) else None
+
+
+class Piece(NamedTuple):
+    """A segment of the input tokens, on its way."""
+
+    begin: int
+    end: int
+    segment: "Future[Segment | None]"
+
+
+class SegmentRetrieverTask(BlendRetrieverTask):
+    """Segments under way. Results are the caller's own, whichever layer, however often. place: where they are looked
+    for, in words.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        num_tokens: int,
+        token_dim: int,
+        device: torch.device | str = "cpu",
+        place: str = "the store",
+    ) -> None:
+        self._pieces, self._num_tokens, self._token_dim, self._device = pieces, num_tokens, token_dim, device
+        self._place = place
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        """Waits for the segments. What the store raised is raised here; ValueError for a layer that they do not have,
+        and for segments of several shapes.
+        """
+        found = [(piece.begin, segment) for piece in self._pieces if (segment := piece.segment.result()) is not None]
+        shapes = {(len(one.kv), one.kv.shape[1], *self._inner(one)) for _, one in found}
+        if len(shapes) > 1:
+            raise ValueError(f"all segments must be of one shape, got {sorted(shapes)}")
+        num_layers = next(iter(shapes))[0] if shapes else layer_id + 1
+        if not 0 <= as_integer("layer_id", layer_id) < num_layers:
+            raise ValueError(f"layer_id must be in [0, {num_layers}), got {layer_id}")
+        valid, positions = self._rows(found)
+        if not found:
+            return BlendRetrieverResult(None, None, valid, positions, reason=self._reason())
+        k, v = (self._part(found, layer_id, part) for part in (0, 1))
+        heads, head_size = self._inner(found[0][1])
+        return BlendRetrieverResult(k, v, valid, positions, (heads, head_size))
+
+    def _reason(self) -> str:
+        if not self._pieces:
+            return "there are no segments, since no tokens were given"
+        return f"of {len(self._pieces)} segments none is in {self._place}"
+
+    def _inner(self, segment: Segment) -> torch.Size:
+        """Of a token's row: heads and their size."""
+        return segment.kv[0, 0].movedim(self._token_dim, 0).shape[1:]
+
+    def _rows(self, found: list[tuple[int, Segment]]) -> tuple[torch.Tensor, torch.Tensor]:
+        valid = torch.zeros(self._num_tokens, dtype=torch.bool)
+        positions = torch.zeros(self._num_tokens, dtype=torch.int64)
+        for begin, segment in found:
+            valid[begin : begin + segment.num_tokens] = True
+            positions[begin : begin + segment.num_tokens] = segment.positions
+        return valid.to(self._device), positions.to(self._device)
+
+    def _part(self, found: list[tuple[int, Segment]], layer_id: int, part: int) -> torch.Tensor:
+        """[num_tokens, hidden] of K or V; [num_tokens, 0] of a V that the model does not cache (MLA)."""
+        kv = found[0][1].kv
+        if part >= kv.shape[1]:
+            return torch.empty(self._num_tokens, 0, dtype=kv.dtype, device=self._device)
+        rows = torch.zeros(self._num_tokens, *self._inner(found[0][1]), dtype=kv.dtype, device=self._device)
+        for begin, segment in found:
+            rows[begin : begin + segment.num_tokens] = segment.kv[layer_id, part].movedim(self._token_dim, 0)
+        return rows.flatten(1)
+
+
+SPTBlendRetrieverTask = SegmentRetrieverTask
+
+
+class _SegmentRetriever(BlendRetriever):
+    """What retrievers share: threads that fetch, and the way from tokens to pieces. `close` it, or use it in `with`.
+
+    cache_engine: where segments are: a SegmentStore, a KVStore that holds them in a namespace (and the tenant's name
+        behind that), or another SegmentSource. metadata: what the K and V must be of. device: of results.
+        num_threads: that fetch. namespace: of a KVStore alone; None for b"blend"; b"" for what was stored without one.
+    """
+
+    def __init__(
+        self,
+        cache_engine: KVStore | SegmentStore | SegmentSource,
+        metadata: KVStoreMetadata,
+        device: torch.device | str,
+        num_threads: int,
+        namespace: bytes | None = None,
+    ) -> None:
+        if not callable(getattr(cache_engine, "get", None)) and not isinstance(cache_engine, KVStore):
+            raise TypeError(f"cache_engine must find segments, got {type(cache_engine).__name__}")
+        if not isinstance(metadata, KVStoreMetadata):
+            raise TypeError(f"metadata must be a KVStoreMetadata, got {type(metadata).__name__}")
+        num_threads = as_integer("num_threads", num_threads)
+        store = cache_engine.store if isinstance(cache_engine, SegmentStore) else cache_engine
+        if isinstance(store, KVStore) and metadata not in (store.metadata, store.given_metadata):
+            raise ValueError(f"metadata must be the store's, got {metadata}")
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        if namespace is not None:
+            check_namespace(namespace)
+            if not isinstance(cache_engine, KVStore):
+                raise ValueError(f"namespace must be None but for a KVStore, got {namespace!r}")
+        self._source: SegmentSource = (
+            _PlainStore(cache_engine, NAMESPACE if namespace is None else namespace)
+            if isinstance(cache_engine, KVStore)
+            else cache_engine
+        )
+        self._place = getattr(self._source, "place", f"the {type(cache_engine).__name__}")
+        self._token_dim = 0 if metadata.fmt == "vllm" else 1
+        self._device = as_device("device", device)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-blend")
+
+    def close(self) -> None:
+        """Waits for what is being fetched; the rest is cancelled, and says so in results. Twice is fine."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(
+        self,
+        input_tokens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        namespaces: Sequence[bytes] | None,
+        cuts: Callable[[npt.NDArray[np.int32], int], list[int]],
+    ) -> SegmentRetrieverTask:
+        """cuts(tokens, begin): where the segments of the request that begins there end, relative to it."""
+        tokens = _as_tokens(input_tokens)
+        bounds = as_bounds("query_start_loc", query_start_loc, len(tokens))
+        tenants = [b""] * (len(bounds) - 1) if namespaces is None else as_list("namespaces", namespaces)
+        if len(tenants) != len(bounds) - 1:
+            raise ValueError(f"namespaces must be one for each of {len(bounds) - 1} requests, got {len(tenants)}")
+        for tenant in tenants:
+            check_namespace(tenant)
+        ranges = [
+            (begin + first, begin + last, tenant)
+            for begin, end, tenant in zip(bounds, bounds[1:], tenants, strict=False)
+            for first, last in _pairs(cuts(tokens[begin:end], begin))
+        ]
+        fetches: dict[tuple[bytes, bytes], Future[Segment | None]] = {}
+        pieces = []
+        for begin, end, tenant in ranges:
+            key = tenant, tokens[begin:end].tobytes()
+            if key not in fetches:
+                fetches[key] = self._threads.submit(self._source.get, tokens[begin:end].copy(), tenant)
+            pieces.append(Piece(begin, end, fetches[key]))
+        return SegmentRetrieverTask(pieces, len(tokens), self._token_dim, self._device, self._place)
+
+
+class SPTBlendRetriever(_SegmentRetriever):
+    """Segments end with a separator of one or more tokens ("special tokens").
+
+    spt: the separator's tokens. namespace: where a plain KVStore has the segments; by default b"blend", so that
+        segments, which were computed with nothing before them, are told from the beginnings of prompts; b"" finds
+        what `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever.
+
+    A result in which nothing was found tells in `reason` where it was looked for.
+    """
+
+    def __init__(
+        self,
+        spt: Tokens,
+        cache_engine: KVStore | SegmentStore | SegmentSource,
+        metadata: KVStoreMetadata,
+        device: torch.device | str = "cpu",
+        num_threads: int = 4,
+        namespace: bytes | None = None,
+    ) -> None:
+        self._separator = as_tokens(spt, "spt").copy()
+        if not len(self._separator):
+            raise ValueError("spt must have at least one token, got none")
+        super().__init__(cache_engine, metadata, device, num_threads, namespace)
+
+    def new_request(
+        self,
+        input_tokens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        namespaces: Sequence[bytes] | None = None,
+    ) -> SegmentRetrieverTask:
+        """See BlendRetriever. namespaces: the tenant of each request; None for none. ValueError or TypeError for bad
+        arguments."""
+        cut = cut_behind_separators
+        return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: cut(part, self._separator))
+
+
+class SegmentBlendRetriever(_SegmentRetriever):
+    """Segments without separators: the caller names where they begin, or the contents of the text decide.
+
+    boundaries: how contents decide. The other arguments: see _SegmentRetriever; a SegmentStore compares every token of
+    what it finds.
+    """
+
+    def __init__(
+        self,
+        cache_engine: SegmentStore | SegmentSource,
+        metadata: KVStoreMetadata,
+        boundaries: ContentBoundaries | None = None,
+        device: torch.device | str = "cpu",
+        num_threads: int = 4,
+    ) -> None:
+        if isinstance(cache_engine, KVStore):
+            raise TypeError("cache_engine must compare tokens as a SegmentStore does, got a KVStore")
+        self._contents = boundaries or ContentBoundaries()
+        super().__init__(cache_engine, metadata, device, num_threads)
+
+    def new_request(
+        self,
+        input_tokens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        namespaces: Sequence[bytes] | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> SegmentRetrieverTask:
+        """See BlendRetriever. boundaries: ascending, in [0, num_tokens]: where segments of input_tokens begin or end;
+        those of requests need not be named. None: contents decide. ValueError or TypeError for bad arguments."""
+        if boundaries is None:
+            return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: self._contents.cuts(part))
+        named = [as_integer("boundaries", boundary) for boundary in as_list("boundaries", boundaries)]
+        num_tokens = len(_as_tokens(input_tokens))
+        if named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] <= num_tokens):
+            raise ValueError(f"boundaries must ascend in [0, {num_tokens}], got {named}")
+        return self._begin(
+            input_tokens, query_start_loc, namespaces, lambda part, begin: named_cuts(named, begin, begin + len(part))
+        )
+
+
+def _as_tokens(tokens: torch.Tensor) -> npt.NDArray[np.int32]:
+    """Out of a tensor, wherever it is. TypeError or ValueError for what are no tokens."""
+    return as_tokens(as_numbers("input_tokens", tokens).cpu() if isinstance(tokens, torch.Tensor) else tokens)
+
+
+def _pairs(cuts: list[int]) -> list[tuple[int, int]]:
+    return list(zip([0, *cuts], cuts, strict=False))

@@ -1,0 +1,118 @@
+"""vLLM's operations on the keys of a sparse-attention indexer: `kvpage.integrations.vllm_ops` serves them.
+
+    block      [ codes of token 0 | codes of token 1 | ... | scales of token 0 | scales of token 1 | ... ]
+                 head_dim bytes                              4 bytes a tile
+
+A cache is bytes [num_blocks, block_size, head_dim + 4 * tiles], whose last dimension counts bytes, not what they hold.
+"""
+
+import torch
+
+from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.tensors import check_plain, check_writable
+from kvpage.integrations.vllm_ops.args import check_kind, check_shape, check_tensors, lengths_of, num_slots
+from kvpage.integrations.vllm_ops.fp8_tiles import (
+    FP8,
+    bytes_of,
+    largest_magnitude,
+    over_most,
+    power_of_two_from,
+    quantize_tiles,
+)
+from kvpage.integrations.vllm_ops.rows import gather_rows, write_rows
+from kvpage.layout.kv_view import KVView
+from kvpage.ops.token_args import COMPUTE_DTYPES
+
+SCALE_FORMATS = ("auto", "fp8", "fp8_e4m3", "ue8m0", "mxfp8")
+MX_TILE = 128
+LEAST_MAGNITUDE = 1e-4
+_BYTES = (torch.uint8, FP8)
+
+
+def indexer_k_quant_and_cache(
+    k: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    quant_block_size: int,
+    kv_cache_dtype: str,
+) -> None:
+    """Writes k [num_tokens, head_dim] into slots, as e4m3 floats with a scale for each quant_block_size of them.
+
+    kv_cache: bytes [num_blocks, block_size, head_dim + 4 * head_dim / quant_block_size], a block one run of memory.
+    slot_mapping: int64 [at most num_tokens]. kv_cache_dtype: the scale's format, as vLLM's callers pass it here.
+    "ue8m0" rounds the scale up to a power of two. "mxfp8" besides stores its exponent, four times, in place of fp32;
+    head_dim and quant_block_size are then 128. "auto", "fp8" and "fp8_e4m3" leave the scale as it is.
+    """
+    check_tensors(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in SCALE_FORMATS:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(SCALE_FORMATS)}, got {kv_cache_dtype!r}")
+    check_shape("k", k, "num_tokens head_dim", (None, None))
+    check_kind("k", k, COMPUTE_DTYPES, kv_cache.device)
+    head_dim, tile = k.shape[1], as_integer("quant_block_size", quant_block_size)
+    if tile < 1 or head_dim < 1 or head_dim % tile:
+        raise ValueError(f"quant_block_size must divide head_dim, {head_dim}, got {tile}")
+    if kv_cache_dtype == "mxfp8" and not head_dim == tile == MX_TILE:
+        raise ValueError(f"head_dim and quant_block_size must be {MX_TILE} for mxfp8, got {head_dim} and {tile}")
+    check_writable("kv_cache", kv_cache)
+    views = _views(kv_cache, head_dim, head_dim // tile)
+    num_tokens = num_slots(slot_mapping, k)
+    tiles = k[:num_tokens].reshape(num_tokens, head_dim // tile, tile)
+    scales = over_most(largest_magnitude(tiles).clamp(min=LEAST_MAGNITUDE))
+    if kv_cache_dtype in ("ue8m0", "mxfp8"):
+        scales = power_of_two_from(scales)
+    codes = quantize_tiles(tiles, scales).flatten(1)
+    stored = _exponents(scales) if kv_cache_dtype == "mxfp8" else bytes_of(scales)
+    one = torch.ones(1)
+    write_rows(codes.unsqueeze(1), stored.unsqueeze(1), *views, slot_mapping, "auto", one, one)
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+) -> None:
+    """Gathers the codes and the scales of all sequences, one after the other, into the first rows of dst_k, dst_scale.
+
+    kv_cache: as of indexer_k_quant_and_cache. dst_k: bytes [num_rows, head_dim]. dst_scale: uint8 [num_rows, 4 *
+    head_dim / quant_block_size], the bytes of fp32. block_table: int32 [num_seqs, max_blocks]. cu_seq_lens: int32
+    [num_seqs + 1], from 0 on to at most num_rows; rows past the sequences stay.
+    """
+    check_tensors(kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens)
+    check_plain("kv_cache", kv_cache)
+    device = kv_cache.device
+    for name, rows, dtypes in (("dst_k", dst_k, _BYTES), ("dst_scale", dst_scale, (torch.uint8,))):
+        check_writable(name, rows)
+        check_kind(name, rows, dtypes, device)
+    check_shape("dst_k", dst_k, "num_rows head_dim", (None, None))
+    check_shape("dst_scale", dst_scale, "num_rows scale_bytes", (len(dst_k), None))
+    head_dim, scale_bytes = dst_k.shape[1], dst_scale.shape[1]
+    if head_dim < 1 or scale_bytes < 4 or scale_bytes % 4 or head_dim % (scale_bytes // 4):
+        raise ValueError(f"dst_scale must have 4 bytes for each tile of dst_k, got {scale_bytes} for {head_dim}")
+    check_kind("cu_seq_lens", cu_seq_lens, (torch.int32,), device)
+    lengths = lengths_of(cu_seq_lens, block_table, None)
+    num_rows = sum(lengths) if isinstance(lengths, list) else len(dst_k)
+    if num_rows > len(dst_k):
+        raise ValueError(f"cu_seq_lens must end with at most {len(dst_k)}, the rows of dst_k, got {num_rows}")
+    out = dst_k.view(torch.uint8)[:num_rows].unsqueeze(1), dst_scale[:num_rows].unsqueeze(1)
+    gather_rows(_views(kv_cache, head_dim, scale_bytes // 4), out, block_table, lengths, None)
+
+
+def _views(kv_cache: torch.Tensor, head_dim: int, num_tiles: int) -> tuple[KVView, KVView]:
+    """The codes and the scales' bytes of each slot."""
+    check_kind("kv_cache", kv_cache, _BYTES, kv_cache.device)
+    check_shape("kv_cache", kv_cache, "num_blocks block_size bytes", (None, None, head_dim + 4 * num_tiles))
+    num_blocks, block_size, entry = kv_cache.shape
+    if kv_cache.stride()[1:] != (entry, 1) and kv_cache.numel():
+        raise ValueError(f"a block of kv_cache must be one run of memory, got strides {kv_cache.stride()}")
+    blocks = kv_cache.view(torch.uint8).as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
+    codes, scales = blocks.split([block_size * head_dim, block_size * 4 * num_tiles], 1)
+    return tuple(  # type: ignore[return-value]
+        KVView(part.unflatten(1, (block_size, 1, 1, -1))) for part in (codes, scales)
+    )
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    """The exponent's byte of each power of two [num_tokens, 1], four times: uint8 [num_tokens, 4]."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8).repeat(1, 4)

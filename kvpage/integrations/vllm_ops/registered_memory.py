@@ -1,0 +1,243 @@
+"""RegisteredMemory: which raw addresses may be copied from and to, and the copying.
+
+registered tensors        [ 0x7f00 ────── ) [ 0x8200 ───────── )   [ 0xa000 ── )        on one device or the host
+extents (src, dst, size)     ├──┤              ├─────┤                 ├──────┤ ✗ ends outside: nothing is copied
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kvpage._C as _C
+from kvpage.ops.copies import HOST, MAX_GROUPS, _native_cuda
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Addresses [begin, end), and the tensors that lie there; holding these keeps the memory alive."""
+
+    begin: int
+    end: int
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def bytes_at(self, address: int, size: int) -> torch.Tensor:
+        """A view of `size` bytes."""
+        for tensor in self.tensors:
+            storage, memory = tensor.untyped_storage(), torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            offset = address - storage.data_ptr()
+            if 0 <= offset <= storage.nbytes() - size:
+                return memory.set_(storage, offset, (size,), (1,))
+        raise ValueError(f"{size} bytes from {address:#x} on must lie in the memory of one tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class _Extents:
+    """Addresses and bytes [n] each, and the index of the region that each address lies in."""
+
+    srcs: _Integers
+    dsts: _Integers
+    sizes: _Integers
+    src_regions: _Integers
+    dst_regions: _Integers
+
+    def select(self, chosen: npt.NDArray[np.bool_]) -> "_Extents":
+        parts = (self.srcs, self.dsts, self.sizes, self.src_regions, self.dst_regions)
+        return _Extents(*(part[chosen] for part in parts))
+
+
+class RegisteredMemory:
+    """A set of tensors whose memory may be addressed. It holds them until they are unregistered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: Counter[tuple[int, int]] = Counter()
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+        self._regions: list[_Region] = []
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Adds the memory from each tensor's first element to its last; as often as it is to be unregistered."""
+        spans = [_span(tensor) for tensor in tensors]
+        with self._lock:
+            self._spans.update(spans)
+            self._tensors.update(zip(spans, tensors, strict=True))
+            self._merge()
+
+    def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes it away again. ValueError, and nothing is changed, for a tensor that is not registered."""
+        spans = [_span(tensor) for tensor in tensors]
+        with self._lock:
+            for span, count in Counter(spans).items():
+                if self._spans[span] < count:
+                    raise ValueError(f"tensors must be registered, what begins at {span[0]:#x} is not")
+            self._spans.subtract(spans)
+            for span in {span for span in spans if self._spans[span] == 0}:
+                del self._spans[span], self._tensors[span]
+            self._merge()
+
+    def copy(self, srcs: _Integers, dsts: _Integers, sizes: _Integers) -> None:
+        """sizes[i] bytes from srcs[i] to dsts[i], for all i; on CUDA ordered on the current stream and not waited for.
+
+        ValueError, before anything is copied, for an extent that is not inside registered memory, for destinations that
+        overlap each other or a source, and for sources (or destinations) on more than one device.
+        """
+        with self._lock:
+            regions = list(self._regions)
+        if len(sizes) and sizes.min() < 0:
+            raise ValueError(f"sizes must not be negative, got {sizes.min()}")
+        chosen = (sizes > 0) & (srcs != dsts)
+        src_regions, dst_regions = _find("src_ptrs", srcs, sizes, regions), _find("dst_ptrs", dsts, sizes, regions)
+        extents = _Extents(srcs, dsts, sizes, src_regions, dst_regions).select(chosen)
+        if len(extents.sizes):
+            _check_overlap(extents)
+            _copy(extents, regions)
+
+    def bytes_from(self, name: str, address: int) -> torch.Tensor:
+        """A view, uint8 [num_bytes], of the registered memory from the address to where its region ends.
+
+        name: of the argument that gave the address. ValueError for one that is not in registered memory.
+        """
+        with self._lock:
+            regions = list(self._regions)
+        one = np.ones(1, np.int64)
+        region = regions[int(_find(name, one * address, one, regions)[0])]
+        begins = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in region.tensors]
+        ends = [begin + tensor.untyped_storage().nbytes() for tensor, begin in begins if begin <= address]
+        return region.bytes_at(address, min(region.end, max(ends)) - address)
+
+    def _merge(self) -> None:
+        """Spans that overlap, as those of layers in one slab do, become one region."""
+        self._regions = []
+        for begin, end in sorted(self._spans):
+            tensors: tuple[torch.Tensor, ...] = (self._tensors[begin, end],)
+            if self._regions and begin < self._regions[-1].end:
+                last = self._regions.pop()
+                begin, end, tensors = last.begin, max(last.end, end), last.tensors + tensors
+            self._regions.append(_Region(begin, end, tensors))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and past the last."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensors must be torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"tensors must be on the CPU or a CUDA device, got {tensor.device}")
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _find(name: str, addresses: _Integers, sizes: _Integers, regions: list[_Region]) -> _Integers:
+    """The region of each extent. ValueError for one that is in none; an extent of no bytes may be anywhere."""
+    begins, ends = (np.array([getattr(region, end) for region in regions], np.int64) for end in ("begin", "end"))
+    found = np.searchsorted(begins, addresses, side="right") - 1
+    known = np.append(ends, 0)[found] - addresses >= sizes  # of -1, the appended end: before every region
+    bad = ~known & (sizes > 0)
+    if bad.any():
+        index = int(bad.argmax())
+        raise ValueError(
+            f"{name} must name registered memory, {sizes[index]} bytes from {addresses[index]:#x} on are not inside"
+        )
+    return found
+
+
+def _check_overlap(extents: _Extents) -> None:
+    order = np.argsort(extents.dsts)
+    begins, ends = extents.dsts[order], (extents.dsts + extents.sizes)[order]
+    if (begins[1:] < ends[:-1]).any():
+        raise ValueError("dst_ptrs must not overlap, a byte is the destination of two copies")
+    before = np.searchsorted(begins, extents.srcs + extents.sizes) - 1  # the last destination that begins in time
+    if ((before >= 0) & (ends[before] > extents.srcs)).any():
+        raise ValueError("src_ptrs and dst_ptrs must not overlap, a byte is both source and destination")
+
+
+def _copy(extents: _Extents, regions: list[_Region]) -> None:
+    src = _device("src_ptrs", extents.src_regions, regions)
+    dst = _device("dst_ptrs", extents.dst_regions, regions)
+    if src.type == dst.type == "cuda" and src != dst:
+        raise ValueError(f"src_ptrs and dst_ptrs must be on one CUDA device, got {src} and {dst}")
+    cuda = dst if dst.type == "cuda" else src if src.type == "cuda" else None
+    if cuda is not None and not _native_cuda():
+        _copy_by_torch(extents, regions)
+        return
+    used = np.unique(np.concatenate([extents.src_regions, extents.dst_regions]))
+    host = [regions[index].tensors[0] for index in used if regions[index].device.type == "cpu"]
+    pinned = cuda is not None and all(tensor.is_pinned() for tensor in host)
+    copiers = [_copier(part, src, dst, pinned) for part in _parts(extents)]
+    pair = np.zeros(2, np.int64)
+    stream = 0 if cuda is None else torch.cuda.current_stream(cuda).cuda_stream
+    for copier in copiers:
+        copier.run(pair.ctypes.data, 1, stream, torch.get_num_threads())
+
+
+def _device(name: str, used: _Integers, regions: list[_Region]) -> torch.device:
+    devices = {regions[index].device for index in np.unique(used)}
+    if len(devices) > 1:
+        raise ValueError(f"{name} must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop()
+
+
+def _parts(extents: _Extents) -> list[_Extents]:
+    """Extents of one size whose sources share no byte: what one plan takes."""
+    kinds = np.stack([extents.sizes, _rounds(extents)])
+    return [extents.select((kinds == kind[:, None]).all(0)) for kind in np.unique(kinds, axis=1).T]
+
+
+def _rounds(extents: _Extents) -> _Integers:
+    """A number for each extent; sources that share a byte have different ones."""
+    order = np.argsort(extents.srcs)
+    begins, ends = extents.srcs[order], (extents.srcs + extents.sizes)[order]
+    rounds = np.zeros(len(order), np.int64)
+    if (begins[1:] >= ends[:-1]).all():
+        return rounds
+    last_ends: list[int] = []  # of each round
+    for index, begin, end in zip(order.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        free = next((number for number, last in enumerate(last_ends) if begin >= last), len(last_ends))
+        last_ends[free : free + 1] = [end]
+        rounds[index] = free
+    return rounds
+
+
+def _copier(extents: _Extents, src: torch.device, dst: torch.device, pinned: bool) -> _C.BlockCopier:
+    """A plan of one block whose layers are the extents, all of one size.
+
+    A layer's step to its next block, which there is not, is made to tell regions apart: only neighbours of equal steps
+    are merged, and a copy must not reach over the border of two allocations.
+    """
+
+    def layers(addresses: _Integers, regions: _Integers) -> list[tuple[int, list[int]]]:
+        steps = (16 * (regions + 1)).tolist()
+        return [(address, [step, 1]) for address, step in zip(addresses.tolist(), steps, strict=True)]
+
+    return _C.BlockCopier(
+        sizes=[1, int(extents.sizes[0])],
+        block_dim=0,
+        element_bytes=1,
+        srcs=layers(extents.srcs, extents.src_regions),
+        dsts=layers(extents.dsts, extents.dst_regions),
+        num_src_blocks=1,
+        num_dst_blocks=1,
+        src_device=HOST if src.type == "cpu" else src.index,
+        dst_device=HOST if dst.type == "cpu" else dst.index,
+        pinned=pinned,
+        kernel_max_bytes=0,
+        max_groups=MAX_GROUPS,
+    )
+
+
+def _copy_by_torch(extents: _Extents, regions: list[_Region]) -> None:
+    parts = (extents.srcs, extents.dsts, extents.sizes, extents.src_regions, extents.dst_regions)
+    for src, dst, size, src_region, dst_region in zip(*(part.tolist() for part in parts), strict=True):
+        source = regions[src_region].bytes_at(src, size)
+        regions[dst_region].bytes_at(dst, size).copy_(source, non_blocking=True)

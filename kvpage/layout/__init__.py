@@ -1,0 +1,1 @@
+"""Where the bytes of a cache are: configurations, backends, layouts, views, scales."""

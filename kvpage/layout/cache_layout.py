@@ -1,0 +1,177 @@
+"""CacheLayout: how one layer's cache tensor is to be read. It goes with the tensors into every operation.
+
+A layout is always named, never guessed from a shape: [2, num_blocks, ...] and [num_blocks, 2, ...] cannot be told
+apart when there are two blocks.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvpage.checks.tensors import check_plain
+from kvpage.layout import host_memory
+from kvpage.layout.backends import AttentionBackend, get_backend, inverse, stride_order
+from kvpage.layout.kv_scales import FP8_DTYPES
+from kvpage.layout.kv_view import KVView
+
+LAYER_LAYOUTS = ("separate", "packed")
+SCALE_BYTES = 4
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The layout of each layer's cache: names, sizes and dtype; no tensors.
+
+    layer_layout: `separate` is one tensor a layer. `packed` is one slab for all layers whose outermost dimension is the
+        block, (num_blocks, num_layers, the rest in stride order), so that a block of all layers is one run of memory.
+    head_size: the larger of K's and V's; a smaller one leaves the rest of each row unused.
+    dtype: of what is stored. 8-bit floats are quantised with scales that the operations are given (KVScales). int8 is
+        quantised with a scale for each token and head, an fp32 that lies in the block itself.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    backend: str = "flash"
+    kv_layout: str = "NHD"
+    layer_layout: str = "separate"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_kv_heads", "head_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise ValueError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if self.layer_layout not in LAYER_LAYOUTS:
+            raise ValueError(f"layer_layout must be one of {', '.join(LAYER_LAYOUTS)}, got {self.layer_layout!r}")
+        stride_order(get_backend(self.backend), self.kv_layout)
+        most = getattr(self.backend_class, "max_kv_heads", self.num_kv_heads)
+        if self.num_kv_heads > most:
+            raise ValueError(f"num_kv_heads must be at most {most} for {self.backend!r}, got {self.num_kv_heads}")
+
+    @property
+    def spec(self) -> str:
+        """The layout as a word, "flash:NHD:separate:16:8:128:bfloat16"; what torch's operations take."""
+        sizes = f"{self.block_size}:{self.num_kv_heads}:{self.head_size}"
+        return f"{self.backend}:{self.kv_layout}:{self.layer_layout}:{sizes}:{_DTYPE_NAMES[self.dtype]}"
+
+    @classmethod
+    def from_spec(cls, spec: str) -> "CacheLayout":
+        """The layout whose `spec` this is. ValueError for what no layout has as its spec."""
+        if not isinstance(spec, str):
+            raise TypeError(f"spec must be a str, got {type(spec).__name__}")
+        return _from_spec(spec)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether what is stored is not what was given."""
+        return self.has_token_scales or self.dtype in FP8_DTYPES
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token's head has a scale of its own, in the block."""
+        return self.dtype == torch.int8
+
+    @property
+    def padded_head_size(self) -> int:
+        """Elements from the start of a head to what follows it, without a scale."""
+        pad = getattr(self.backend_class, "padded_head_size", None)
+        size = self.head_size if pad is None else pad(self.head_size, self.dtype.itemsize)
+        return -(-size // SCALE_BYTES) * SCALE_BYTES if self.has_token_scales else size
+
+    @property
+    def backend_class(self) -> type[AttentionBackend]:
+        return get_backend(self.backend)
+
+    @property
+    def block_dim(self) -> int:
+        """The dimension of the generic shape that counts blocks."""
+        return self.backend_class.block_dim
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, K and V together."""
+        return math.prod(self.shape(1)) * self.dtype.itemsize
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """The generic shape of one layer's cache."""
+        row_size = self.padded_head_size + (SCALE_BYTES if self.has_token_scales else 0)
+        return tuple(self.backend_class.get_kv_cache_shape(num_blocks, self.block_size, self.num_kv_heads, row_size))
+
+    def num_blocks(self, cache: torch.Tensor) -> int:
+        """The number of blocks of one layer's cache. ValueError if `cache` is not of this layout."""
+        self.validate(cache)
+        return cache.shape[self.block_dim]
+
+    def validate(self, cache: torch.Tensor, name: str = "cache") -> None:
+        """ValueError unless `cache` has this layout's dtype and generic shape, with its last dimension contiguous, and
+        is no view that torch negates or conjugates. TypeError unless it is a tensor."""
+        check_plain(name, cache)
+        if cache.dtype != self.dtype:
+            raise ValueError(f"{name}.dtype must be {self.dtype}, got {cache.dtype}")
+        expected = self.shape(cache.shape[self.block_dim] if cache.dim() > self.block_dim else 0)
+        if tuple(cache.shape) != expected:
+            raise ValueError(f"{name}.shape must be {expected}, got {tuple(cache.shape)}")
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got stride {cache.stride(-1)}")
+
+    def views(self, cache: torch.Tensor) -> tuple[KVView, KVView | None]:
+        """K and V of one layer; V is None where the backend has no value part (MLA)."""
+        backend = self.backend_class
+        if hasattr(backend, "kv_views"):
+            return backend.kv_views(cache, self.block_size, self.num_kv_heads, self.padded_head_size)
+        if not hasattr(backend, "split_kv"):
+            raise ValueError(f"backend {self.backend!r} must define split_kv or kv_views to be written or gathered")
+        key, value = backend.split_kv(cache)
+        return self._view(key), None if value is None else self._view(value)
+
+    def _view(self, rows: torch.Tensor) -> KVView:
+        size = self.padded_head_size
+        scales = rows[..., size:].view(torch.float32).squeeze(3) if self.has_token_scales else None
+        return KVView(rows[..., :size].unsqueeze(3), scales)
+
+    def allocate(
+        self, num_blocks: int, num_layers: int, device: torch.device, pin_memory: bool = False
+    ) -> list[torch.Tensor]:
+        """Zeroed caches of `num_layers` layers, in the generic shape over memory in stride order."""
+        order = stride_order(self.backend_class, self.kv_layout)
+        shape = self.shape(num_blocks)
+
+        def zeros(size: list[int]) -> torch.Tensor:
+            if device.type == "cpu" and not pin_memory:
+                return host_memory.zeros(size, self.dtype)
+            return torch.zeros(size, dtype=self.dtype, device=device, pin_memory=pin_memory)
+
+        if self.layer_layout == "separate":
+            lying = [shape[dim] for dim in order]
+            return [zeros(lying).permute(inverse(order)) for _ in range(num_layers)]
+        order = (self.block_dim, *(dim for dim in order if dim != self.block_dim))
+        first, *rest = (shape[dim] for dim in order)
+        slab = zeros([first, num_layers, *rest])
+        return [slab[:, layer].permute(inverse(order)) for layer in range(num_layers)]
+
+
+def check_layout(layout: CacheLayout) -> None:
+    """TypeError unless it is a CacheLayout, or answers what one does."""
+    if not hasattr(layout, "views"):
+        raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_spec(spec: str) -> CacheLayout:
+    parts = spec.rsplit(":", 6)  # a backend's own name may hold colons
+    if len(parts) != 7 or parts[6] not in _DTYPES or not all(size.isdecimal() for size in parts[3:6]):
+        raise ValueError(
+            f"spec must be backend:kv_layout:layer_layout:block_size:num_kv_heads:head_size:dtype, got {spec!r}"
+        )
+    backend, kv_layout, layer_layout, *sizes, dtype = parts
+    block_size, num_kv_heads, head_size = map(int, sizes)
+    return CacheLayout(block_size, num_kv_heads, head_size, _DTYPES[dtype], backend, kv_layout, layer_layout)

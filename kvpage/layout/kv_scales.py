@@ -1,0 +1,95 @@
+"""KVScales: what the elements of a cache of 8-bit floats are multiplied by, and how they are found."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvpage.checks.sequence_args import check_flag
+from kvpage.checks.tensors import check_plain
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVScales:
+    """The scales of one layer: a stored element q means q * scale. Fixed before the first block is written for others.
+
+    key, value: fp32 [1] (for the tensor) or [num_kv_heads], finite and positive, on the cache's device. For a cache
+        without a value part, `value` is not read.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            scale = getattr(self, name)
+            _check_row(name, scale)
+            if scale.device.type == "meta":
+                raise ValueError(f"{name} must have numbers, got a tensor on meta")
+            if not bool(((scale > 0) & scale.isfinite()).all()):
+                raise ValueError(f"{name} must be finite and positive, got {scale.tolist()}")
+
+    @classmethod
+    def of(
+        cls, key: float | Sequence[float], value: float | Sequence[float], device: torch.device | str = "cpu"
+    ) -> "KVScales":
+        """Given ones: a number for the tensor, or one a head. ValueError for a device that torch does not know."""
+        rows = [[scale] if isinstance(scale, (int, float)) else list(scale) for scale in (key, value)]
+        try:
+            return cls(*(torch.tensor(row, dtype=torch.float32, device=device) for row in rows))
+        except (RuntimeError, AssertionError) as error:  # torch's, of a number or a device that it does not know
+            raise ValueError(f"key and value must be numbers, and device a device, got {device!r}: {error}") from error
+
+    @classmethod
+    def unchecked(cls, key: torch.Tensor, value: torch.Tensor) -> "KVScales":
+        """Of tensors whose values are not looked at: on a device, that would wait for it. Else as the constructor."""
+        _check_row("key", key)
+        _check_row("value", value)
+        scales = object.__new__(cls)
+        object.__setattr__(scales, "key", key)
+        object.__setattr__(scales, "value", value)
+        return scales
+
+    @classmethod
+    def from_rows(
+        cls, key: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, per_head: bool = False
+    ) -> "KVScales":
+        """Computed ones: the largest magnitude of key and value [num_tokens, num_kv_heads, size] becomes dtype's.
+
+        ValueError for rows that are not finite, for no rows, and for a dtype that takes no such scale.
+        """
+        if dtype not in FP8_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_DTYPES))}, got {dtype}")
+        check_flag("per_head", per_head)
+        scales = [_scale(name, rows, dtype, per_head) for name, rows in (("key", key), ("value", value))]
+        return cls(*scales)
+
+    def digest(self) -> bytes:
+        """32 bytes that name the scales: blocks written with different ones must not be taken for each other."""
+        parts = [scale.cpu().numpy().astype("<f4").tobytes() for scale in (self.key, self.value)]
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def _check_row(name: str, scale: torch.Tensor) -> None:
+    check_plain(name, scale)
+    if scale.dtype != torch.float32 or scale.dim() != 1 or not scale.is_contiguous() or len(scale) == 0:
+        raise ValueError(f"{name} must be one row of fp32, got {scale.dtype} {tuple(scale.shape)}")
+
+
+def _scale(name: str, rows: torch.Tensor | None, dtype: torch.dtype, per_head: bool) -> torch.Tensor:
+    if rows is None:
+        return torch.ones(1)
+    check_plain(name, rows)
+    if not rows.dtype.is_floating_point or rows.device.type == "meta":
+        raise ValueError(f"{name} must be of floats, got {rows.dtype} on {rows.device}")
+    if rows.dim() != 3 or rows.numel() == 0:
+        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], not empty, got {tuple(rows.shape)}")
+    largest = rows.float().abs().amax((0, 2) if per_head else (0, 1, 2)).reshape(-1)
+    if not bool(largest.isfinite().all()):
+        raise ValueError(f"{name} must be finite, its largest magnitude is {largest.max().item()}")
+    scale = largest / torch.finfo(dtype).max
+    # Rows of zeros, and scales that fp32 holds only as subnormals, would not survive a division.
+    return torch.where(scale >= torch.finfo(torch.float32).tiny, scale, torch.ones_like(scale))

@@ -1,0 +1,1 @@
+"""Reports of what happens: events, telemetry, residency."""

@@ -1,0 +1,73 @@
+"""Telemetry: what a serving loop tells of its cache besides counters: events for routers, and how long blocks stay."""
+
+from typing import TYPE_CHECKING
+
+from kvpage._C import PrefixTree
+from kvpage.observe.events import EventConfig
+from kvpage.observe.residency import BlockResidency, ResidencyStats
+from kvpage.observe.tree_watch import TreeWatch
+
+if TYPE_CHECKING:
+    from kvpage.observe.events.stream import EventStream
+
+__all__ = ["Telemetry"]
+
+
+class Telemetry:
+    """Follows a tree if there is something to tell; else it does nothing. `tell` is called after each step.
+
+    Raises ModuleNotFoundError if events need the extra, and zmq.ZMQError if an endpoint cannot be bound.
+    """
+
+    def __init__(self, tree: PrefixTree, events: EventConfig | None, residency_sample_rate: float) -> None:
+        self._watch: TreeWatch | None = None
+        self._stream: EventStream | None = None
+        residency = BlockResidency(residency_sample_rate)
+        self._residency = residency if residency_sample_rate > 0 else None
+        if events is None and self._residency is None:
+            return
+        self._watch = TreeWatch(tree)
+        if self._residency is not None:
+            self._watch.listeners.append(self._residency.tell)
+        if events is not None:
+            self._stream = _open_stream(self._watch, tree.block_size, events)
+        self.tell()
+
+    def tell(self) -> None:
+        if self._watch is not None:
+            self._watch.poll()
+
+    def close(self) -> None:
+        """Tells what is left, and ends. Closing again does nothing; what was counted stays."""
+        if self._watch is None:
+            return
+        self.tell()
+        if self._stream is not None:
+            self._stream.close()
+        self._watch.close()
+        self._watch = None
+
+    def residency(self) -> dict[str, ResidencyStats] | None:
+        """By tier; None if it is not sampled."""
+        return self._residency.stats() if self._residency else None
+
+    @property
+    def num_lost_events(self) -> int | None:
+        """Batches of events that were dropped; None without events."""
+        return self._stream.publisher.num_lost if self._stream else None
+
+    @property
+    def event_endpoints(self) -> tuple[str, str | None] | None:
+        """Where events are published, and where past ones can be had, with the ports that were taken."""
+        return (self._stream.publisher.endpoint, self._stream.publisher.replay_endpoint) if self._stream else None
+
+
+def _open_stream(watch: TreeWatch, block_size: int, config: EventConfig) -> "EventStream":
+    try:
+        from kvpage.observe.events.stream import EventStream
+    except ModuleNotFoundError as error:
+        if error.name not in ("zmq", "msgpack"):
+            raise
+        message = "events need the extra 'events': pip install 'kvpage[events]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return EventStream(watch, block_size, config)

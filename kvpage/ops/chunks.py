@@ -1,0 +1,208 @@
+"""Chunk transforms: tokens of a sequence's blocks to and from one chunk, all layers in one call.
+
+    blocks of every layer   [ 17 ][ 4 ][ 9 ] ...        chunk, "vllm"          [layers, parts, tokens, heads, size]
+                               |<-- tokens -->|   ◄──►         "huggingface"   [layers, parts, heads, tokens, size]
+                             start
+
+It is the bridge to a store and to other formats: one run of memory, whatever the layout and dtype of the blocks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+import kvpage._C as _C
+from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.tensors import check_plain, check_writable, readable, tensor_list
+from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout, check_layout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.layout.kv_view import KVView
+from kvpage.ops.cuda import chunks as chunk_ops_cuda
+from kvpage.ops.token_args import check_cache, check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
+
+FORMATS = ("vllm", "huggingface")
+
+
+def store_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    start: int = 0,
+    fmt: str = "vllm",
+    scales: Sequence[KVScales] | None = None,
+    num_threads: int | None = None,
+) -> None:
+    """`chunk` becomes the tokens from `start` on of the blocks, of all layers.
+
+    caches: one a layer, on one device. block_ids: int32 [num_blocks], those of a sequence, on the host or there; ids
+        that no wanted token lies in are not read.
+    chunk: [num_layers, parts, num_tokens, num_kv_heads, size] ("vllm") or [num_layers, parts, num_kv_heads, num_tokens,
+        size] ("huggingface"), any strides with the last dimension contiguous: a slice of tokens is a chunk, too. On the
+        caches' device, or in pinned host memory for caches on a CUDA device. parts is 2, or 1 without a value part
+        (MLA). size is at most head_size: so much of each head is moved. Of the cache's dtype; where the layout
+        quantises, fp32, bf16 or fp16, or raw: the 8-bit floats themselves, or for int8 int8 of the size
+        padded_head_size + 4, each row with its scale behind it, so that every bit survives.
+    scales: of 8-bit floats, one a layer; None means 1.
+    num_threads: of the host; None for torch's number.
+
+    On the CPU the copy is done on return. On CUDA it is ordered on the current stream; a chunk on the host must stay
+    until the stream has passed.
+
+    Raises TypeError or ValueError for anything else, and for a needed id that names no block; on the host nothing has
+    then been written. Ids on a CUDA device are checked there: what a bad one holds is skipped, and `check_device`
+    reports it. The chunk must not share memory with the caches.
+    """
+    check_writable("chunk", chunk)
+    _move(tensor_list("caches", caches), block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
+
+
+def load_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    start: int = 0,
+    fmt: str = "vllm",
+    scales: Sequence[KVScales] | None = None,
+    num_threads: int | None = None,
+) -> None:
+    """The tokens from `start` on of the blocks, of all layers, become `chunk`: the way back of store_chunk.
+
+    ValueError, besides, for a block that is named twice among those that are written.
+    """
+    caches = tensor_list("caches", caches)
+    for layer, cache in enumerate(caches):
+        check_writable(f"caches[{layer}]", cache)
+    _move(caches, block_ids, readable("chunk", chunk), layout, start, fmt, scales, num_threads, to_chunk=False)
+
+
+def _move(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    start: int,
+    fmt: str,
+    scales: Sequence[KVScales] | None,
+    num_threads: int | None,
+    to_chunk: bool,
+) -> None:
+    device, num_blocks = _check_caches(caches, layout, scales)
+    rows = _by_token(chunk, fmt)
+    start, num_tokens = as_integer("start", start), rows.shape[2]
+    num_threads = torch.get_num_threads() if num_threads is None else as_integer("num_threads", num_threads)
+    _check_chunk(rows, caches, layout, device)
+    _check_block_ids(block_ids, device, start, num_tokens, layout)
+    if not to_chunk and block_ids.device.type == "cpu":
+        _check_distinct(block_ids, start, num_tokens, layout)
+    if device.type == "cuda":
+        move = chunk_ops_cuda.store_chunk if to_chunk else chunk_ops_cuda.load_chunk
+        move(caches, block_ids, start, rows, layout, scales)
+        return
+    ids = block_ids.contiguous()  # held until the call is over
+    (_C.store_chunk if to_chunk else _C.load_chunk)(
+        native_chunk_parts(caches, rows, layout, scales),
+        ids.data_ptr(),
+        len(ids),
+        num_blocks,
+        layout.block_size,
+        start,
+        num_tokens,
+        layout.num_kv_heads,
+        num_threads,
+    )
+
+
+def _check_caches(
+    caches: Sequence[torch.Tensor], layout: CacheLayout, scales: Sequence[KVScales] | None
+) -> tuple[torch.device, int]:
+    """The device of all caches, and the number of blocks of each."""
+    check_layout(layout)
+    if not caches:
+        raise ValueError("caches must be at least one layer's, got none")
+    if scales is not None and len(scales) != len(caches):
+        raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(scales)}")
+    for layer, cache in enumerate(caches):
+        check_plain(f"caches[{layer}]", cache)
+        check_cache(cache, layout)
+        if scales is not None:
+            check_given_scales("scales", scales[layer], cache, layout)
+    places = {(cache.device, layout.num_blocks(cache)) for cache in caches}
+    if len(places) > 1:
+        raise ValueError(f"caches must be on one device with as many blocks in each, got {sorted(map(str, places))}")
+    return places.pop()
+
+
+def _by_token(chunk: torch.Tensor, fmt: str) -> torch.Tensor:
+    if fmt not in FORMATS:
+        raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {fmt!r}")
+    if chunk.dim() != 5:
+        raise ValueError(f"chunk must have 5 dimensions, got shape {tuple(chunk.shape)}")
+    return chunk if fmt == "vllm" else chunk.transpose(2, 3)
+
+
+def _check_chunk(rows: torch.Tensor, caches: Sequence[torch.Tensor], layout: CacheLayout, device: torch.device) -> None:
+    raw_int8 = layout.has_token_scales and rows.dtype == torch.int8
+    if not raw_int8:
+        check_dtype("chunk", rows, row_dtypes(layout))
+    num_parts = sum(view is not None for view in layout.views(caches[0]))
+    raw_size = layout.padded_head_size + SCALE_BYTES
+    size, least, most = rows.shape[4], raw_size if raw_int8 else 1, raw_size if raw_int8 else layout.head_size
+    if not least <= size <= most:
+        raise ValueError(f"chunk's head size must be in [{least}, {most}], got {size}")
+    if rows.stride(4) != 1 and size > 1:
+        raise ValueError(f"chunk must be contiguous in its last dimension, got stride {rows.stride(4)}")
+    on_host = rows.device.type == "cpu"
+    if on_host and device.type == "cuda" and not rows.is_pinned():
+        raise ValueError(f"chunk must be on {device} or in pinned host memory, got pageable memory")
+    shape = (len(caches), num_parts, rows.shape[2], layout.num_kv_heads, size)
+    check_tensor("chunk", rows, rows.dtype, shape, rows.device if on_host else device)
+
+
+def _check_block_ids(
+    block_ids: torch.Tensor, device: torch.device, start: int, num_tokens: int, layout: CacheLayout
+) -> None:
+    check_plain("block_ids", block_ids)
+    if block_ids.dim() != 1:
+        raise ValueError(f"block_ids must be [num_blocks], got shape {tuple(block_ids.shape)}")
+    place = block_ids.device if block_ids.device.type == "cpu" else device
+    check_tensor("block_ids", block_ids, torch.int32, tuple(block_ids.shape), place)
+    room = len(block_ids) * layout.block_size
+    if start < 0 or start + num_tokens > room:
+        raise ValueError(
+            f"start + num_tokens must be in [0, {room}], the room of block_ids, got {start} + {num_tokens}"
+        )
+
+
+def _check_distinct(block_ids: torch.Tensor, start: int, num_tokens: int, layout: CacheLayout) -> None:
+    needed = block_ids[start // layout.block_size : -(-(start + num_tokens) // layout.block_size)]
+    if num_tokens and len(needed.unique()) < len(needed):
+        raise ValueError("block_ids must name a block once where it is written, got one twice")
+
+
+def native_chunk_parts(
+    caches: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> list[tuple[int, ...]]:
+    """Of each layer K's and V's moves as the extension takes them; rows: [layers, parts, tokens, heads, size]."""
+    parts = []
+    for layer, cache in enumerate(caches):
+        given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
+        for part, (view, scale) in enumerate(zip(layout.views(cache), given, strict=True)):
+            if view is None:
+                continue
+            if rows.dtype == torch.int8 and view.scales is not None:
+                parts += _raw_parts(view, rows[layer, part], layout.padded_head_size)
+            else:
+                parts.append(native_part(view, rows[layer, part], scale))
+    return parts
+
+
+def _raw_parts(view: KVView, rows: torch.Tensor, size: int) -> list[tuple[int, ...]]:
+    """The elements, and behind them each row's scale: four bytes that are one run."""
+    assert view.scales is not None
+    scales = KVView(view.scales.unsqueeze(3).unsqueeze(4).view(torch.int8))
+    return [native_part(KVView(view.rows), rows[..., :size], None), native_part(scales, rows[..., size:], None)]

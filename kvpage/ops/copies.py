@@ -1,0 +1,177 @@
+"""BlockCopier: moves blocks between two caches of one shape, all layers at once.
+
+    pairs of block ids ─► CopyPlan ─► host threads    CPU    ─► CPU
+                          (csrc)      copy engines    CPU    ─► CUDA, CUDA ─► CPU
+                                      kernel          CUDA   ─► CUDA (one device), and the way between CUDA and pinned
+                                                                memory for many small extents
+
+What the tensors look like is read and checked once; each call then only checks its pairs. In a build without CUDA, or
+with a driver that it cannot use, CUDA tensors go through torch operations, with one warning.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+import kvpage._C as _C
+from kvpage.checks.tensors import check_dense, readable, tensor_list
+from kvpage.layout.cache_layout import CacheLayout, check_layout
+from kvpage.ops import reference
+
+HOST = -1
+MAX_GROUPS = 16
+
+
+class BlockCopier:
+    """Copies blocks of `srcs` to blocks of `dsts`, one tensor a layer each, both of `layout`'s generic shape.
+
+    The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The
+    copier holds the tensors, not copies of them; they must not be given other memory while it lives.
+
+    kernel_max_bytes: between CUDA and pinned memory, extents of up to so many bytes on average are copied by a kernel,
+        all in one launch; larger ones, and all by default, by the copy engines. Where the line is best drawn differs
+        between machines and directions: see `kvpage.calibrate`.
+    max_groups: the thread groups of 256 that this kernel may take, a multiprocessor holding eight at most.
+
+    Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
+    different numbers of layers, for a destination that overlaps itself, for sides that overlap without being the same
+    caches, and for a negative kernel_max_bytes or a max_groups below 1. TypeError for no tensors, or no layout.
+    """
+
+    def __init__(
+        self,
+        srcs: Sequence[torch.Tensor],
+        dsts: Sequence[torch.Tensor],
+        layout: CacheLayout,
+        kernel_max_bytes: int = 0,
+        max_groups: int = MAX_GROUPS,
+    ) -> None:
+        check_layout(layout)
+        self._srcs, self._dsts, self._layout = tensor_list("src", srcs), tensor_list("dst", dsts), layout
+        self._limits = kernel_max_bytes, max_groups
+        self._layers: list[BlockCopier] | None = None
+        if len(self._srcs) != len(self._dsts):
+            raise ValueError(f"src and dst must have as many layers, got {len(self._srcs)} and {len(self._dsts)}")
+        self._num_blocks = _num_blocks("src", self._srcs, layout), _num_blocks("dst", self._dsts, layout)
+        src, dst = _device("src", self._srcs), _device("dst", self._dsts)
+        if src.type == "cuda" and dst.type == "cuda" and src != dst:
+            raise ValueError(f"src and dst must be on one CUDA device or one of them on the CPU, got {src} and {dst}")
+        self._cuda = dst if dst.type == "cuda" else src if src.type == "cuda" else None
+        usable = self._cuda is None or _native_cuda()
+        # Without the native part a plan between host addresses still checks the pairs, and is never run.
+        places = (_device_index(src), _device_index(dst)) if usable else (HOST, HOST)
+        self._torch_only = not usable
+        self._native = self._make_native(places)
+
+    def run(self, block_mapping: torch.Tensor) -> None:
+        """Block d of dst becomes block s of src, in all layers, for each row (s, d) of `block_mapping`.
+
+        block_mapping: int64 [num_pairs, 2] on the CPU, in any order; it may be empty. Not needed after the call.
+
+        On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for; host
+        tensors must be pinned for that, pageable ones work and may block. Tensors must stay till the stream has passed.
+
+        Raises ValueError, before anything is written, for ids out of range, for a destination named twice, and, within
+        one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Also
+        for a stream that captures a graph. RuntimeError if CUDA fails, which leaves the destination undefined.
+        """
+        pairs = _pairs(block_mapping)
+        if self._torch_only:
+            self._run_reference(pairs)
+            return
+        stream = 0 if self._cuda is None else torch.cuda.current_stream(self._cuda).cuda_stream
+        self._native.run(pairs.data_ptr(), len(pairs), stream, torch.get_num_threads())
+
+    def check(self, block_mapping: torch.Tensor) -> None:
+        """Raises what `run` raises for a bad mapping, and copies nothing."""
+        pairs = _pairs(block_mapping)
+        self._native.check(pairs.data_ptr(), len(pairs))
+
+    def executor(self, block_mapping: torch.Tensor) -> str:
+        """What `run` would copy this mapping with: "host", "engine", "kernel" or, without native CUDA, "torch"."""
+        pairs = _pairs(block_mapping)
+        found = self._native.executor(pairs.data_ptr(), len(pairs))
+        return "torch" if self._torch_only else found
+
+    def split_layers(self) -> list["BlockCopier"]:
+        """A copier of each layer alone, with this one's limits: made once."""
+        if self._layers is None:
+            sides = zip(self._srcs, self._dsts, strict=True)
+            self._layers = [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
+        return self._layers
+
+    def _make_native(self, places: tuple[int, int]) -> _C.BlockCopier:
+        host = [cache for cache in (*self._srcs, *self._dsts) if cache.device.type == "cpu"]
+        num_src_blocks, num_dst_blocks = self._num_blocks
+        return _C.BlockCopier(
+            sizes=self._layout.shape(1),
+            block_dim=self._layout.block_dim,
+            element_bytes=self._layout.dtype.itemsize,
+            srcs=[_layer(cache) for cache in self._srcs],
+            dsts=[_layer(cache) for cache in self._dsts],
+            num_src_blocks=num_src_blocks,
+            num_dst_blocks=num_dst_blocks,
+            src_device=places[0],
+            dst_device=places[1],
+            pinned=self._cuda is not None and all(cache.is_pinned() for cache in host),
+            kernel_max_bytes=self._limits[0],
+            max_groups=self._limits[1],
+        )
+
+    def _run_reference(self, pairs: torch.Tensor) -> None:
+        self._native.check(pairs.data_ptr(), len(pairs))
+        for src, dst in zip(self._srcs, self._dsts, strict=True):
+            reference.swap_blocks(src, dst, pairs, self._layout)
+
+
+def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
+    check_block_mapping(block_mapping)
+    return readable("block_mapping", block_mapping).contiguous()
+
+
+def check_block_mapping(block_mapping: torch.Tensor) -> None:
+    """TypeError or ValueError unless it is an int64 tensor [num_pairs, 2] on the CPU."""
+    check_dense("block_mapping", block_mapping)
+    if block_mapping.dtype != torch.int64:
+        raise ValueError(f"block_mapping.dtype must be torch.int64, got {block_mapping.dtype}")
+    if block_mapping.device.type != "cpu":
+        raise ValueError(f"block_mapping must be on the CPU, got {block_mapping.device}")
+    if block_mapping.dim() != 2 or block_mapping.shape[1] != 2:
+        raise ValueError(f"block_mapping.shape must be [num_pairs, 2], got {list(block_mapping.shape)}")
+
+
+def _num_blocks(name: str, caches: list[torch.Tensor], layout: CacheLayout) -> int:
+    for layer, cache in enumerate(caches):
+        layout.validate(cache, f"{name}[{layer}]")
+    counts = {cache.shape[layout.block_dim] for cache in caches}
+    if len(counts) > 1:
+        raise ValueError(f"{name} must have as many blocks in each layer, got {sorted(counts)}")
+    return counts.pop() if counts else 0
+
+
+def _device(name: str, caches: list[torch.Tensor]) -> torch.device:
+    devices = {cache.device for cache in caches}
+    if len(devices) > 1:
+        raise ValueError(f"{name} must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {device}")
+    return device
+
+
+def _device_index(device: torch.device) -> int:
+    return HOST if device.type == "cpu" else device.index
+
+
+def _layer(cache: torch.Tensor) -> tuple[int, list[int]]:
+    return cache.data_ptr(), [stride * cache.element_size() for stride in cache.stride()]
+
+
+def _native_cuda() -> bool:
+    """Whether the native part can use CUDA here; if not, warns (Python shows one place's warning once)."""
+    error = _C.cuda_error()
+    if error is None:
+        return True
+    warnings.warn(f"kvpage moves blocks on CUDA with torch operations: {error}", RuntimeWarning, stacklevel=1)
+    return False

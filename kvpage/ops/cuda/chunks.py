@@ -1,0 +1,101 @@
+"""Chunks of tokens to and from blocks in a CUDA device's memory: a Triton kernel, or torch where Triton is missing.
+
+Arguments are checked by kvpage.ops.chunks, but for block ids in the device's memory: the kernel checks them, skips what
+is bad, and sets a bit of the device's error word (`check_device`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.ops import reference
+from kvpage.ops.cuda.rows import _check_if_debugging, _error_word, _has_triton
+
+HOST_PROGRAMS = 64  # fill a bus; the other multiprocessors are for whoever computes meanwhile
+
+
+def store_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """The tokens from `start` on of a sequence's blocks become chunk's, in all layers with one launch.
+
+    chunk: [num_layers, parts, num_tokens, num_kv_heads, size], any strides with the last dimension contiguous, on the
+        caches' device or in pinned host memory: then it is whole once the stream is.
+    block_ids: int32, on the host or the device. See reference.store_chunk.
+    """
+    _move(caches, block_ids, start, chunk, layout, scales, to_chunk=True)
+
+
+def load_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """The way back: chunk's tokens are written into the blocks. One on the host must stay until the stream is done."""
+    _move(caches, block_ids, start, chunk, layout, scales, to_chunk=False)
+
+
+def _move(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None,
+    to_chunk: bool,
+) -> None:
+    if not caches:
+        return
+    device = caches[0].device
+    if not _has_triton():
+        _check_ids(block_ids, layout.num_blocks(caches[0]))
+        move = reference.store_chunk if to_chunk else reference.load_chunk
+        move(caches, block_ids.to(device), start, chunk, layout, scales)
+        return
+    from kvpage.kernels.chunk import move_chunk
+
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and block_ids.device != device:
+        raise ValueError("block_ids must be on the device where a graph captures: those of the host are gone at replay")
+    with torch.cuda.device(device):
+        for first, last in _alike(caches, scales):
+            move_chunk(
+                caches[first:last],
+                layout.views(caches[first]),
+                block_ids.contiguous(),
+                start,
+                chunk[first:last],
+                None if scales is None else scales[first:last],
+                _error_word(device),
+                to_chunk,
+                2**31 - 1 if chunk.is_cuda else HOST_PROGRAMS,
+                one_by_one=capturing,
+            )
+        _check_if_debugging(device)
+
+
+def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) -> list[tuple[int, int]]:
+    """Runs [first, last) of layers that one launch can serve: almost always one run of all."""
+    kinds = [
+        (cache.stride(), cache.data_ptr() % 16, None if scales is None else (len(scales[i].key), len(scales[i].value)))
+        for i, cache in enumerate(caches)
+    ]
+    firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    return list(zip(firsts, [*firsts[1:], len(kinds)], strict=True))
+
+
+def _check_ids(block_ids: torch.Tensor, num_blocks: int) -> None:
+    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    for block_id in block_ids.tolist():
+        if not 0 <= block_id < num_blocks:
+            raise ValueError(f"block_ids must be in [0, {num_blocks}), got {block_id}")

@@ -1,0 +1,170 @@
+"""Operations on tokens in a CUDA device's memory: Triton kernels, or torch operations where Triton is not installed.
+
+Arguments are checked by kvpage.ops.rows, but for ids in the device's memory, for which nobody waits: the kernels check
+them, skip what is bad, and set a bit of the device's error word.
+"""
+
+import functools
+import importlib.util
+import os
+import warnings
+
+import torch
+
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.ops import reference
+from kvpage.ops.cuda.reshape_memo import Call, ReshapeMemo
+
+_DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
+_ERRORS = {
+    1: "slot_mapping held a slot out of range",
+    2: "block_tables held a block id out of range",
+    4: "seq_lens or seq_starts were out of range",
+    8: "fresh_rows held a row out of range",
+}
+_error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
+_memo = ReshapeMemo()
+
+
+def check_device(device: torch.device | str = "cuda") -> None:
+    """Waits for all the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
+
+    What named it was skipped, everything else was done. With KVPAGE_DEBUG=1 in the environment every operation calls
+    this itself.
+    """
+    device = _with_index(torch.device(device))
+    if device not in _error_words:
+        return
+    torch.cuda.synchronize(device)
+    word = int(_error_words[device].item())
+    if word:
+        _error_words[device].zero_()
+        raise ValueError(
+            "; ".join(text for bit, text in _ERRORS.items() if word & bit) + f" on {device}; it was skipped"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _error_word(device: torch.device) -> torch.Tensor:
+    """The device's error word, made at its first use and zero for every stream from then on."""
+    if device not in _error_words:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"an operation must have run once on {device} before a graph captures one")
+        word = torch.zeros(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        _error_words[device] = word
+    return _error_words[device]
+
+
+def _check_if_debugging(device: torch.device) -> None:
+    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+        check_device(device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn("triton is not installed: tokens are written and gathered by slower torch operations", stacklevel=4)
+    return False
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> None:
+    if not _has_triton():
+        _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
+        reference.reshape_and_cache(key, value, cache, slots, layout, scales)
+        return
+    from kvpage.kernels import reshape
+
+    views, error = layout.views(cache), _error_word(cache.device)
+    with torch.cuda.device(cache.device):
+        launched = reshape.reshape_and_cache(key, value, views, slots, scales, error)
+        _check_if_debugging(cache.device)
+    if launched is not None and not _DEBUG:
+        _memo.remember(Call(key, value, cache, slots, layout, scales), launched, views, error)
+
+
+def reshape_as_before(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> bool:
+    """Whether a call of this kind was checked and launched before, and so this one now is."""
+    if torch.cuda.current_device() != cache.device.index:
+        return False
+    return _memo.repeat(Call(key, value, cache, slots, layout, scales))
+
+
+def gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: list[int],
+    starts: list[int],
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> None:
+    if not _has_triton():
+        _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
+        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
+        return
+    from kvpage.kernels import gather
+
+    with torch.cuda.device(cache.device):
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("gather_cache must be given lengths on the device where a graph captures, and out")
+        views = layout.views(cache)
+        gather.gather_cache(views, block_tables, starts, lengths, out, scales, _error_word(cache.device))
+        _check_if_debugging(cache.device)
+
+
+def gather_cache_by_device_lengths(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> None:
+    if not _has_triton():
+        raise ValueError("seq_lens must be on the host where Triton is not installed")
+    from kvpage.kernels import gather
+
+    with torch.cuda.device(cache.device):
+        gather.gather_cache_by_device_lengths(
+            layout.views(cache), block_tables, starts, lengths, out, scales, _error_word(cache.device)
+        )
+        _check_if_debugging(cache.device)
+
+
+def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
+    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    bad = (slots < -1) | (slots >= num_slots)
+    if bool(bad.any()):
+        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(slots[bad][0])}")
+
+
+def _check_blocks(
+    block_tables: torch.Tensor, lengths: list[int], starts: list[int], num_blocks: int, block_size: int
+) -> None:
+    for table, start, length in zip(block_tables.tolist(), starts, lengths, strict=True):
+        for block_id in table[start // block_size : -(-(start + length) // block_size)] if length else ():
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block_tables must name blocks in [0, {num_blocks}), got {block_id}")

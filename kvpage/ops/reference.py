@@ -1,0 +1,310 @@
+"""Every operation in plain torch: the specification that the fast ones are compared with, bit by bit.
+
+Arguments and results as in kvpage.ops; nothing is validated here, and nothing is fast.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
+from kvpage.layout.kv_view import KVView
+from kvpage.layout.rotation import Turn
+
+
+def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    """dst's block d becomes src's block s, for each (s, d) of block_mapping [num_pairs, 2]."""
+    src_ids, dst_ids = block_mapping.unbind(1)
+    dim = layout.block_dim
+    src, dst = _bits(src), _bits(dst)
+    dst.index_copy_(dim, dst_ids.to(dst.device), src.index_select(dim, src_ids.to(src.device)).to(dst.device))
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    """In each layer's cache, block d becomes block s, for each (s, d); all are read before any is written."""
+    for cache in caches:
+        swap_blocks(cache, cache, block_mapping, layout)
+
+
+def quantize_fp8(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """rows [num_tokens, num_heads, size] over scale [1] or [num_heads], rounded to nearest even, saturating."""
+    most = torch.finfo(dtype).max
+    return (rows.float() / scale[:, None]).clamp(-most, most).to(dtype)
+
+
+def dequantize_fp8(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in fp32, then rounded to `dtype`."""
+    return (rows.float() * scale[:, None]).to(dtype)
+
+
+def quantize_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [num_tokens, num_heads, size] as int8, and a scale each [num_tokens, num_heads]: the largest becomes 127.
+
+    A row of zeros has the scale 0. A row with an infinity or a NaN has a scale that is none, and so stays no number.
+    """
+    rows = rows.float()
+    scales = rows.abs().amax(2) / rows.new_full((1,), 127.0)  # a plain number would be multiplied with on CUDA
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales))[..., None]
+    return (rows / steps).round().clamp(-127, 127).nan_to_num(0).to(torch.int8), scales
+
+
+def dequantize_int8(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in fp32, then rounded to `dtype`."""
+    return (rows.float() * scales[..., None]).to(dtype)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None = None,
+) -> None:
+    """Writes row i of key and value [num_tokens, num_heads, size] to slot_mapping[i]; -1 is padding, goes nowhere."""
+    real = slot_mapping >= 0
+    places = slot_mapping[real] // layout.block_size, slot_mapping[real] % layout.block_size
+    for rows, view, scale in _parts((key, value), cache, layout, scales):
+        write_view(view, places, rows[real], scale)
+
+
+def gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: CacheLayout,
+    seq_starts: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, head_size].
+
+    dtype: of the result; that of an 8-bit float's cache gives its bits as they are.
+    """
+    parts = []
+    starts = torch.zeros_like(seq_lens) if seq_starts is None else seq_starts
+    for table, start, length in zip(block_tables.long(), starts.tolist(), seq_lens.tolist(), strict=True):
+        positions = torch.arange(start, start + length, device=cache.device)
+        parts.append(table[positions // layout.block_size] * layout.block_size + positions % layout.block_size)
+    slots = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=cache.device)
+    places = slots // layout.block_size, slots % layout.block_size
+    dtype = dtype or (torch.float32 if layout.is_quantized else layout.dtype)
+    rows = [
+        read_view(view, places, layout.head_size, scale, dtype)
+        for _, view, scale in _parts((None, None), cache, layout, scales)
+    ]
+    return rows[0], rows[1] if len(rows) == 2 else None
+
+
+def write_view(
+    view: KVView, places: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    """Writes rows [num_places, num_heads, size] at (block ids, offsets), quantised as the view asks for."""
+    dtype = view.rows.dtype
+    if view.scales is not None:
+        rows, token_scales = quantize_int8(rows)
+        view.scales[places] = token_scales
+    elif dtype in FP8_DTYPES and rows.dtype != dtype:
+        rows = quantize_fp8(rows, rows.new_ones(1, dtype=torch.float32) if scale is None else scale, dtype)
+    view.write(*places, rows.to(dtype))
+
+
+def read_view(
+    view: KVView,
+    places: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows [num_places, num_heads, size] at (block ids, offsets), in `dtype`."""
+    rows = view.read(*places, size)
+    if view.scales is not None:
+        return dequantize_int8(rows, view.scales[places], dtype)
+    if rows.dtype in FP8_DTYPES and dtype != rows.dtype:
+        return dequantize_fp8(rows, torch.ones(1, device=rows.device) if scale is None else scale, dtype)
+    return rows.to(dtype)
+
+
+def _parts(
+    rows: tuple[torch.Tensor | None, torch.Tensor | None],
+    cache: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+) -> list[tuple[Any, KVView, torch.Tensor | None]]:
+    """(rows, view, scale) of K and of V; of K alone where there is no value part."""
+    views = layout.views(cache)
+    given = (None, None) if scales is None else (scales.key, scales.value)
+    return [(row, view, scale) for row, view, scale in zip(rows, views, given, strict=True) if view is not None]
+
+
+def gather_into(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+    layout: CacheLayout,
+    scales: KVScales | None = None,
+) -> None:
+    """gather_cache into `out`, packed or padded; rows past a sequence stay as they are."""
+    gathered_parts = gather_cache(cache, block_tables, seq_lens, layout, seq_starts, scales, out[0].dtype)
+    for rows, gathered in zip(out, gathered_parts, strict=True):
+        if rows is None or gathered is None:
+            continue
+        rows, gathered = _bits(rows), _bits(gathered[..., : rows.shape[-1]])
+        if rows.dim() == 3:
+            rows.copy_(gathered)
+            continue
+        for padded, part in zip(rows, gathered.split(seq_lens.tolist()), strict=True):
+            padded[: len(part)] = part
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+
+
+def store_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """chunk [num_layers, parts, num_tokens, num_heads, size] becomes the tokens from `start` on of a sequence's blocks.
+
+    parts: 2, or 1 where there is no value part. Other orders of the chunk's dimensions are views of this one. Of a
+    cache with token scales an int8 chunk holds what the cache does: padded_head_size and the scale's 4 bytes.
+    """
+    places = _places(block_ids, start, chunk.shape[2], layout)
+    for layer, cache in enumerate(caches):
+        given = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+            if chunk.dtype == torch.int8 and view.scales is not None:
+                chunk[layer, part, ..., :-4] = view.read(*places, chunk.shape[4] - 4)
+                chunk[layer, part, ..., -4:] = view.scales[places].unsqueeze(2).view(torch.int8)
+            else:
+                chunk[layer, part] = read_view(view, places, chunk.shape[4], scale, chunk.dtype)
+
+
+def load_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    start: int,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    """The tokens from `start` on of a sequence's blocks become chunk's; see store_chunk."""
+    places = _places(block_ids, start, chunk.shape[2], layout)
+    for layer, cache in enumerate(caches):
+        given = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+            rows = chunk[layer, part].to(cache.device)
+            if rows.dtype == torch.int8 and view.scales is not None:
+                view.write(*places, rows[..., :-4])
+                view.scales[places] = rows[..., -4:].contiguous().view(torch.float32).squeeze(2)
+            else:
+                write_view(view, places, rows, scale)
+
+
+def _places(
+    block_ids: torch.Tensor, start: int, num_tokens: int, layout: CacheLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.arange(start, start + num_tokens, device=block_ids.device)
+    return block_ids.long()[positions // layout.block_size], positions % layout.block_size
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: CacheLayout,
+    scale: float | None = None,
+    query_lens: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    value_size: int | None = None,
+    scales: KVScales | None = None,
+    query_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of query_lens[i] tokens of each sequence, its last ones or those at query_positions, to what
+    they see of its seq_lens[i] tokens, all in fp32.
+    """
+    _, num_heads, key_size = query.shape
+    group_size = num_heads // layout.num_kv_heads
+    query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
+    outputs = [query.new_empty(0, num_heads, value_size or layout.head_size)]
+    counts = query_lens.tolist()
+    if query_positions is None:
+        ends = zip(seq_lens.tolist(), counts, strict=True)
+        last = [torch.arange(length - count, length) for length, count in ends]
+        query_positions = torch.cat([torch.empty(0, dtype=torch.int64), *last])
+    queries, places = query.float().split(counts), query_positions.to(query.device).split(counts)
+    for rows, positions, table, length in zip(queries, places, block_tables, seq_lens.tolist(), strict=True):
+        key, value = gather_cache(
+            cache, table[None], torch.tensor([length]), layout, scales=scales, dtype=torch.float32
+        )
+        value = key if value is None else value  # latents: V is the first part of K
+        key = key[..., :key_size].float().repeat_interleave(group_size, 1)  # [length, num_heads, key_size]
+        value = value[..., :value_size].float().repeat_interleave(group_size, 1)
+        scores = torch.einsum("qhd,khd->hqk", rows, key) * (key_size**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        keys = torch.arange(length, device=query.device)
+        seen = keys <= positions[:, None]
+        if sliding_window is not None:
+            seen &= keys > positions[:, None] - sliding_window
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, len(rows), 1)
+            scores = torch.cat([scores, sink], 2)
+        weights = scores.softmax(2)[..., :length]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype))
+    return torch.cat(outputs)
+
+
+def mix_rows(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    turn: Turn | None = None,
+    fresh: torch.Tensor | None = None,
+    fresh_rows: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+) -> None:
+    """out[i] = rows[i], turned, or fresh[fresh_rows[i]]; of rows and out the slots, where given."""
+    mixed = rows.clone() if slots is None else rows[slots // rows.shape[1], slots % rows.shape[1]]
+    if turn is not None:
+        mixed = turned(mixed, turn)
+    if fresh is not None and fresh_rows is not None:
+        is_fresh = fresh_rows >= 0
+        mixed[is_fresh] = fresh[fresh_rows[is_fresh]]
+    if out_slots is None:
+        out.copy_(mixed)
+        return
+    kept = out_slots[out_slots >= 0]
+    out[kept // out.shape[1], kept % out.shape[1]] = mixed[out_slots >= 0]
+
+
+def turned(rows: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """rows [num_rows, heads, size], turned in fp32, in their own dtype."""
+    pairs = rows[..., turn.first : turn.first + 2 * turn.num_pairs].float()
+    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if turn.is_interleaved else pairs.split(turn.num_pairs, dim=-1)
+    cos, sin = turn.cos[:, None], turn.sin[:, None]
+    both = x * cos - y * sin, y * cos + x * sin
+    joined = torch.stack(both, -1).flatten(-2) if turn.is_interleaved else torch.cat(both, -1)
+    out = rows.clone()
+    out[..., turn.first : turn.first + 2 * turn.num_pairs] = joined.to(rows.dtype)
+    return out
+
+
+def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference of each valid row in fp32; 0 for the others."""
+    # Masked before any arithmetic: NaN times 0 is NaN.
+    difference = (fresh.float() - retrieved.float()).masked_fill(~valid[:, None, None], 0.0)
+    return difference.square().flatten(1).mean(dim=1)

@@ -1,0 +1,272 @@
+"""The arguments of operations on tokens: checked, and as the native calls take them.
+
+Everything is checked but what lies in memory: slots and block ids are the native code's to check.
+"""
+
+import itertools
+import numbers
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.tensors import check_dense, check_writable
+from kvpage.layout.cache_layout import CacheLayout, check_layout
+from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
+from kvpage.layout.kv_view import KVView
+
+Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
+
+
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/row_codec.h, as ElementType
+BITS = 3  # the RowType of rows that are copied as they are
+CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # Codec of csrc/row_codec.h; 0 for any other
+
+
+def native_blocks(view: KVView) -> tuple[int, ...]:
+    """K's or V's blocks as the extension takes them: KVPart of csrc/kv_part.h."""
+    item, strides = view.rows.element_size(), view.rows.stride()
+    blocks = view.rows.data_ptr(), *(stride * item for stride in strides[:4]), view.run_size, item
+    if view.scales is None:
+        return *blocks, 0, 0, 0, 0
+    return *blocks, view.scales.data_ptr(), *(stride * 4 for stride in view.scales.stride())
+
+
+def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+    """K's or V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
+    is_raw = rows.dtype == view.rows.dtype
+    row_type, codec = (BITS, 0) if is_raw else (ROW_TYPES[rows.dtype], CODECS[view.rows.dtype])
+    scales = (0, 0) if scale is None or is_raw else (scale.data_ptr(), int(len(scale) > 1))
+    return *native_blocks(view), *row_view(rows), row_type, codec, rows.shape[-1], *scales
+
+
+def native_parts(
+    views: tuple[KVView, KVView | None],
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    scales: KVScales | None,
+) -> list[tuple[int, ...]]:
+    """native_part of K, and of V where there is one."""
+    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
+    parts = [native_part(views[0], rows[0], key_scale)]
+    if views[1] is not None and rows[1] is not None:
+        parts.append(native_part(views[1], rows[1], value_scale))
+    return parts
+
+
+def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides in bytes of rows [..., num_tokens, num_heads, size]."""
+    item, strides = rows.element_size(), rows.stride()
+    return rows.data_ptr(), strides[-3] * item, strides[-2] * item
+
+
+def check_cache(cache: torch.Tensor, layout: CacheLayout) -> None:
+    """`cache` must be of the layout, in memory that the operations reach."""
+    check_layout(layout)
+    layout.validate(cache)
+    if cache.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"cache must be on the CPU or a CUDA device, got {cache.device}")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape must be {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def row_dtypes(layout: CacheLayout) -> tuple[torch.dtype, ...]:
+    """What rows may be made of: the cache's dtype, or what is quantised on the way in and back on the way out."""
+    if not layout.is_quantized:
+        return (layout.dtype,)
+    return COMPUTE_DTYPES if layout.has_token_scales else (*COMPUTE_DTYPES, layout.dtype)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def check_rows(name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """`rows` must be [num_tokens, num_kv_heads, 1..head_size], with its last dimension contiguous."""
+    if rows.dim() != 3:
+        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
+    check_size(name, rows, layout)
+    check_dtype(name, rows, row_dtypes(layout))
+    expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
+    check_tensor(name, rows, rows.dtype, expected, cache.device)
+
+
+def check_pair(name: str, key: object, value: object, has_values: bool) -> None:
+    """Both, or the key alone where the layout has no value part."""
+    if key is None:
+        raise ValueError(f"{name}key must not be None")
+    if (value is not None) != has_values:
+        rule = "be given" if has_values else "be None, this layout has no value part"
+        raise ValueError(f"{name}value must {rule}, got {type(value).__name__}")
+
+
+def check_scales(scales: KVScales | None, cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Only caches of 8-bit floats take scales, on their device, one for the tensor or one a head."""
+    if scales is not None:
+        check_given_scales("scales", scales, cache, layout)
+
+
+def check_given_scales(what: str, scales: object, cache: torch.Tensor, layout: CacheLayout) -> None:
+    if not isinstance(scales, KVScales):
+        raise TypeError(f"{what} must be KVScales, got {type(scales).__name__}")
+    if layout.dtype not in FP8_DTYPES:
+        raise ValueError(f"{what} must be None for a cache of {layout.dtype}")
+    for name, scale in (("key", scales.key), ("value", scales.value)):
+        if scale.device != cache.device:
+            raise ValueError(f"{what}.{name} must be on {cache.device}, got {scale.device}")
+        if len(scale) not in (1, layout.num_kv_heads):
+            raise ValueError(f"{what}.{name} must have 1 or {layout.num_kv_heads} entries, got {len(scale)}")
+
+
+def check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
+    if not 1 <= rows.shape[-1] <= layout.head_size:
+        raise ValueError(f"{name}'s head size must be in [1, {layout.head_size}], got {rows.shape[-1]}")
+    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {rows.stride(-1)}")
+
+
+def native_tables(
+    cache: torch.Tensor, block_tables: torch.Tensor, layout: CacheLayout
+) -> tuple[int, int, int, int, int, int]:
+    """The block tables as the extension takes them, checked for all but the ids."""
+    if block_tables.dim() != 2:
+        raise ValueError(f"block_tables must be [num_seqs, max_blocks], got shape {tuple(block_tables.shape)}")
+    num_seqs, max_blocks = block_tables.shape
+    check_tensor("block_tables", block_tables, torch.int32, (num_seqs, max_blocks), cache.device)
+    if max_blocks > 1 and block_tables.stride(1) != 1:
+        raise ValueError(f"block_tables must be contiguous in its last dimension, got stride {block_tables.stride(1)}")
+    num_blocks = cache.shape[layout.block_dim]
+    return block_tables.data_ptr(), block_tables.stride(0), num_seqs, max_blocks, num_blocks, layout.block_size
+
+
+def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
+    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for what are no integers."""
+    if isinstance(lengths, torch.Tensor):
+        check_dense(name, lengths)
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:
+            raise ValueError(
+                f"{name} must be one row of int32 or int64 on the host, "
+                f"got {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
+            )
+        counts = lengths.tolist()
+    else:
+        counts = _integers(name, lengths)
+    if len(counts) != num_seqs:
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {len(counts)}")
+    for bound in (min(counts), max(counts)) if counts else ():
+        if not 0 <= bound <= maximum:
+            raise ValueError(f"{name} must be in [0, {maximum}], got {bound}")
+    return counts
+
+
+def length_bound(name: str, bound: int | None, counts: list[int] | None, most: int) -> int:
+    """The largest length: `bound` where given, which no known one may exceed, else the largest known one, or `most`."""
+    largest = most if counts is None else max(counts, default=0)
+    if bound is None:
+        return largest
+    bound = as_integer(name, bound)
+    least = 0 if counts is None else largest
+    if bound < least:
+        raise ValueError(f"{name} must be at least {least}, got {bound}")
+    return min(bound, most)
+
+
+def _integers(name: str, lengths: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise TypeError(f"{name} must be integers, got {lengths!r}") from error
+
+
+def fp32_number(name: str, value: float) -> float:
+    """`value` as a float. TypeError unless it is a real number, ValueError unless fp32 holds it and it is finite."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be a finite number of fp32, got {value}")
+    return float(value)
+
+
+def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bool) -> None:
+    """Tensors that can be written, and that are not one and the same; the second is None where there is no V."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
+    check_pair("out's ", *out, has_values)
+    for name, rows in zip(("key", "value"), out, strict=True):
+        if rows is not None:
+            check_writable(name, rows)
+    key, value = out
+    if value is not None and key.data_ptr() == value.data_ptr() and key.numel() and value.numel():
+        raise ValueError("key and value must not be in the same memory")
+
+
+def out_offsets(
+    name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout
+) -> list[int]:
+    """Checks an output of gather_cache; bytes from its address to the first row of each sequence."""
+    num_seqs, heads, size = len(lengths), layout.num_kv_heads, rows.shape[-1] if rows.dim() else 0
+    if rows.dim() not in (3, 4):
+        raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
+    check_size(name, rows, layout)
+    check_dtype(name, rows, row_dtypes(layout))
+    stride = rows.stride(0) * rows.element_size()
+    if rows.dim() == 3:
+        ends = [0, *itertools.accumulate(lengths)]
+        check_tensor(name, rows, rows.dtype, (ends[-1], heads, size), cache.device)
+        offsets = [end * stride for end in ends[:-1]]
+    else:
+        check_tensor(name, rows, rows.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
+        if max(lengths, default=0) > rows.shape[1]:
+            raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
+        offsets = [seq * stride for seq in range(num_seqs)]
+    return offsets
+
+
+def check_device_lengths(
+    lengths: torch.Tensor, starts: object, num_seqs: int, cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Lengths, and starts where given, on the cache's device: checked but for their values, and contiguous."""
+    if starts is not None and not isinstance(starts, torch.Tensor):
+        raise ValueError(f"seq_starts must be on {cache.device} as seq_lens are, got {type(starts).__name__}")
+    for name, row in (("seq_lens", lengths), ("seq_starts", starts)):
+        if row is not None:
+            check_dtype(name, row, (torch.int32, torch.int64))
+            check_tensor(name, row, row.dtype, (num_seqs,), cache.device)
+    return lengths.contiguous(), None if starts is None else starts.contiguous()
+
+
+def check_open_out(
+    out: tuple[torch.Tensor, torch.Tensor | None] | None,
+    num_seqs: int,
+    has_values: bool,
+    cache: torch.Tensor,
+    layout: CacheLayout,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An output of gather_cache, for lengths that only the device knows."""
+    if out is None:
+        raise ValueError("out must be given where seq_lens are on the device, got None")
+    check_pair("out's ", *out, has_values)
+    key, value = out
+    for name, rows in (("key", key), ("value", key if value is None else value)):
+        if rows.dim() not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
+        check_size(name, rows, layout)
+        check_dtype(name, rows, row_dtypes(layout))
+        room = (key.shape[0],) if key.dim() == 3 else (num_seqs, key.shape[1])
+        check_tensor(name, rows, key.dtype, (*room, layout.num_kv_heads, rows.shape[-1]), cache.device)
+        if any(stride == 0 and count > 1 for stride, count in zip(rows.stride(), rows.shape, strict=True)):
+            raise ValueError(f"{name} must have memory for each of its elements, got strides {rows.stride()}")
+    return out

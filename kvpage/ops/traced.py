@@ -1,0 +1,335 @@
+"""torch.ops.kvpage: the operations as torch knows them, so that compiled code and captured graphs may contain them.
+
+    eager            ops.reshape_and_cache ────────────────────────────────────────► token_ops
+    torch.compile    ops.reshape_and_cache ─► torch.ops.kvpage.reshape_and_cache ──► token_ops, when the code runs
+
+What an operation writes is declared as mutated, so a compiler neither drops a call nor moves one past another. Layouts
+travel as their `spec`, scales as tensors, lengths as tensors; every result is written into a tensor that is given, so
+that no shape depends on values. The operations check what kvpage.ops checks, at run time. They have no derivatives.
+
+The functions here have the signatures of kvpage.ops, which calls them while something compiles.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvpage.checks.tensors import check_dense
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.ops import chunks as chunk_ops
+from kvpage.ops import rows as token_ops
+from kvpage.ops.copies import BlockCopier
+from kvpage.ops.token_args import Lengths, row_dtypes
+
+_library = torch.library.Library("kvpage", "DEF")
+
+SCALES = "Tensor? key_scale=None, Tensor? value_scale=None"
+LAYER_SCALES = "Tensor[]? key_scales=None, Tensor[]? value_scales=None"
+
+
+def _operation(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a function that writes into what it is given and returns nothing, on all devices, and its fake."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name = schema.split("(")[0]
+        _library.define(f"{schema} -> ()", tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+        for key in ("CompositeExplicitAutograd", "Negative", "Conjugate"):  # torch's own for the last two work on
+            _library.impl(name, function, key)  # copies, and fail in the middle where an optional tensor is None
+        torch.library.register_fake(f"kvpage::{name}", _writes_nothing, lib=_library)
+        return function
+
+    return register
+
+
+def _writes_nothing(*args: Any, **kwargs: Any) -> None:
+    """What an operation does with tensors that have no memory: shapes are checked with the values, at run time."""
+
+
+# --- what runs -------------------------------------------------------------------------------------------------------
+
+
+@_operation(
+    f"reshape_and_cache(Tensor key, Tensor? value, Tensor(a!) cache, Tensor slot_mapping, str layout, {SCALES})"
+)
+def _reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: str,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    scales = _scales(key_scale, value_scale)
+    token_ops.reshape_and_cache(key, value, cache, slot_mapping, CacheLayout.from_spec(layout), scales)
+
+
+@_operation(
+    "gather_cache(Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? seq_starts, Tensor(a!) key, "
+    f"Tensor(b!)? value, str layout, {SCALES})"
+)
+def _gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    layout: str,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    known, scales = CacheLayout.from_spec(layout), _scales(key_scale, value_scale)
+    token_ops.gather_cache(cache, block_tables, seq_lens, known, seq_starts, (key, value), scales)
+
+
+@_operation(
+    "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, "
+    "Tensor(a!) out, str layout, float? scale=None, int? sliding_window=None, float? softcap=None, "
+    f"Tensor? sinks=None, {SCALES}, int? max_query_len=None, int? max_seq_len=None)"
+)
+def _paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    out: torch.Tensor,
+    layout: str,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> None:
+    check_dense("out", out)
+    if out.dim() != 3:
+        raise ValueError(f"out must be [num_tokens, num_heads, value_size], got shape {tuple(out.shape)}")
+    token_ops.paged_attention(
+        query,
+        cache,
+        block_tables,
+        seq_lens,
+        CacheLayout.from_spec(layout),
+        scale,
+        query_lens,
+        sliding_window,
+        softcap,
+        sinks,
+        out.shape[-1],
+        out,
+        _scales(key_scale, value_scale),
+        max_query_len,
+        max_seq_len,
+    )
+
+
+@_operation("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping, str layout)")
+def _swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: str) -> None:
+    BlockCopier([src], [dst], CacheLayout.from_spec(layout)).run(block_mapping)
+
+
+@_operation("swap_blocks_layers(Tensor[] srcs, Tensor(a!)[] dsts, Tensor block_mapping, str layout)")
+def _swap_blocks_layers(
+    srcs: list[torch.Tensor], dsts: list[torch.Tensor], block_mapping: torch.Tensor, layout: str
+) -> None:
+    BlockCopier(srcs, dsts, CacheLayout.from_spec(layout)).run(block_mapping)
+
+
+@_operation("copy_blocks(Tensor(a!)[] caches, Tensor block_mapping, str layout)")
+def _copy_blocks(caches: list[torch.Tensor], block_mapping: torch.Tensor, layout: str) -> None:
+    BlockCopier(caches, caches, CacheLayout.from_spec(layout)).run(block_mapping)
+
+
+@_operation(
+    f"store_chunk(Tensor[] caches, Tensor block_ids, Tensor(a!) chunk, str layout, int start, str fmt, {LAYER_SCALES})"
+)
+def _store_chunk(
+    caches: list[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: str,
+    start: int,
+    fmt: str,
+    key_scales: list[torch.Tensor] | None = None,
+    value_scales: list[torch.Tensor] | None = None,
+) -> None:
+    scales = _layer_scales(key_scales, value_scales)
+    chunk_ops.store_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
+
+
+@_operation(
+    f"load_chunk(Tensor(a!)[] caches, Tensor block_ids, Tensor chunk, str layout, int start, str fmt, {LAYER_SCALES})"
+)
+def _load_chunk(
+    caches: list[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: str,
+    start: int,
+    fmt: str,
+    key_scales: list[torch.Tensor] | None = None,
+    value_scales: list[torch.Tensor] | None = None,
+) -> None:
+    scales = _layer_scales(key_scales, value_scales)
+    chunk_ops.load_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
+
+
+def _scales(key: torch.Tensor | None, value: torch.Tensor | None) -> KVScales | None:
+    """Whose values were looked at when a KVScales was made of them; both or none."""
+    if (key is None) != (value is None):
+        raise ValueError(f"key_scale and value_scale must both be given, or none, got {type(key)} and {type(value)}")
+    return None if key is None or value is None else KVScales.unchecked(key, value)
+
+
+def _layer_scales(keys: list[torch.Tensor] | None, values: list[torch.Tensor] | None) -> list[KVScales] | None:
+    if (keys is None) != (values is None):
+        raise ValueError(
+            f"key_scales and value_scales must both be given, or none, got {type(keys)} and {type(values)}"
+        )
+    if keys is None or values is None:
+        return None
+    return [KVScales.unchecked(key, value) for key, value in zip(keys, values, strict=True)]
+
+
+# --- what compilers trace --------------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None = None,
+) -> None:
+    torch.ops.kvpage.reshape_and_cache(key, value, cache, slot_mapping, layout.spec, *_tensors(scales))
+
+
+def gather_cache(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: Lengths,
+    layout: CacheLayout,
+    seq_starts: Lengths | None = None,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """ValueError without `out` where seq_lens is a tensor: the result's shape would depend on its values."""
+    if out is None:
+        if isinstance(seq_lens, torch.Tensor):
+            raise ValueError("out must be given in compiled code when seq_lens is a tensor")
+        out = _new_rows(sum(seq_lens), cache, layout, dtype)
+    lengths, starts = _as_tensor(seq_lens), None if seq_starts is None else _as_tensor(seq_starts)
+    torch.ops.kvpage.gather_cache(cache, block_tables, lengths, starts, *out, layout.spec, *_tensors(scales))
+    return out
+
+
+def _new_rows(
+    num_tokens: int, cache: torch.Tensor, layout: CacheLayout, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = dtype or row_dtypes(layout)[0]
+    shape = (num_tokens, layout.num_kv_heads, layout.head_size)
+    has_values = layout.views(torch.empty(layout.shape(1), dtype=layout.dtype))[1] is not None
+    return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype) if has_values else None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: Lengths,
+    layout: CacheLayout,
+    scale: float | None = None,
+    query_lens: Lengths | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    value_size: int | None = None,
+    out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    query_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if query_positions is not None:
+        raise ValueError("query_positions must be None where torch traces")
+    if out is None:
+        out = query.new_empty(*query.shape[:2], layout.head_size if value_size is None else value_size)
+    torch.ops.kvpage.paged_attention(
+        query,
+        cache,
+        block_tables,
+        _as_tensor(seq_lens),
+        None if query_lens is None else _as_tensor(query_lens),
+        out,
+        layout.spec,
+        scale,
+        sliding_window,
+        softcap,
+        sinks,
+        *_tensors(scales),
+        max_query_len,
+        max_seq_len,
+    )
+    return out
+
+
+def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    torch.ops.kvpage.swap_blocks(src, dst, block_mapping, layout.spec)
+
+
+def swap_blocks_layers(
+    srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout
+) -> None:
+    torch.ops.kvpage.swap_blocks_layers(list(srcs), list(dsts), block_mapping, layout.spec)
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    torch.ops.kvpage.copy_blocks(list(caches), block_mapping, layout.spec)
+
+
+def store_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    start: int = 0,
+    fmt: str = "vllm",
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    each = _layer_tensors(scales)
+    torch.ops.kvpage.store_chunk(list(caches), block_ids, chunk, layout.spec, start, fmt, *each)
+
+
+def load_chunk(
+    caches: Sequence[torch.Tensor],
+    block_ids: torch.Tensor,
+    chunk: torch.Tensor,
+    layout: CacheLayout,
+    start: int = 0,
+    fmt: str = "vllm",
+    scales: Sequence[KVScales] | None = None,
+) -> None:
+    each = _layer_tensors(scales)
+    torch.ops.kvpage.load_chunk(list(caches), block_ids, chunk, layout.spec, start, fmt, *each)
+
+
+def _tensors(scales: KVScales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if scales is None else (scales.key, scales.value)
+
+
+def _layer_tensors(
+    scales: Sequence[KVScales] | None,
+) -> tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]:
+    return (None, None) if scales is None else ([each.key for each in scales], [each.value for each in scales])
+
+
+def _as_tensor(lengths: Lengths) -> torch.Tensor:
+    return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths, dtype=torch.int64)

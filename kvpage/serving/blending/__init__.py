@@ -1,0 +1,1 @@
+"""Requests whose segments are blended."""

@@ -1,0 +1,245 @@
+"""BlendPass: one forward pass in which some tokens have K and V already, out of segments (CacheBlend).
+
+    a blended prompt     [ prefix | segment A . . . | new | segment B . . . | question ]
+    K and V in           blocks     segments          -     segments          -
+    computed up to the check layer  # # # # # # # # # # # # # # # # # # # # # # # # # # #
+    and behind it                   . # . . . . . . # # # # . . # . . . . . # # # # # # #
+
+The check layer chooses, of the reused tokens of each prompt, those of the largest sensitivity, as far as the segments
+know it; of the others those whose K or V differ most from what the segments say: of both kinds the same share. Behind
+it, a layer's blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over
+these; a chosen row attends to all keys up to its own position. With filters several layers choose, each among what is
+left. Other sequences of the same pass are computed as ever; which layer chooses for a prompt does not depend on them.
+What layer 0 need not look for is chosen before it, and there is nothing that is computed for all.
+
+An exception leaves K and V behind in blocks that nobody has committed.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage import ops
+from kvpage.blend.config import BlendConfig
+from kvpage.blend.mixing import mix
+from kvpage.blend.rotary import RotaryTables
+from kvpage.blend.segments import Reuse
+from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
+from kvpage.layout.rotation import Turn
+from kvpage.serving.model.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
+from kvpage.serving.model.dense_attention import AttentionOptions
+from kvpage.serving.model.row_hooks import RowHooks, RowsChosen
+from kvpage.serving.model.step import Piece, Step
+
+PAD_SLOT = -1  # written nowhere
+
+
+class BlendCounts(NamedTuple):
+    """Tokens of a piece that segments had: kept as they were, and computed again."""
+
+    num_reused: int
+    num_recomputed: int
+
+
+class BlendPass:
+    """See above. layers: the decoder's, whose hooks it sets. rotary: of each of them, None where K is not turned."""
+
+    def __init__(
+        self,
+        config: BlendConfig,
+        layers: Sequence[torch.nn.Module],
+        rotary: Sequence[RotaryTables | None],
+        step: Step,
+        pieces: Sequence[Piece],
+    ) -> None:
+        self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
+        self._chose_at = -1  # the layer that has chosen last; -1, too, of a choice before the first one
+        self._step = step
+        self._order = {layer: index for index, layer in enumerate(step.caches)}
+        self._first_rows = np.cumsum([0, *step.query_lens])
+        self._reuses = [reuse for piece in pieces for reuse in piece.reuse]
+        rows = [
+            first + reuse.start - piece.start + np.arange(reuse.num_tokens)
+            for first, piece in zip(self._first_rows, pieces, strict=False)
+            for reuse in piece.reuse
+        ]
+        device = step.slot_mapping.device
+        self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
+        self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
+        sensitivity, is_known, whose = _known(pieces, config)
+        self._knows_all = bool(is_known.all())
+        self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
+        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
+        self._stages = _stages(pieces, config, len(layers))
+        self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
+        self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
+        self._selection: Selection | None = None
+        self._narrowed = step  # of the rows that are computed: in the end, of those that were chosen
+        if _needs_no_look(pieces, config, self._stages):
+            self._narrow(-1, self._choose(self._stages.pop(0), None))
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._first_rows[-1])
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """See StepBlend."""
+        is_narrow = self._selection is not None
+        return RowHooks(self._layers, [*self._stages], self.num_rows, lambda: self.selection.indices, is_narrow).on()
+
+    @property
+    def selection(self) -> Selection:
+        """What was chosen last, among all rows of the pass. RuntimeError before a layer has."""
+        if self._selection is None:
+            raise RuntimeError("selection is there once a check layer has been computed")
+        return self._selection
+
+    def counts(self) -> list[BlendCounts]:
+        """Of each piece, once the last check layer has been computed."""
+        is_reused = np.zeros(self.num_rows, dtype=bool)
+        is_reused[self._rows.cpu().numpy()] = True
+        is_chosen = np.zeros(self.num_rows, dtype=bool)
+        is_chosen[self.selection.indices.cpu().numpy()] = True
+        spans = [slice(*bounds) for bounds in zip(self._first_rows[:-1], self._first_rows[1:], strict=True)]
+        return [
+            BlendCounts(int((is_reused & ~is_chosen)[span].sum()), int((is_reused & is_chosen)[span].sum()))
+            for span in spans
+        ]
+
+    # --- a layer -----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See StepBlend. RowsChosen out of a check layer's first call."""
+        index = self._order[layer]
+        if self._selection is not None and index > self._chose_at:
+            self._fill(index, layer, key)
+        write_rows(key, value, layer, self._step, self._narrowed.slot_mapping)
+        if index in self._stages and index > self._chose_at:
+            self._narrow(index, self._choose(self._stages[index], (index, key, value)))
+            raise RowsChosen
+        return attend_rows(query, key, value, layer, self._narrowed, options)
+
+    def _narrow(self, index: int, selection: Selection) -> None:
+        self._chose_at, self._selection = index, selection
+        self._narrowed = self._step.of_rows(selection.indices)
+        self._open_slots = self._slots_not_chosen(selection)
+
+    def _fill(self, index: int, layer: int, like: torch.Tensor) -> None:
+        """The segments' rows go into the blocks: in one pass over memory, where the cache keeps numbers as they are."""
+        step = self._step
+        caches = self._open_blocks(layer)
+        if caches is None:
+            write_rows(*self._retrieved(index, like), layer, step, step.slot_mapping[self._rows])
+            return
+        for one, turn, slots in zip(self._reuses, self._turns_of(index), self._open_slots, strict=True):
+            for rows, cache, how in zip(one.rows(index), caches, (turn, None), strict=True):
+                ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
+
+    def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of the layer, [num_blocks, block_size, kv heads, size], if the segments' rows fit in as they are."""
+        layout, rows = self._step.layout, self._reuses[0].segment.k
+        key, value = layout.views(self._step.caches[layer])
+        is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
+        if not is_plain or value is None or key.rows.shape[3] > 1 or value.rows.shape[3] > 1:
+            return None
+        return key.rows[..., 0, : rows.shape[-1]], value.rows[..., 0, : rows.shape[-1]]
+
+    def _retrieved(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, turned, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
+        dtype = row_dtype(like.dtype, self._step.layout)
+        keys, values = [], []
+        for one, turn in zip(self._reuses, self._turns_of(index), strict=True):
+            key, value = (rows.to(like.device, dtype) for rows in one.rows(index))
+            keys.append(key if turn is None else mix(key, 0, key.shape[-1], turn))
+            values.append(value)
+        return torch.cat(keys), torch.cat(values)
+
+    def _turns_of(self, index: int) -> list[Turn | None]:
+        """Of each reused run, from where its K was computed to where it is: the same in all layers of a kind."""
+        rotary = self._rotary[index]
+        if rotary not in self._turns:
+            self._turns[rotary] = [None if rotary is None else self._turn(rotary, one) for one in self._reuses]
+        return self._turns[rotary]
+
+    def _turn(self, rotary: RotaryTables, one: Reuse) -> Turn:
+        old = one.segment.positions[one.begin : one.begin + one.num_tokens]
+        return rotary.turning(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
+
+    def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
+        slots = self._step.slot_mapping.clone()
+        slots[selection.indices] = PAD_SLOT
+        return slots[self._rows].split([one.num_tokens for one in self._reuses])
+
+    def _choose(self, ratios: list[float], fresh: tuple[int, torch.Tensor, torch.Tensor] | None) -> Selection:
+        """fresh: a layer, and its K and V of the rows that are computed so far; None where there is nothing to see."""
+        device = self._rows.device
+        valid, left = (torch.zeros(self.num_rows, dtype=torch.bool, device=device) for _ in range(2))
+        valid[self._rows] = True
+        left[self._selection.indices if self._selection else slice(None)] = True
+        is_left = left[self._rows]
+        candidates = self._rows[is_left]
+        scores = self._sensitivity[is_left]
+        if fresh is not None and not self._knows_all:
+            deviation = self._deviation(*fresh, candidates, left)
+            scores = torch.where(self._is_known[is_left], scores, deviation)
+        score = torch.zeros(self.num_rows, device=device)
+        score[candidates] = ranks(scores, self._kinds[is_left])
+        return select_tokens(score, valid, self._first_rows.tolist(), ratios, left)
+
+    def _deviation(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, candidates: torch.Tensor, left: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the candidates, reused rows that are left: from what their segments say. key, value: of all that are."""
+        places, is_left = left.cumsum(0)[candidates] - 1, left[self._rows]
+        everything = torch.ones_like(candidates, dtype=torch.bool)
+        deviation = torch.zeros(len(candidates), device=key.device)
+        for part, fresh, retrieved in zip("kv", (key, value), self._retrieved(index, key), strict=True):
+            if part in self._config.metric:
+                rows = retrieved[is_left, ..., : fresh.shape[-1]]
+                deviation += token_deviation(fresh[places], rows, everything, 0)
+        return deviation * self._weights[is_left]
+
+
+def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are.
+
+    Exact rows would be known. Beside some that are not, they are ranked with those, and last: none is to be chosen.
+    """
+    sensitivity, is_known, whose = [], [], []
+    for index, piece in enumerate(pieces):
+        is_all_known = _is_known(piece, config)
+        for reuse in piece.reuse:
+            counts = config.uses_sensitivity and (is_all_known or not reuse.is_exact)
+            found = reuse.sensitivity() if counts else None
+            sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
+            is_known.append(torch.full((reuse.num_tokens,), found is not None))
+            whose.append(torch.full((reuse.num_tokens,), index))
+    return torch.cat(sensitivity), torch.cat(is_known), torch.cat(whose)
+
+
+def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
+    """Of each layer that chooses in any piece the share of each piece's rows that goes on behind it."""
+    each = [config.stages_of(num_layers, _is_known(piece, config)) if piece.reuse else () for piece in pieces]
+    layers = sorted({stage.layer for stages in each for stage in stages})
+    return {
+        layer: [min([1.0, *(one.ratio for one in stages if one.layer <= layer)]) for stages in each] for layer in layers
+    }
+
+
+def _needs_no_look(pieces: Sequence[Piece], config: BlendConfig, stages: dict[int, list[float]]) -> bool:
+    """Layer 0 is to choose, and knows without its K and V what: of every piece that it may let go of rows of."""
+    ratios = stages.get(0)
+    return ratios is not None and all(
+        ratio == 1 or _is_known(piece, config) for ratio, piece in zip(ratios, pieces, strict=True)
+    )
+
+
+def _is_known(piece: Piece, config: BlendConfig) -> bool:
+    """All of its reused rows have a sensitivity that counts."""
+    return config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in piece.reuse)

@@ -1,0 +1,1 @@
+"""KVPageCache: `model.generate` over paged blocks."""

@@ -1,0 +1,276 @@
+"""CachedRows: the sequences of one batch, all of one length, each in blocks of its own or shared with others.
+
+             ▼ length: what the model takes as computed
+    row 0   [ found | found found found | to compute ]
+    row 1   [ found | to compute to compute to compute ]
+
+Rows are computed together, from the shortest beginning that was found. What a row has found beyond that is computed
+again and written nowhere: its blocks are the tree's, and others may read them.
+
+    open ─► skip_found ─► begin ─► the model writes K and V ─► finish ─► begin ─► ... ─► release
+
+What `finish` was told of is committed by the next `begin`, `select` or `release`: until then `crop` can take it back
+for nothing.
+"""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.working_rows import WorkingRows
+
+TokenRow = npt.NDArray[np.int32]
+"""[num_tokens]."""
+
+TokenRows = npt.NDArray[np.int32]
+"""[num_rows, num_tokens]."""
+
+PAD_SLOT = -1
+_NO_TOKEN = np.int32(-1)  # of no vocabulary
+
+
+@dataclass(slots=True)
+class _Row:
+    seq_id: int
+    room: int  # tokens that there are blocks for
+    num_written: int  # tokens that were found or committed
+    namespace: bytes
+    is_private: bool  # its namespace is its own, and forgotten with it
+
+
+class CachedRows:
+    """One batch over the blocks of `manager` and the tensors of `engine`; `seq_ids` gives each row a name of its own.
+
+    working: where K and V of the rows are in one piece, too. Unless it is empty, what is not committed is there, and
+        written into blocks as it is committed; otherwise whoever computes writes into the slots of `begin`.
+
+    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError) has changed nothing but how recently
+    cached blocks were used, and which rows are committed. Ctrl-C is raised behind it.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        seq_ids: Iterator[int],
+        working: WorkingRows | None = None,
+    ) -> None:
+        self.length = 0
+        self.working = working
+        self._manager, self._engine, self._seq_ids = manager, engine, seq_ids
+        self._rows: list[_Row] = []
+        self._tokens = np.empty((0, 0), np.int32)  # computed ones, then those of the prompt that are yet to come
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_found(self) -> int:
+        """Tokens that every row has in its blocks without their having been computed here."""
+        return min((row.num_written for row in self._rows), default=0)
+
+    def is_findable(self, row: int) -> bool:
+        """Whether the row's tokens tell its K and V, so that others find them."""
+        return not self._rows[row].is_private
+
+    @uninterrupted
+    def open(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> None:
+        """Blocks for rows of these tokens, with what is cached of each. There must be no rows yet.
+
+        A row that is not findable neither finds nor is found: its tokens do not tell its K and V.
+        """
+        self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace), tokens
+
+    @uninterrupted
+    def hide(self, places: Sequence[int]) -> None:
+        """Makes these rows, of which nothing is computed, ones that are not findable and have found nothing."""
+        hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
+        for place, row in zip(places, hidden, strict=True):
+            self._give_back(self._rows[place], self._tokens[place, :0])
+            self._rows[place] = row
+
+    def skip_found(self) -> None:
+        """Takes what every row has found as computed. At least the last token of the prompt is left."""
+        self.length = self.num_found
+
+    def check(self, tokens: TokenRows, start: int, repeats: int = 1) -> None:
+        """ValueError unless tokens from `start` on, for each row so often, are those that are known of it."""
+        known = self._tokens[:, start : start + tokens.shape[1]].repeat(repeats, axis=0)
+        if not np.array_equal(known, tokens[:, : known.shape[1]]):
+            raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
+
+    @uninterrupted
+    def begin(self, tokens: TokenRows, start: int) -> RowSlots:
+        """Room for every row's tokens from `start` on: [num_rows, at least 1]. `start` is at most the length."""
+        self.commit()
+        self._reserve(end := start + tokens.shape[1])
+        return self._slots(start, end)
+
+    @uninterrupted
+    def begin_working(self, tokens: TokenRows, start: int) -> bool:
+        """As `begin`, for the working rows. False, with nothing changed, if there are none or they lack room."""
+        end = start + tokens.shape[1]
+        if self.working is None or not self.working.reserve(len(self), end):
+            return False
+        if self.working.is_empty or self._fills_block():
+            self.commit()
+        self._reserve(end)
+        return True
+
+    def tables(self) -> torch.Tensor:
+        """See RowSlots.block_tables; what is in the blocks may be read now."""
+        self._manager.do_moves(self._engine.do_move)
+        return torch.from_numpy(self._manager.block_tables([row.seq_id for row in self._rows])).to(self._engine.device)
+
+    def finish(self, tokens: TokenRows, start: int) -> None:
+        """The tokens that `begin` was given are written, in all layers."""
+        end = start + tokens.shape[1]
+        known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
+        self.length, self._tokens = end, known
+
+    @uninterrupted
+    def commit(self) -> None:
+        """What is computed can be found from now on, in whole blocks."""
+        start = min((row.num_written for row in self._rows), default=self.length)
+        if self.working is not None and start < self.length and not self.working.is_empty:
+            self.working.write(self._slots(start, self.length))
+        for row, tokens in zip(self._rows, self._tokens, strict=True):
+            if row.num_written < self.length:
+                self._manager.commit(row.seq_id, tokens[row.num_written : self.length])
+                row.num_written = self.length
+
+    @uninterrupted
+    def crop(self, length: int) -> None:
+        """Forgets every row's tokens from the `length`th on. What was committed stays in the tree, for who finds it.
+
+        OutOfBlocks where rows have to move to blocks of their own and there is no room.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be in [0, {self.length}], got {length}")
+        if length == self.length:
+            return
+        kept = [row.num_written <= length for row in self._rows]
+        self._rearrange(range(len(self)), kept, self._tokens[:, :length], length)
+        self.length = length
+
+    @uninterrupted
+    def select(self, indices: Sequence[int]) -> None:
+        """Row i becomes what row indices[i] was; rows named more than once share blocks, those not named are given up.
+
+        OutOfBlocks where copies need blocks, ValueError for a row that is not there, or for none.
+        """
+        if not indices or min(indices) < 0 or max(indices) >= len(self):
+            raise ValueError(f"indices must be rows in [0, {len(self)}), got {list(indices)}")
+        self.commit()
+        is_first = [index not in indices[:place] for place, index in enumerate(indices)]
+        self._rearrange(indices, is_first, self._tokens, self.length)
+
+    @uninterrupted
+    def release(self) -> None:
+        """Commits what is computed and gives all rows up. What was committed can be found until it is evicted."""
+        try:
+            self.commit()
+        finally:
+            self._release_all()
+
+    def _release_all(self) -> None:
+        if self.working is not None:
+            self.working.drop()
+        rows, tokens = self._rows, self._tokens[:, : self.length]
+        self._rows, self._tokens, self.length = [], np.empty((0, 0), np.int32), 0
+        for row, row_tokens in zip(rows, tokens, strict=True):
+            self._give_back(row, row_tokens)
+
+    # --- inside ---
+
+    def _fills_block(self) -> bool:
+        """Whether what is not committed ends a block, which others could find."""
+        block_size, start = self._manager.block_size, min(row.num_written for row in self._rows)
+        return start // block_size < self.length // block_size
+
+    def _reserve(self, end: int) -> None:
+        lacking = [max(end - row.room, 0) for row in self._rows]
+        if any(lacking):
+            self._manager.append([row.seq_id for row in self._rows], lacking)
+            for row, count in zip(self._rows, lacking, strict=True):
+                row.room += count
+
+    def _allocate_each(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> list[_Row]:
+        rows: list[_Row] = []
+        try:
+            for row_tokens, findable in zip(tokens, is_findable, strict=True):
+                own = namespace if findable else b"private:" + uuid.uuid4().bytes
+                rows.append(self._allocate(row_tokens, own, not findable))
+        except BaseException:
+            for row in rows:
+                self._manager.release(row.seq_id)
+            raise
+        return rows
+
+    def _allocate(self, tokens: TokenRow, namespace: bytes, is_private: bool) -> _Row:
+        seq_id = next(self._seq_ids)
+        allocation = self._manager.allocate(seq_id, tokens, namespace)
+        return _Row(seq_id, len(tokens), allocation.num_cached_tokens, namespace, is_private)
+
+    def _give_back(self, row: _Row, tokens: TokenRow) -> None:
+        self._manager.release(row.seq_id)
+        if row.is_private:
+            self._manager.space.drop(tokens, row.namespace)
+
+    def _rearrange(self, sources: Sequence[int], is_kept: Sequence[bool], tokens: TokenRows, length: int) -> None:
+        """New rows out of old ones: the row itself where it is kept, otherwise a copy of its first `length` tokens."""
+        rows: list[_Row] = []
+        try:
+            for source, kept in zip(sources, is_kept, strict=True):
+                rows.append(self._rows[source] if kept else self._copy(self._rows[source], tokens[source], length))
+        except BaseException:
+            for row, kept, source in zip(rows, is_kept, sources, strict=False):
+                if not kept:
+                    self._give_back(row, tokens[source, :length])
+            raise
+        if self.working is not None and list(sources) != list(range(len(self._rows))):
+            self.working.drop()
+        kept_ids = {row.seq_id for row in rows}
+        old, old_tokens, old_length = self._rows, self._tokens, self.length
+        self._rows, self._tokens, self.length = rows, tokens[list(sources)], length
+        for row, row_tokens in zip(old, old_tokens, strict=True):
+            if row.seq_id not in kept_ids:
+                self._give_back(row, row_tokens[:old_length])
+
+    def _copy(self, row: _Row, tokens: TokenRow, length: int) -> _Row:
+        """A second row with the first `length` tokens of `row`, and room for all of `tokens`."""
+        if row.room == row.num_written == length:
+            copied = replace(row, seq_id=next(self._seq_ids))
+            self._manager.fork(row.seq_id, copied.seq_id)
+            return copied
+        # One token more than there are, as a lookup leaves the last one to compute.
+        copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private)
+        if copied.num_written < length:
+            self._copy_blocks(row, copied, length)
+            self._manager.commit(copied.seq_id, tokens[copied.num_written : length])
+            copied.num_written = length
+        return copied
+
+    def _copy_blocks(self, row: _Row, copied: _Row, length: int) -> None:
+        """The blocks of the tokens that `copied` has not found, up to the `length`th."""
+        block_size = self._manager.block_size
+        places = slice(copied.num_written // block_size, -(-length // block_size))
+        tables = [self._manager.block_ids(seq_id)[places] for seq_id in (row.seq_id, copied.seq_id)]
+        self._manager.do_moves(self._engine.do_move)
+        self._engine.copy(torch.from_numpy(np.stack(tables, axis=1).astype(np.int64)))
+
+    def _slots(self, start: int, end: int) -> RowSlots:
+        self._manager.do_moves(self._engine.do_move)
+        seq_ids, num_rows = [row.seq_id for row in self._rows], len(self)
+        slots = self._manager.slot_mappings(seq_ids, [start] * num_rows, [end] * num_rows).reshape(num_rows, -1)
+        for row, row_slots in zip(self._rows, slots, strict=True):
+            row_slots[: max(row.num_written - start, 0)] = PAD_SLOT
+        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(self._engine.device), self.tables(), start, end)

@@ -1,0 +1,162 @@
+"""The attention function that transformers' models call while kvpage serves them.
+
+It writes the new K and V into the step's slots, then attends over the sequences' blocks. It is registered under the
+name "kvpage" in AttentionInterface and deliberately not in AttentionMaskInterface: the models then build no mask at
+all, and causality and window are decided here, by the positions in each sequence.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvpage import ops
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.serving.model.dense_attention import AttentionOptions, attend
+from kvpage.serving.model.step import Step
+
+IMPLEMENTATION = "kvpage"
+IN_PLACE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+current_step: ContextVar[Step | None] = ContextVar("kvpage_step", default=None)
+"""The step, for models that drop keywords on the way to the attention function; others pass the keyword `kvpage`."""
+
+
+class StepMissing(RuntimeError):
+    """The attention function was called without a step: the model drops keywords, or ran outside Engine.step()."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    kvpage: Step | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the new tokens over all of their sequences: ([1, num_tokens, heads, size of a value], None).
+
+    query: [1, heads, num_tokens, size]. key, value: [1, kv heads, num_tokens, size]. attention_mask, dropout and what
+    else a model may give are not looked at; that nothing of it matters is what `verify_model` has shown at load.
+    """
+    step = kvpage or current_step.get()
+    if step is None:
+        raise StepMissing(f"{type(module).__name__} was called with the implementation 'kvpage' outside Engine.step()")
+    layer = getattr(module, "layer_idx", None)
+    if layer not in step.caches:
+        raise ValueError(f"{type(module).__name__} must be of a layer with a cache, got layer_idx {layer!r}")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
+    step.calls.append((layer, sliding_window))
+    options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
+    if step.blend is not None:
+        return step.blend.attend(query, key, value, layer, options).unsqueeze(0), None
+    if step.latents is not None:
+        return step.latents.attend(module, query, key, value, layer, options).unsqueeze(0), None
+    write_rows(key, value, layer, step, step.slot_mapping)
+    return attend_rows(query, key, value, layer, step, options).unsqueeze(0), None
+
+
+def write_rows(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, slots: torch.Tensor) -> None:
+    """Row i of key and value goes into slots[i] of the layer's blocks."""
+    layout = step.layout
+    if key.shape[1] != layout.num_kv_heads:
+        raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
+    key, value = (rows.to(row_dtype(rows.dtype, layout)) for rows in (key, value))
+    ops.reshape_and_cache(key, value, step.caches[layer], slots, layout, step.scales.get(layer))
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of the step's rows, whose K and V are written, over their sequences: [rows, heads, value size]."""
+    attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
+    return attend_over_blocks(query, key, value, layer, step, options)
+
+
+def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
+    """What goes into a cache and comes out of it: rows of its dtype, or, where it quantises, of the model's own."""
+    if not layout.is_quantized:
+        return layout.dtype
+    return dtype if dtype in IN_PLACE_DTYPES else torch.float32
+
+
+def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
+    """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
+    knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
+    return ops.attends_in_place(query.device) and query.dtype in IN_PLACE_DTYPES and knows_cache
+
+
+def _attend_in_place(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    step: Step,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """All sequences in one call, whose K and V stay where they are."""
+    output = ops.paged_attention(
+        query if query.dtype == row_dtype(query.dtype, step.layout) else query.float(),
+        step.caches[layer],
+        step.block_tables,
+        step.device_seq_lens,
+        step.layout,
+        scale=options.scale,
+        query_lens=step.device_query_lens,
+        sliding_window=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        value_size=value.shape[-1],
+        scales=step.scales.get(layer),
+        max_query_len=max(step.query_lens),
+        max_seq_len=max(step.seq_lens),
+        query_positions=step.device_query_positions,
+    )
+    return output.to(query.dtype)
+
+
+def _attend_gathered(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    step: Step,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Sequence by sequence, over K and V copied out of the blocks as far as the window reaches; those of a sequence
+    that begins are at hand.
+    """
+    layout, outputs, begin = step.layout, [], 0
+    for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
+        rows = slice(begin, begin + num_queries)
+        keys, values = key[rows], value[rows]
+        positions = None if step.query_positions is None else step.query_positions[rows].numpy()
+        if num_keys > num_queries or layout.dtype != key.dtype:
+            tables, dtype = step.block_tables[index : index + 1], row_dtype(key.dtype, layout)
+            first = num_keys - num_queries if positions is None else int(positions[0])
+            start = 0 if options.window is None else max(first - options.window + 1, 0)
+            positions = None if positions is None else positions - start
+            gathered = ops.gather_cache(
+                step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
+            )
+            found = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
+            keys, values = (
+                part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)
+            )
+        outputs.append(attend(query[rows], keys, values, options, positions))
+        begin += num_queries
+    return torch.cat(outputs)
+
+
+def register() -> None:
+    """Makes the name "kvpage" known to transformers; as often as one likes."""
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)

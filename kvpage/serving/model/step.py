@@ -1,0 +1,155 @@
+"""Step: what attention has to know of the sequences that one forward pass computes, packed into one row.
+
+    input_ids    [ a17 | b5 | c0 c1 c2 c3 c4 | d8 d9 ]     4 sequences, 9 tokens
+    query_lens   [ 1     1    5                2      ]     tokens of each in this step
+    seq_lens     [ 18    6    5                10     ]     tokens of each in the cache after it
+
+It is made once a step and read by every layer.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.blend.segments import Reuse
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.model.dense_attention import AttentionOptions
+
+
+class Piece(NamedTuple):
+    """The positions [start, end) of a sequence, to be computed in one forward pass.
+
+    seq_id: in the block manager. token_ids: int32 [end - start]. wanted: indices into them, whose logits are asked for.
+    """
+
+    seq_id: Hashable
+    token_ids: npt.NDArray[np.int32]
+    start: int
+    end: int
+    wanted: Sequence[int]
+    reuse: Sequence[Reuse] = ()
+
+
+class StepBlend(Protocol):
+    """What a step does besides, if some of its tokens have K and V already."""
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Inside, the model's layers go on with the rows that were chosen."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
+
+
+class StepLatents(Protocol):
+    """What a step does whose blocks hold latents instead of heads' K and V."""
+
+    def listening(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Inside, the latents that the model's layers make are kept for `attend`."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass over `caches`, one cache by layer_idx, and `scales`, those of the layers that have some.
+
+    slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
+    device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
+        query_lens, seq_lens: the same as plain integers.
+    calls: (layer_idx, sliding window) of each call of the attention function so far.
+    query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
+        device_query_positions: the same on the caches' device.
+    blend: what is done with tokens that have K and V already; None where there are none.
+    latents: what is done with latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    """
+
+    caches: dict[int, torch.Tensor]
+    layout: CacheLayout
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    device_query_lens: torch.Tensor | None
+    device_seq_lens: torch.Tensor
+    query_lens: list[int]
+    seq_lens: list[int]
+    scales: dict[int, KVScales] = field(default_factory=dict)
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
+    query_positions: torch.Tensor | None = None
+    device_query_positions: torch.Tensor | None = None
+    blend: StepBlend | None = None
+    latents: StepLatents | None = None
+
+    @classmethod
+    def make(
+        cls,
+        engine: CacheEngine,
+        slot_mapping: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        starts: list[int],
+        ends: list[int],
+    ) -> "Step":
+        """A step that computes the positions [starts[i], ends[i]) of each sequence."""
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        return cls(
+            caches=dict(zip(engine.layer_ids, engine.gpu_cache, strict=True)),
+            layout=engine.layout,
+            slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
+            block_tables=_upload(torch.from_numpy(block_tables), engine.device),
+            device_query_lens=None if set(query_lens) == {1} else _upload(torch.tensor(query_lens), engine.device),
+            device_seq_lens=_upload(torch.tensor(ends), engine.device),
+            query_lens=query_lens,
+            seq_lens=ends,
+            scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
+        )
+
+    def of_rows(self, rows: torch.Tensor) -> "Step":
+        """The same for some of its rows only: int64, ascending, one of each sequence at least."""
+        at = rows.cpu().numpy()
+        bounds = np.cumsum([0, *self.query_lens])
+        counts = np.diff(np.searchsorted(at, bounds)).tolist()
+        starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
+        positions = torch.from_numpy(at + np.repeat(np.array(starts) - bounds[:-1], counts))
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[rows],
+            device_query_lens=_upload(torch.tensor(counts), rows.device),
+            query_lens=counts,
+            query_positions=positions,
+            device_query_positions=_upload(positions, rows.device),
+            blend=None,
+        )
+
+    def of_sequences(self, indices: Sequence[int]) -> "Step":
+        """The same for some of its sequences only. Their slots are not asked for: everything is written."""
+        at = _upload(torch.tensor(indices), self.block_tables.device)
+        query_lens = [self.query_lens[index] for index in indices]
+        return replace(
+            self,
+            block_tables=self.block_tables[at],
+            device_query_lens=None if self.device_query_lens is None else self.device_query_lens[at],
+            device_seq_lens=self.device_seq_lens[at],
+            query_lens=query_lens,
+            seq_lens=[self.seq_lens[index] for index in indices],
+        )
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`; by way of pinned memory to a GPU, so that nobody waits."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

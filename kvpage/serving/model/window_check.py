@@ -1,0 +1,78 @@
+"""Whether a model masks what its sliding windows leave out, or trusts transformers' cache to have forgotten it.
+
+Blocks keep all tokens. A model whose window is in the cache alone (Moshi) would see them all, and give other tokens
+than `model.generate`. So one token is computed twice after the same number of tokens. They differ in V outside of the
+windows only, which has to change nothing:
+
+    before a window | in the window | the token
+      V  or  -3 V   |       V       |     V         K is the same everywhere, so that all would weigh the same
+"""
+
+import inspect
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpage.serving.model.check import MAX_ERROR, MAX_ERROR_HALF, relative_error
+from kvpage.serving.model.limits import constant_rope_len
+
+OUTSIDE_FACTOR = -3.0  # outweighs the window of the same size: no norm over the heads can hide it
+
+
+def check_windows(model: PreTrainedModel) -> None:
+    """ValueError if a layer's window, which transformers' cache keeps to, is not in the mask as well.
+
+    Windows that no row can leave, since its rotary embedding changes before, are not looked at. It takes the memory of
+    one layer's K and V over twice the longest window.
+    """
+    limit = constant_rope_len(model)
+    windows = {layer: window for layer, window in cache_windows(model).items() if window < limit}
+    if not windows:
+        return
+    error = relative_error(_logits(model, windows, OUTSIDE_FACTOR), _logits(model, windows, 1.0))
+    if not error <= (MAX_ERROR if model.dtype.itemsize >= 4 else MAX_ERROR_HALF):  # also for NaN
+        raise ValueError(
+            f"a sliding window must be in the model's mask, {type(model).__name__} leaves that of "
+            f"{max(windows.values())} tokens to a cache that forgets the tokens before it; blocks keep them"
+        )
+
+
+def cache_windows(model: PreTrainedModel) -> dict[int, int]:
+    """By layer: how many tokens the cache that `generate` makes keeps of it, where that is not all."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    windows = {layer_id: getattr(layer, "sliding_window", None) for layer_id, layer in enumerate(layers)}
+    return {layer_id: int(window) for layer_id, window in windows.items() if window is not None}
+
+
+def _logits(model: PreTrainedModel, windows: dict[int, int], factor: float) -> torch.Tensor:
+    """Of one token after twice the longest window, where V outside of each window is `factor` times what it is."""
+    inputs = {"input_ids": torch.ones(1, 1, dtype=torch.long, device=model.device)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])  # K must be as anywhere; windows go by places
+    with torch.no_grad():
+        return model(**inputs, past_key_values=_Repeated(windows, factor), use_cache=True).logits[0]
+
+
+class _Repeated(DynamicCache):
+    """Gives each layer the K and V of its token as if they had been those of all tokens before it."""
+
+    def __init__(self, windows: dict[int, int], factor: float) -> None:
+        super().__init__()
+        self._windows, self._factor = windows, factor
+        self._num_before = 2 * max(windows.values())
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = self._num_before + 1
+        keys, values = (x.expand(-1, -1, num_tokens, -1).clone() for x in (key_states, value_states))
+        num_outside = num_tokens - self._windows.get(layer_idx, num_tokens)
+        values[:, :, :num_outside] *= self._factor
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._num_before
+
+    def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
+        num_queries = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
+        return self._num_before + num_queries, 0

@@ -1,0 +1,78 @@
+"""ParamDefaults: what parameters left at None mean for one model, by its generation config."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from kvpage.serving.params.beam import BeamSearchParams
+from kvpage.serving.params.generation_defaults import Unserved, beam_fields, check_served, sampling_fields
+from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, SamplingParams
+
+GenerationDefaults = Literal["model", "served", "ignore"]
+Params = TypeVar("Params", SamplingParams, BeamSearchParams)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamDefaults:
+    """sampling_call, beam_call: what `model.generate` does without arguments, as functions: not every config has both.
+    stated_sampling, stated_beams: what the model's generation config says; the rest is None.
+    """
+
+    sampling_call: Callable[[], SamplingParams]
+    beam_call: Callable[[], BeamSearchParams]
+    stated_sampling: SamplingParams
+    stated_beams: BeamSearchParams
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, choice: GenerationDefaults = "model") -> "ParamDefaults":
+        """By the generation config as it is now. ValueError with "model" if that asks for what is not served."""
+        if choice not in ("model", "served", "ignore"):
+            raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {choice!r}")
+        found = getattr(model, "generation_config", None)
+        config = GenerationConfig() if found is None or choice == "ignore" else copy.deepcopy(found)
+        unserved: Unserved = "ignore" if choice == "served" else "refuse"
+        try:
+            check_served(config) if unserved == "refuse" else None
+        except ValueError as error:
+            raise ValueError(f"{error}; generation_config='served' leaves that out") from error
+        return cls(
+            lambda: SamplingParams.from_generation_config(config, unserved),
+            lambda: BeamSearchParams.from_generation_config(config, unserved),
+            SamplingParams(**sampling_fields(config, unserved)),
+            BeamSearchParams(**beam_fields(config, unserved)),
+        )
+
+    def sampling(self, params: SamplingParams | None, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """With nothing left at None that the config states, and max_tokens. None: those of `model.generate`."""
+        given = self.sampling_call() if params is None else params
+        return _filled(given, self.stated_sampling, params is None, num_prompt_tokens, max_model_len)
+
+    def beams(self, params: BeamSearchParams | None, num_prompt_tokens: int, max_model_len: int) -> BeamSearchParams:
+        """The same of a beam search."""
+        given = self.beam_call() if params is None else params
+        return _filled(given, self.stated_beams, params is None, num_prompt_tokens, max_model_len)
+
+
+def _filled(given: Params, stated: Params, is_default: bool, num_prompt_tokens: int, max_model_len: int) -> Params:
+    found: dict[str, Any] = {one.name: getattr(stated, one.name) for one in fields(stated)}
+    lacking = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
+    lacking.pop("max_length", None)
+    max_tokens = _asked_tokens(given, num_prompt_tokens)
+    if max_tokens is None or is_default:
+        most = max(max_model_len - num_prompt_tokens, 1)
+        asked = max_tokens or _asked_tokens(stated, num_prompt_tokens)
+        max_tokens = DEFAULT_MAX_TOKENS if asked is None else min(asked, most)
+    lacking["max_tokens"] = max_tokens
+    return given if lacking == {"max_tokens": given.max_tokens} else replace(given, **lacking)
+
+
+def _asked_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens: int) -> int | None:
+    """How many are to be generated at most, if it says."""
+    if params.max_tokens is not None or params.max_length is None:
+        return params.max_tokens
+    if params.max_length <= num_prompt_tokens:
+        raise ValueError(f"prompt must be shorter than max_length={params.max_length}, got {num_prompt_tokens} tokens")
+    return params.max_length - num_prompt_tokens

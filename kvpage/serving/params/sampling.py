@@ -1,0 +1,111 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage.serving.params import field_checks as checks
+from kvpage.serving.params.field_checks import is_int
+from kvpage.serving.params.generation_defaults import Unserved, call_fields
+from kvpage.serving.params.logits import LogitsParams
+
+MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 7
+DEFAULT_MAX_TOKENS = 16
+CHECKS: dict[str, checks.Check] = {
+    "max_tokens": checks.POSITIVE,
+    "temperature": checks.real("finite and not negative", lambda value: 0 <= value < float("inf")),
+    "top_k": checks.at_least(0, "a positive integer, or 0 for all tokens"),
+    "top_p": checks.real("in (0, 1]", lambda value: 0 < value <= 1),
+    "min_p": checks.real("in [0, 1]", lambda value: 0 <= value <= 1),
+    "top_h": checks.real("in (0, 1]", lambda value: 0 < value <= 1),
+    "typical_p": checks.real("in (0, 1]", lambda value: 0 < value <= 1),
+    "epsilon_cutoff": checks.real("in [0, 1)", lambda value: 0 <= value < 1),
+    "eta_cutoff": checks.real("in [0, 1)", lambda value: 0 <= value < 1),
+    "n": checks.POSITIVE,
+    "ignore_eos": checks.flag,
+    "stop_token_ids": checks.token_ids,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(LogitsParams):
+    """Frozen and validated; one may serve many requests. See LogitsParams for what else may be done to the logits.
+
+    None takes the default of the model's generation config; each field says what it is without one.
+
+    max_tokens: how many tokens are generated at most; 16 if nobody says.
+    temperature: 0 takes the likeliest token, also if nobody says; above 0, tokens are drawn from
+        softmax(logits / temperature).
+    top_k: only the k likeliest tokens can be drawn; 0 for all. Those as likely as the last of them can, too.
+    top_p: only the likeliest tokens whose probabilities make up `top_p` can be drawn; 1 for all. Equals as for top_k.
+    seed: the same seed gives the same tokens whatever else runs beside the request. None: a new one a request.
+    stop_token_ids: a request ends with the first of these; it is the last token of the output.
+    ignore_eos: do not end with the end-of-sequence tokens of the model's generation config.
+    priority: 0 to 7; what requests of a higher one leave in the cache is evicted later.
+    n: samples of one prompt, which is computed once; sample i draws what a request with the seed `seed + i` would.
+        More than 1 needs a temperature.
+    min_p: only tokens of at least `min_p` times the likeliest one's probability can be drawn.
+    top_h, typical_p, epsilon_cutoff, eta_cutoff: as in transformers' GenerationConfig.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    n: int = 1
+    min_p: float | None = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+
+    def __post_init__(self) -> None:
+        LogitsParams.__post_init__(self)
+        checks.check_given(self, ("n", "ignore_eos", "stop_token_ids"))
+        checks.check_fields(self, CHECKS)
+        if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
+            raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+        if not is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 with a temperature of 0, which draws the same every time, got {self.n}")
+
+    @classmethod
+    def from_generation_config(
+        cls, generation_config: Any, unserved: Unserved = "refuse", **changes: Any
+    ) -> "SamplingParams":
+        """What `model.generate` does by this GenerationConfig, without other arguments; `changes` go first.
+
+        unserved: whether what is asked for and not served raises a ValueError that names it, or is ignored.
+        """
+        return cls(**{**call_fields(generation_config, unserved), **changes})
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.temperature
+
+
+def check_params(params: SamplingParams) -> SamplingParams:
+    """The same. TypeError unless they are SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+    return params
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams | None]:
+    """One for each of the prompts, from one for all or one for each. They are not looked into."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be SamplingParams, or one a prompt, got {type(params).__name__}")
+    each = list(params)
+    if len(each) != num_prompts:
+        raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {num_prompts} prompts")
+    return each

@@ -1,0 +1,107 @@
+"""The rules of several sequences, applied to their logits at once, in the order in which transformers applies them.
+
+    sequence_bias ─► logit_bias, penalties ─► n-grams, bad words, forced tokens, the end ─► suppress_tokens ─► choice
+       library           arrays                             library                             arrays
+
+What arrays do is done for all rows in one call. What transformers' own processors do is done row by row, for the rows
+that ask for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.serving.sampling.library_processors import LibraryProcessors
+from kvpage.serving.sampling.sampled_row import SampledRow
+
+TokenArrays = Sequence[npt.NDArray[np.int32]]
+
+
+def process_logits(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
+    """Changes scores in place: fp32 [len(rows), vocab_size]. token_ids: of each row, the prompt and what came since."""
+    if not any(row.changes_logits for row in rows):
+        return
+    library = _with_library(rows)
+    _run(scores, library, token_ids, lambda one: one.before)
+    _add_biases(scores, rows)
+    _penalize(scores, rows, token_ids)
+    _rule_out(scores, [row.barred_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
+    _run(scores, library, token_ids, lambda one: one.after)
+    _rule_out(scores, [row.unwanted_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
+
+
+def warp_by_library(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
+    """The warpers that only transformers has, of the rows that ask for one, with all that stand beside them."""
+    _run(scores, _with_library(rows), token_ids, lambda one: one.drawing)
+
+
+def watermark(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
+    """The last that is done, where it is asked for."""
+    _run(scores, _with_library(rows), token_ids, lambda one: [one.mark])
+
+
+def _with_library(rows: Sequence[SampledRow]) -> list[tuple[int, LibraryProcessors]]:
+    return [(index, row.library) for index, row in enumerate(rows) if row.library is not None]
+
+
+def _run(
+    scores: torch.Tensor,
+    library: Sequence[tuple[int, LibraryProcessors]],
+    token_ids: TokenArrays,
+    stage: Callable[[LibraryProcessors], Sequence[Any]],
+) -> None:
+    for index, processors in library:
+        if not (asked := stage(processors)):
+            continue
+        so_far = torch.from_numpy(token_ids[index].astype(np.int64)).unsqueeze(0).to(scores.device)
+        one = scores[index : index + 1].clone()
+        for processor in asked:
+            one = processor(so_far, one)
+        scores[index : index + 1] = one
+
+
+def _add_biases(scores: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+    if not any(len(row.biased_ids) for row in rows):
+        return
+    places, taken = _places(scores, [row.biased_ids for row in rows])
+    biases = torch.from_numpy(np.concatenate([row.biases for row in rows])[taken]).to(scores.device)
+    scores.index_put_(places, biases, accumulate=True)
+
+
+def _penalize(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
+    """The penalties for tokens that were there before; of the prompt's only the repetition_penalty."""
+    asking = [index for index, row in enumerate(rows) if row.seen is not None]
+    if not asking:
+        return
+    seen = [row.seen.of(token_ids[index]) for index in asking if (row := rows[index]).seen is not None]
+    lengths = [len(ids) for ids, _ in seen]
+    all_ids = [np.empty(0, np.int64)] * len(rows)
+    for index, (ids, _) in zip(asking, seen, strict=True):
+        all_ids[index] = ids
+    places, taken = _places(scores, all_ids)
+    penalties = np.repeat(np.array([rows[index].penalties for index in asking], np.float32), lengths, axis=0)[taken]
+    counts = np.concatenate([counts for _, counts in seen])[taken].astype(np.float32)
+    repetition = torch.from_numpy(np.ascontiguousarray(penalties[:, 0])).to(scores.device)
+    taken_off = torch.from_numpy(penalties[:, 1] * (counts > 0) + penalties[:, 2] * counts).to(scores.device)
+    found = scores[places]
+    scores[places] = torch.where(found < 0, found * repetition, found / repetition) - taken_off
+
+
+def _rule_out(scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]) -> None:
+    if any(map(len, ids)):
+        places, _ = _places(scores, ids)
+        scores[places] = -torch.inf
+
+
+def _places(
+    scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]
+) -> tuple[tuple[torch.Tensor, torch.Tensor], npt.NDArray[np.bool_]]:
+    """Row and column of each id of each row, and which ids there are places for: those of the vocabulary."""
+    rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
+    columns = np.concatenate(ids)
+    taken = (columns >= 0) & (columns < scores.shape[1])
+    row_places, column_places = (torch.from_numpy(each[taken]).to(scores.device) for each in (rows, columns))
+    return (row_places, column_places), taken

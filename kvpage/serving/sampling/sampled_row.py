@@ -1,0 +1,113 @@
+"""SampledRow: what is done to the logits of one sequence, as arrays that many sequences can be gone through by.
+
+params    repetition_penalty=1.2        min_tokens=4                suppress_tokens=[7]
+                    |                        |                            |
+arrays     ids seen, times generated    stop ids, up to a length    ids
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.serving.params.logits import LogitsParams
+from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.sampling.library_processors import LibraryProcessors, asks_library
+
+TokenArray = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
+NO_IDS: Ids = np.empty(0, np.int64)
+
+
+class SeenTokens:
+    """The distinct tokens of a sequence, and how often each was generated. It follows the sequence as that grows."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_seen = 0
+        self._places: dict[int, int] = {}
+        self._ids, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def of(self, tokens: TokenArray) -> tuple[Ids, Ids]:
+        """Views of the ids and their counts, valid until the next call."""
+        if len(tokens) < self._num_seen or self._num_seen < self._num_prompt_tokens:
+            self._begin(tokens)
+        for token in tokens[self._num_seen :].tolist():
+            self._add(token)
+        self._num_seen = len(tokens)
+        return self._ids[: len(self._places)], self._counts[: len(self._places)]
+
+    def _begin(self, tokens: TokenArray) -> None:
+        prompt = np.unique(tokens[: self._num_prompt_tokens]).astype(np.int64)
+        self._ids, self._counts = prompt, np.zeros(len(prompt), np.int64)
+        self._places = {token: place for place, token in enumerate(prompt.tolist())}
+        self._num_seen = self._num_prompt_tokens
+
+    def _add(self, token: int) -> None:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(place + 8, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(place + 8, np.int64)])
+        self._ids[place] = token
+        self._counts[place] += 1
+
+
+class SampledRow:
+    """Made once a sequence. params: with nothing left to its defaults. stop_ids: what ends the sequence.
+
+    Whatever is not asked for is empty or None.
+    """
+
+    def __init__(
+        self, params: LogitsParams, stop_ids: Iterable[int], num_prompt_tokens: int, max_tokens: int = 16
+    ) -> None:
+        self.params, self.num_prompt_tokens, self.max_tokens = params, num_prompt_tokens, max_tokens
+        self.changes_logits = params.changes_logits
+        self.stop_ids = _as_ids(sorted(stop_ids))
+        self.penalties = (
+            1.0 if params.repetition_penalty is None else params.repetition_penalty,
+            params.presence_penalty or 0.0,
+            params.frequency_penalty or 0.0,
+        )
+        self.seen = SeenTokens(num_prompt_tokens) if self.penalties != (1.0, 0.0, 0.0) else None
+        biases = tuple(params.logit_bias or ())
+        self.biased_ids = _as_ids([token for token, _ in biases])
+        self.biases = np.array([bias for _, bias in biases], np.float32)
+        self.suppressed_ids = _as_ids(params.suppress_tokens or ())
+        self._first_ids = _as_ids(params.begin_suppress_tokens or ())
+        shortest = params.min_length or 0
+        self._shortest = max(shortest, num_prompt_tokens + params.min_tokens if params.min_tokens else 0)
+
+    @cached_property
+    def library(self) -> LibraryProcessors | None:
+        """What transformers' own processors do to it."""
+        if not asks_library(self.params):
+            return None
+        return LibraryProcessors(self.params, self.stop_ids, self.num_prompt_tokens, self.max_tokens)
+
+    @cached_property
+    def warping(self) -> tuple[float, float, float, float]:
+        """temperature, top_k, top_p, min_p; 0 for a greedy sequence, and for what does nothing but top_p's 1."""
+        params = self.params
+        if not isinstance(params, SamplingParams) or params.is_greedy:
+            return 0.0, 0.0, 1.0, 0.0
+        if self.library is not None and self.library.takes_over_drawing:
+            return params.temperature or 0.0, 0.0, 1.0, 0.0
+        top_p = 1.0 if params.top_p is None else params.top_p
+        return params.temperature or 0.0, params.top_k or 0.0, top_p, params.min_p or 0.0
+
+    def barred_ids(self, num_tokens: int) -> Ids:
+        """What must not come yet, after so many tokens."""
+        return self.stop_ids if num_tokens < self._shortest else NO_IDS
+
+    def unwanted_ids(self, num_tokens: int) -> Ids:
+        """What must not come now, or at all, after so many tokens."""
+        is_late = self.num_prompt_tokens <= 1 and self.params.forced_bos_token_id is not None
+        if len(self._first_ids) and num_tokens == self.num_prompt_tokens + is_late:
+            return np.concatenate([self.suppressed_ids, self._first_ids])
+        return self.suppressed_ids
+
+
+def _as_ids(tokens: Sequence[int]) -> Ids:
+    return np.array(tokens, np.int64)

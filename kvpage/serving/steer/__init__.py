@@ -1,0 +1,1 @@
+"""Branches, beams and tries over one engine."""

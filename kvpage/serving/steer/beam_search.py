@@ -1,0 +1,219 @@
+"""Beam search over branches: the same continuations as transformers' `model.generate(num_beams=...)` finds.
+
+    running      [ a: -0.3   b: -0.9 ]         scores: sums of log-probabilities
+    candidates   [ a5 -0.5   b1 -1.0   aE -1.1   b7 -1.6 ]    best first, over all beams and tokens; E ends
+    running      [ a5 -0.5   b1 -1.0 ]         the best that go on; a's branch becomes a5, b's becomes b1
+    finished     [ ]                           aE is not among the first num_beams: it does not count
+
+A beam that goes on more than once is forked, one that does not is released; nothing is copied but the last, partly
+filled block of each fork.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.sequence_args import check_namespace
+from kvpage.checks.tokens import Tokens
+from kvpage.serving.params.beam import BeamSearchParams
+from kvpage.serving.sampling.logits_check import LogitsNotFinite
+from kvpage.serving.sampling.logits_processing import process_logits, watermark
+from kvpage.serving.sampling.sampled_row import SampledRow
+from kvpage.serving.steer.branches import Branch, Branches
+
+if TYPE_CHECKING:
+    from kvpage.serving.engine import Engine
+
+
+class Beam(NamedTuple):
+    """A finished continuation: its tokens, a stop token included, and its score after the length penalty."""
+
+    token_ids: list[int]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """beams: the best first. num_cached_tokens: of the prompt, found in the cache.
+
+    error: why there are no beams, where logits were no numbers; else None.
+    """
+
+    prompt_token_ids: list[int]
+    beams: tuple[Beam, ...]
+    num_cached_tokens: int
+    error: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of the best; none with an error."""
+        return self.beams[0].token_ids if self.beams else []
+
+
+class _Candidate(NamedTuple):
+    score: float
+    parent: int  # index of a running beam
+    token: int
+
+
+class _Search:
+    """The beams of one prompt."""
+
+    def __init__(self, branches: Branches, branch: Branch, params: BeamSearchParams, stop_ids: frozenset[int]) -> None:
+        self.params = params
+        self.prompt: npt.NDArray[np.int32] = branch.token_ids.copy()
+        self.num_cached_tokens = branch.num_computed
+        self.running = [branch]
+        self.error: str | None = None
+        self.finished: list[Beam] = []  # at most num_beams, the best first
+        self._branches = branches
+        self._scores = torch.zeros(1)
+        self._stop_ids = stop_ids
+        self._num_generated = 0
+        self._penalty = 1.0 if params.length_penalty is None else params.length_penalty
+        assert params.max_tokens is not None
+        self._max_tokens = params.max_tokens
+
+    def step(self, logits: torch.Tensor) -> None:
+        """Goes one token on. logits: [len(running), vocab_size]. Nothing runs any more when the search is over."""
+        candidates = self._candidates(logits)
+        self._num_generated += 1
+        is_last = self._num_generated == self._max_tokens
+        ends = [is_last or candidate.token in self._stop_ids for candidate in candidates]
+        for candidate, is_end in zip(candidates[: self.params.num_beams], ends, strict=False):
+            if is_end:
+                self._finish(candidate)
+        going = [candidate for candidate, is_end in zip(candidates, ends, strict=True) if not is_end]
+        going = going[: self.params.num_beams]
+        self._follow([] if not going or self._is_over(going[0].score) else going)
+
+    def output(self) -> BeamSearchOutput:
+        beams = tuple(self.finished[: self.params.num_return_sequences])
+        return BeamSearchOutput(self.prompt.tolist(), beams, self.num_cached_tokens, self.error)
+
+    def fail(self) -> None:
+        """Ends the search, whose logits are no numbers, without a beam."""
+        self.error = str(LogitsNotFinite([0], ["this prompt's beams"]))
+        self.finished = []
+        self._follow([])
+
+    def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
+        """The best continuations: so many that num_beams go on even if each beam ends with each stop token."""
+        sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
+        count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
+        scores, indices = sums.flatten().topk(count)
+        vocab_size = logits.shape[-1]
+        pairs = zip(scores.tolist(), indices.tolist(), strict=True)
+        return [_Candidate(score, index // vocab_size, index % vocab_size) for score, index in pairs]
+
+    def _processed(self, scores: torch.Tensor) -> torch.Tensor:
+        """What is asked for besides, done to log-probabilities, as transformers does it in a beam search."""
+        if self.params.changes_logits:
+            rows = [SampledRow(self.params, self._stop_ids, len(self.prompt), self._max_tokens) for _ in self.running]
+            token_ids = [branch.token_ids for branch in self.running]
+            process_logits(scores, rows, token_ids)
+            watermark(scores, rows, token_ids)
+        return scores.log_softmax(dim=-1) if self.params.renormalize_logits else scores
+
+    def _finish(self, candidate: _Candidate) -> None:
+        generated = self.running[candidate.parent].token_ids[len(self.prompt) :].tolist()
+        score = _penalized(candidate.score, self._num_generated, self._penalty)
+        self.finished.append(Beam([*generated, candidate.token], score))
+        self.finished.sort(key=lambda beam: -beam.score)  # stable: of equals the first comes first
+        del self.finished[self.params.num_beams :]
+
+    def _is_over(self, best_running: float) -> bool:
+        params = self.params
+        if len(self.finished) < params.num_beams:
+            return False
+        if params.early_stopping is True:
+            return True
+        at_its_longest = params.early_stopping == "never" and self._penalty > 0
+        length = self._max_tokens if at_its_longest else self._num_generated
+        return _penalized(best_running, length, self._penalty) <= self.finished[-1].score
+
+    def _follow(self, candidates: Sequence[_Candidate]) -> None:
+        """The candidates run from now on; the first of a parent takes its branch, others a fork of it."""
+        heirs: dict[int, Branch] = {}
+        running = []
+        for candidate in candidates:
+            parent = self.running[candidate.parent]
+            branch = self._branches.fork(parent) if candidate.parent in heirs else parent
+            heirs.setdefault(candidate.parent, parent)
+            running.append(branch)
+        self._branches.release(branch for index, branch in enumerate(self.running) if index not in heirs)
+        for branch, candidate in zip(running, candidates, strict=True):
+            branch.append([candidate.token])
+        self.running = running
+        self._scores = torch.tensor([candidate.score for candidate in candidates])
+
+
+def _penalized(score: float, length: int, penalty: float) -> float:
+    """In fp32, as transformers does."""
+    return float(torch.tensor(score) / length**penalty)
+
+
+class _Prompt(NamedTuple):
+    """One to search for, with nothing left to its defaults."""
+
+    tokens: npt.NDArray[np.int32]
+    params: BeamSearchParams
+    stop_ids: frozenset[int]
+
+
+def search_beams(
+    engine: "Engine", prompts: Sequence[Tokens], params: BeamSearchParams | None, namespace: bytes
+) -> list[BeamSearchOutput]:
+    """See Engine.beam_search. As many prompts at once as the engine runs sequences."""
+    if not isinstance(params, BeamSearchParams | None):
+        raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+    check_namespace(namespace)
+    checked = [_prompt(engine, prompt, params) for prompt in prompts]
+    num_beams = max((prompt.params.num_beams for prompt in checked), default=1)
+    num_at_once = max(engine.scheduler.max_num_seqs // num_beams, 1)
+    groups = [checked[begin : begin + num_at_once] for begin in range(0, len(checked), num_at_once)]
+    return [output for group in groups for output in _search_group(engine, group, namespace)]
+
+
+def _prompt(engine: "Engine", tokens: Tokens, given: BeamSearchParams | None) -> _Prompt:
+    checked = engine.check_tokens(tokens)
+    params = engine.defaults.beams(given, len(checked), engine.max_model_len)
+    engine.check_length(len(checked), params.max_tokens or 0)
+    params.check_vocabulary(engine.vocab_size)
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
+    return _Prompt(checked, params, stop_ids)
+
+
+def _search_group(engine: "Engine", prompts: Sequence[_Prompt], namespace: bytes) -> list[BeamSearchOutput]:
+    """All prompts side by side; where blocks lack for that, one half after the other."""
+    try:
+        with Branches(engine) as branches:
+            searches = [_Search(branches, branches.start(one.tokens, namespace), *one[1:]) for one in prompts]
+            _run(branches, searches)
+            return [search.output() for search in searches]
+    except OutOfBlocks:
+        if len(prompts) == 1:
+            raise
+    middle = len(prompts) // 2
+    halves = prompts[:middle], prompts[middle:]
+    return [output for half in halves for output in _search_group(engine, half, namespace)]
+
+
+def _run(branches: Branches, searches: Sequence[_Search]) -> None:
+    while running := [branch for search in searches for branch in search.running]:
+        try:
+            logits = branches.compute(running).split([len(search.running) for search in searches])
+        except LogitsNotFinite as error:
+            bad = {running[row] for row in error.rows}
+            for search in searches:
+                if bad.intersection(search.running):
+                    search.fail()
+            continue
+        for search, rows in zip(searches, logits, strict=True):
+            if search.running:
+                search.step(rows)

@@ -1,0 +1,253 @@
+"""Branches: sequences over an engine's model and blocks that their owner steers, token by token.
+
+    start([5, 9]) ─► a ── compute ─► logits after 9
+    fork(a) ─► b       a.append(2), b.append(7) ── compute ─► logits after 2, and after 7: 5 and 9 are computed once
+
+For beam search, particles, grammars, and whoever chooses tokens by more than a request's SamplingParams. What branches
+have computed is found by requests, and the other way round.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.checks.sequence_args import as_integer, as_list
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.serving.model.step import Piece
+from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
+
+if TYPE_CHECKING:
+    from kvpage.serving.engine import Engine
+
+
+class Branch:
+    """A sequence of tokens, of which the first `num_computed` have their K and V in blocks. Made by Branches.
+
+    tokens   [ 5  9  2 | 7  1 |  4 ]     4: appended since, has no slot yet
+             num_computed  num_room
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.int32], num_computed: int, num_room: int) -> None:
+        self._tokens = tokens  # its first num_tokens; doubled when it grows
+        self.num_tokens = len(tokens)
+        self.num_computed = num_computed
+        self.num_room = num_room
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A view, valid until the next append."""
+        return self._tokens[: self.num_tokens]
+
+    def append(self, tokens: Tokens) -> None:
+        """More tokens, for the next compute. Nothing is allocated yet."""
+        added = as_tokens(tokens)
+        end = self.num_tokens + len(added)
+        if end > len(self._tokens):
+            self._tokens = np.resize(self._tokens, max(end, 2 * len(self._tokens)))
+        self._tokens[self.num_tokens : end] = added
+        self.num_tokens = end
+
+
+class Branches:
+    """The branches of one owner over `engine`. Not thread-safe; calls come between the engine's steps.
+
+    They come before requests: where blocks lack, running requests are preempted, the youngest first, and go on later.
+
+    Ctrl-C amid a call leaves no block without an owner: what the call has made by then is ended by `close`.
+
+    reclaim: asked before that to give back blocks that it can do without; False if it cannot.
+    """
+
+    def __init__(self, engine: "Engine", reclaim: Callable[[], bool] | None = None) -> None:
+        self.engine = engine
+        self._reclaim = reclaim or (lambda: False)
+        self._manager = engine.manager
+        self._live: set[Branch] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, branch: Branch) -> bool:
+        """It has not ended."""
+        return branch in self._live
+
+    @uninterrupted
+    def start(self, tokens: Tokens, namespace: bytes = b"") -> Branch:
+        """A branch of `tokens`, at least one, with what of them is cached; the rest is for `compute`.
+
+        Raises as `Engine.add_request` does for tokens and namespace; OutOfBlocks, with nothing held.
+        """
+        checked = self.engine.check_tokens(tokens)
+        branch = Branch(checked.copy(), 0, len(checked))
+        while True:
+            try:
+                branch.num_computed = self._manager.allocate(branch, checked, namespace).num_cached_tokens
+                break
+            except OutOfBlocks:
+                if not (self._reclaim() or self.engine.make_room()):
+                    raise
+        self._live.add(branch)
+        return branch
+
+    @uninterrupted
+    def fork(self, branch: Branch, num_tokens: int | None = None) -> Branch:
+        """Another branch with the same tokens, or the first `num_tokens` of them, in the same blocks.
+
+        ValueError if not all of them are computed, or for a num_tokens that BlockManager.fork does not take.
+        """
+        self._check([branch])
+        if branch.num_computed != branch.num_tokens:
+            raise ValueError(f"fork needs all {branch.num_tokens} tokens to be computed, {branch.num_computed} are")
+        num_tokens = branch.num_tokens if num_tokens is None else num_tokens
+        fork = Branch(branch.token_ids[:num_tokens].copy(), num_tokens, num_tokens)
+        self._manager.fork(branch, fork, num_tokens)
+        self._live.add(fork)
+        return fork
+
+    def first_forkable(self, branch: Branch) -> int:
+        """The fewest tokens that `fork` takes: for less, `start` finds the blocks, which are cached."""
+        return self._manager.first_forkable(branch)
+
+    def compute(self, branches: Sequence[Branch], wanted: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+        """Computes what is left of each branch; the logits after its last token: [len(branches), vocab_size].
+
+        wanted: for each branch, after how many of its tokens logits are asked for, ascending, of those that are left to
+            compute: [how many in all, vocab_size].
+
+        Each branch is named once and has at least one token left. In as many forward passes as the engine's
+        max_num_batched_tokens asks for. ValueError for anything else, and if a branch would be longer than the model
+        takes. OutOfBlocks, LogitsNotFinite with the branches whose logits are no numbers, or what the model raises:
+        nothing is lost or cached, and the same call may be made again, or one with the other branches.
+        """
+        self._check(branches)
+        if not branches:
+            raise ValueError("branches must hold at least one, got none")
+        self._check_left(branches)
+        counts = [[len(branch)] for branch in branches] if wanted is None else _counts(wanted)
+        for branch, each in zip(branches, counts, strict=True):
+            if each != sorted(each) or (each and not branch.num_computed < each[0] <= each[-1] <= len(branch)):
+                first, last = branch.num_computed + 1, len(branch)
+                raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
+        self._give_room(branches)
+        passes = self._passes(branches, counts)
+        logits, bad = [], set()
+        for pieces in passes:
+            rows, owners = self._compute_pass(pieces)
+            logits.append(rows)
+            bad |= owners
+        if bad:
+            places = [place for place, branch in enumerate(branches) if branch in bad]
+            raise LogitsNotFinite(places, [f"branch {place}" for place in places])
+        for pieces in passes:
+            self._commit(pieces)
+        return torch.cat(logits)
+
+    @uninterrupted
+    def release(self, branches: Iterable[Branch]) -> None:
+        """Ends them. What they have cached can be found until it is evicted. KeyError for one that has ended,
+        ValueError for one that is named twice, and none ends then.
+        """
+        branches = as_list("branches", branches)
+        self._check(branches)
+        for branch in branches:
+            self._live.remove(branch)
+            self._manager.release(branch)
+
+    def close(self) -> None:
+        """Ends all that are left."""
+        self.release(list(self._live))
+
+    def __enter__(self) -> "Branches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.close()
+        finally:
+            self.close()  # Ctrl-C may have come before its first line
+
+    # --- inside ---
+
+    def _check(self, branches: Sequence[Branch]) -> None:
+        if len(set(branches)) != len(branches):
+            raise ValueError(f"branches must be distinct, got {len(branches)} of which {len(set(branches))} are")
+        for branch in branches:
+            if branch not in self._live:
+                raise KeyError("branch must be one of these Branches that has not ended")
+
+    def _check_left(self, branches: Sequence[Branch]) -> None:
+        for branch in branches:
+            if branch.num_tokens > self.engine.max_model_len:
+                raise ValueError(
+                    f"a branch must fit into max_model_len={self.engine.max_model_len}, got {branch.num_tokens} tokens"
+                )
+            if branch.num_computed == branch.num_tokens:
+                raise ValueError(f"a branch must have tokens left to compute, one of {branch.num_tokens} has none")
+            self.engine.check_tokens(branch.token_ids[branch.num_computed :])
+
+    @uninterrupted
+    def _give_room(self, branches: Sequence[Branch]) -> None:
+        counts = [branch.num_tokens - branch.num_room for branch in branches]
+        while True:
+            try:
+                self._manager.append(branches, counts)
+                break
+            except OutOfBlocks:
+                if not (self._reclaim() or self.engine.make_room()):
+                    raise
+        for branch in branches:
+            branch.num_room = branch.num_tokens
+
+    def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[Piece]]:
+        """What is left of the branches, in order, in passes of at most max_num_batched_tokens."""
+        passes: list[list[Piece]] = [[]]
+        budget = limit = self.engine.scheduler.max_num_batched_tokens
+        for branch, each in zip(branches, counts, strict=True):
+            start = branch.num_computed
+            while start < branch.num_tokens:
+                if budget == 0:
+                    passes.append([])
+                    budget = limit
+                end = min(start + budget, branch.num_tokens)
+                wanted = [count - 1 - start for count in each if start < count <= end]
+                passes[-1].append(Piece(branch, branch.token_ids[start:end], start, end, wanted))
+                budget -= end - start
+                start = end
+        return passes
+
+    def _compute_pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, set[Hashable]]:
+        """The wanted logits, and the branches whose logits are no numbers, after wanted tokens or a piece's last."""
+        checked = [_with_last(piece) for piece in pieces]
+        logits = self.engine.compute(checked)
+        owners = [piece.seq_id for piece in checked for _ in piece.wanted]
+        bad = {owners[row] for row in rows_not_finite(logits.amax(dim=-1))}
+        is_wanted = [
+            index < len(piece.wanted)
+            for piece, more in zip(pieces, checked, strict=True)
+            for index in range(len(more.wanted))
+        ]
+        return logits if all(is_wanted) else logits[torch.tensor(is_wanted, device=logits.device)], bad
+
+    @uninterrupted
+    def _commit(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            assert isinstance(piece.seq_id, Branch)
+            self._manager.commit(piece.seq_id, piece.token_ids)
+            piece.seq_id.num_computed = piece.end
+
+
+def _with_last(piece: Piece) -> Piece:
+    last = piece.end - piece.start - 1
+    return piece if last in piece.wanted[-1:] else piece._replace(wanted=[*piece.wanted, last])
+
+
+def _counts(wanted: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[as_integer("wanted", count) for count in as_list("wanted", each)] for each in as_list("wanted", wanted)]

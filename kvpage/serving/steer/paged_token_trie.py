@@ -1,0 +1,341 @@
+"""PagedTokenTrie: what a model says after many token lists that share beginnings, each token computed once.
+
+    root ── 5 ── 9 ── 2*        node: children by token id
+              └─ 7* ── 1*       logprobs (*): [vocab_size], of the token after it
+                                branch: a live Branch through the node; K and V of the path lie in its blocks
+
+    ask for 5 9 2 3 and 5 9 2 8:   the branch that ends at 2 is forked, one token is computed for each
+
+A branch pins its blocks, and branches of one beginning share them. When there are too many, or blocks lack, the one
+that was not asked for the longest time ends; what it computed stays in the engine's prefix tree until it is evicted
+there, so that even then little is computed again.
+
+Lists that are asked for together are computed together, in as few passes as let none compute what another does: a list
+that is the beginning of another is read off on the way, and of lists that have a block or more in common that is not
+computed yet, the first goes ahead.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.sequence_args import check_namespace
+from kvpage.checks.tokens import Tokens
+from kvpage.serving.engine import Engine
+from kvpage.serving.params.sampling import is_int
+from kvpage.serving.sampling.logits_check import LogitsNotFinite
+from kvpage.serving.steer.branches import Branch, Branches
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class _Node:
+    """`token` after the path to `parent`."""
+
+    __slots__ = ("parent", "token", "children", "logprobs", "branch")
+
+    def __init__(self, parent: "_Node | None", token: int) -> None:
+        self.parent = parent
+        self.token = token
+        self.children: dict[int, _Node] = {}
+        self.logprobs: torch.Tensor | None = None
+        self.branch: Branch | None = None
+
+
+class _Query(NamedTuple):
+    place: int  # among the lists of the call
+    tokens: TokenIds
+    path: list[_Node]  # a node for each token
+
+    @property
+    def end(self) -> _Node:
+        return self.path[-1]
+
+
+class _Source(NamedTuple):
+    """A live branch whose first `depth` tokens a query shares; none: it starts anew."""
+
+    branch: Branch | None
+    depth: int
+
+    @property
+    def ends_branch(self) -> bool:
+        """The branch has no more tokens: it can go on as the query's own."""
+        return self.branch is not None and len(self.branch) == self.depth
+
+
+class PagedTokenTrie:
+    """Next-token log-probabilities through `engine`, whose model, blocks and prefix cache it shares with its requests.
+
+    namespace: only what was computed in the same one is shared.
+    max_branches: live ones, each of which holds at least one block of its own.
+    max_logprobs: nodes whose log-probabilities are kept, vocab_size floats each; the least recently used go first.
+
+    Not thread-safe; calls come between the engine's steps. Blocks that lack are taken from its own idle branches first,
+    then from running requests; requests that lack blocks get those of idle branches. `close` it, or use it in `with`.
+    """
+
+    def __init__(
+        self, engine: Engine, namespace: bytes = b"", max_branches: int = 256, max_logprobs: int = 4096
+    ) -> None:
+        check_namespace(namespace)
+        for name, value in (("max_branches", max_branches), ("max_logprobs", max_logprobs)):
+            if not is_int(value) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        self.engine = engine
+        self.namespace = namespace
+        self.max_branches = max_branches
+        self.max_logprobs = max_logprobs
+        self._root = _Node(None, -1)
+        self._branches = Branches(engine, self._end_oldest)
+        self._by_use: OrderedDict[Branch, _Node] = OrderedDict()  # live branches and where they end
+        self._in_use: set[Branch] = set()  # by the call that computes
+        self._cached: OrderedDict[_Node, None] = OrderedDict()  # nodes with logprobs
+        self._suspects: list[_Node] = []  # nodes that may be of no use any more; looked at when no call holds any
+        engine.scheduler.reclaimers.append(self._end_oldest)
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._by_use)
+
+    @property
+    def num_logprobs(self) -> int:
+        return len(self._cached)
+
+    def next_token_logprobs(self, token_lists: Sequence[Tokens]) -> torch.Tensor:
+        """log_softmax of the logits after each list: fp32 [len(token_lists), vocab_size], on the CPU.
+
+        What is not known yet is computed. Lists may be equal, and may be beginnings of one another.
+
+        ValueError, before anything is computed, for an empty list, tokens that are no ids, a list longer than the model
+        takes. OutOfBlocks if one list alone does not fit, and LogitsNotFinite with the lists whose logits are no
+        numbers; what was computed before is kept.
+        """
+        checked = [self.engine.check_tokens(tokens) for tokens in token_lists]
+        for tokens in checked:
+            self.engine.check_length(len(tokens), 0)
+        places = {tokens.tobytes(): place for place, tokens in reversed([*enumerate(checked)])}
+        found = {key: self._find(checked[place]) for key, place in places.items()}
+        missing = {key: checked[places[key]] for key, logprobs in found.items() if logprobs is None}
+        queries = [_Query(places[key], tokens, self._path(tokens)) for key, tokens in missing.items()]
+        for key, logprobs in zip(missing, self._compute(queries), strict=True):
+            found[key] = logprobs
+        rows = [found[tokens.tobytes()] for tokens in checked]
+        return torch.stack([row for row in rows if row is not None]) if rows else torch.empty(0, self.engine.vocab_size)
+
+    def clear(self) -> None:
+        """Forgets everything, and lets go of all blocks."""
+        self._branches.close()
+        self._by_use.clear()
+        self._cached.clear()
+        self._suspects.clear()
+        self._root = _Node(None, -1)
+
+    def close(self) -> None:
+        """Clears, and leaves the engine. Twice is fine."""
+        self.clear()
+        if self._end_oldest in self.engine.scheduler.reclaimers:
+            self.engine.scheduler.reclaimers.remove(self._end_oldest)
+
+    def __enter__(self) -> "PagedTokenTrie":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- log-probabilities -------------------------------------------------------------------------------------------
+
+    def _find(self, tokens: TokenIds) -> torch.Tensor | None:
+        node = self._root
+        for token in tokens.tolist():
+            child = node.children.get(token)
+            if child is None:
+                return None
+            node = child
+        if node.logprobs is not None:
+            self._cached.move_to_end(node)
+        return node.logprobs
+
+    def _keep(self, node: _Node, logprobs: torch.Tensor) -> None:
+        node.logprobs = logprobs
+        self._cached[node] = None
+        if len(self._cached) > self.max_logprobs:
+            oldest, _ = self._cached.popitem(last=False)
+            oldest.logprobs = None
+            self._suspects.append(oldest)
+
+    def _prune(self) -> None:
+        """Takes out the suspects that know nothing and lead nowhere, and what is above them and so becomes the same."""
+        while self._suspects:
+            node = self._suspects.pop()
+            while node.parent and not node.children and node.logprobs is None and node.branch not in self._by_use:
+                parent = node.parent
+                del parent.children[node.token]
+                node.parent = None  # gone: it may be suspected twice
+                node = parent
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, queries: Sequence[_Query]) -> list[torch.Tensor]:
+        """Of distinct lists."""
+        found: dict[_Node, torch.Tensor] = {}
+        try:
+            left = list(queries)
+            while left:
+                self._compute_some(self._first(left), {query.end: query for query in left}, found)
+                left = [query for query in left if query.end not in found]
+        finally:
+            self._suspects += [query.end for query in queries]
+            self._prune()
+        return [found[query.end] for query in queries]
+
+    def _path(self, tokens: TokenIds) -> list[_Node]:
+        """The nodes of the tokens, new ones where there are none."""
+        node, path = self._root, []
+        for token in tokens.tolist():
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = _Node(node, token)
+            path.append(child)
+            node = child
+        return path
+
+    def _first(self, queries: Sequence[_Query]) -> list[_Query]:
+        """Those to begin with: no beginnings of others, and of those that share a block still to be computed, one."""
+        inner = {node for query in queries for node in query.path[:-1]}
+        num_tokens = self.engine.manager.block_size
+        ahead: set[_Node] = set()
+        chosen = []
+        for query in queries:
+            if query.end in inner:
+                continue
+            begin = self._source(query).depth + num_tokens
+            shared = query.path[begin - 1] if begin <= len(query.path) else query.end
+            if shared not in ahead:
+                chosen.append(query)
+                ahead.add(shared)
+        return chosen
+
+    def _compute_some(
+        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], found: dict[_Node, torch.Tensor]
+    ) -> None:
+        """Computes `queries`, and of what is `asked` besides what lies on their way. Where blocks lack for all at once,
+        one half after the other.
+        """
+        try:
+            self._compute_at_once(queries, asked, found)
+            return
+        except OutOfBlocks:
+            if len(queries) == 1:
+                raise
+        middle = len(queries) // 2
+        self._compute_some(queries[:middle], asked, found)
+        self._compute_some(queries[middle:], asked, found)
+
+    def _compute_at_once(
+        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], found: dict[_Node, torch.Tensor]
+    ) -> None:
+        with self._using() as in_use:
+            branches = self._branches_for(queries)
+            in_use.update(branches)
+            nodes = self._nodes_on_the_way(queries, branches, asked)
+            logits = self._logits(queries, branches, nodes)
+            rows = logits.float().log_softmax(dim=-1).cpu().split(1)
+        for query, branch in zip(queries, branches, strict=True):
+            self._by_use[branch] = query.end
+            self._by_use.move_to_end(branch)
+            for node in query.path:
+                node.branch = branch
+        for node, row in zip((node for each in nodes for node in each.values()), rows, strict=True):
+            found[node] = row[0].clone()  # not a view: it would keep all rows
+            self._keep(node, found[node])
+        while len(self._by_use) > self.max_branches:
+            self._end_oldest()
+
+    def _logits(
+        self, queries: Sequence[_Query], branches: Sequence[Branch], nodes: Sequence[Mapping[int, _Node]]
+    ) -> torch.Tensor:
+        try:
+            return self._branches.compute(branches, [list(each) for each in nodes])
+        except LogitsNotFinite as error:
+            places = sorted(queries[row].place for row in error.rows)
+            raise LogitsNotFinite(places, [f"list {place}" for place in places]) from error
+
+    def _nodes_on_the_way(
+        self, queries: Sequence[_Query], branches: Sequence[Branch], asked: Mapping[_Node, _Query]
+    ) -> list[dict[int, _Node]]:
+        """For each query the nodes that it can answer for, by how many tokens lead there; each node once."""
+        taken: set[_Node] = set()
+        nodes = []
+        for query, branch in zip(queries, branches, strict=True):
+            path = enumerate(query.path[branch.num_computed :], branch.num_computed + 1)
+            nodes.append({depth: node for depth, node in path if node in asked and node not in taken})
+            taken.update(nodes[-1].values())
+        return nodes
+
+    @contextmanager
+    def _using(self) -> Iterator[set[Branch]]:
+        """Inside, the branches in the set do not end for want of blocks. After an exception they have ended: what was
+        appended to them was not computed.
+        """
+        self._in_use = set()
+        try:
+            yield self._in_use
+        except BaseException:
+            self._end(branch for branch in self._in_use if branch in self._branches)
+            raise
+        finally:
+            self._in_use = set()
+
+    def _branches_for(self, queries: Sequence[_Query]) -> list[Branch]:
+        """A branch for each query, with at least its last token left to compute."""
+        sources = [self._source(query) for query in queries]
+        self._in_use.update(source.branch for source in sources if source.branch)
+        heirs = {source.branch: index for index, source in enumerate(sources) if source.ends_branch}
+        branches: list[Branch] = []
+        for index, (query, source) in enumerate(zip(queries, sources, strict=True)):
+            if source.branch is None:
+                branches.append(self._branches.start(query.tokens, self.namespace))
+            elif heirs.get(source.branch) == index:
+                branches.append(source.branch)
+            else:
+                branches.append(self._branches.fork(source.branch, source.depth))
+            self._in_use.add(branches[-1])
+        for query, branch, source in zip(queries, branches, sources, strict=True):
+            if source.branch is not None:  # only now: a branch that was appended to cannot be forked
+                branch.append(query.tokens[source.depth :])
+        return branches
+
+    def _source(self, query: _Query) -> _Source:
+        """The branch that shares the most tokens; none if starting anew finds as much, in whole blocks."""
+        last, manager = len(query.tokens) - 1, self.engine.manager
+        for depth in range(last, 0, -1):
+            branch = query.path[depth - 1].branch
+            if branch is None or branch not in self._by_use:
+                continue
+            finds_blocks = manager.enable_prefix_caching and last - depth >= manager.block_size
+            can_fork = depth >= self._branches.first_forkable(branch)
+            return _Source(branch, depth) if can_fork and not finds_blocks else _Source(None, 0)
+        return _Source(None, 0)
+
+    # --- branches ----------------------------------------------------------------------------------------------------
+
+    def _end_oldest(self) -> bool:
+        """Ends the idle branch that was not asked for the longest time; False if there is none."""
+        oldest = next((branch for branch in self._by_use if branch not in self._in_use), None)
+        if oldest is not None:
+            self._end([oldest])
+        return oldest is not None
+
+    def _end(self, branches: Iterable[Branch]) -> None:
+        for branch in list(branches):
+            end = self._by_use.pop(branch, None)
+            self._branches.release([branch])
+            if end is not None:
+                self._suspects.append(end)

@@ -1,0 +1,185 @@
+"""Directory: a lock and segments on one drive.
+
+    lock           held while the tier is open, and tells who has it: a second process is refused
+    0000.segment   made when it is needed, until the directory's share of the capacity is used up
+    0001.segment
+
+Where a drive fails its directory rests for a while, during which the others are asked first.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvpage.store.disk.lock import give_lock, lock_path, take_lock
+from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Segment, is_gone
+from kvpage.store.disk.space import Drive, Entry, Space
+
+SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
+MIN_SEGMENT_SLOTS = 16
+
+
+class Directory:
+    """share: bytes that its segments may have together; None for those that are there, and no others."""
+
+    def __init__(
+        self, path: Path, share: int | None, slot_bytes: int, segment_bytes: int, retry_seconds: float
+    ) -> None:
+        self.path, self.share = path, share
+        self.spaces: list[Space] = []
+        self.drive = Drive(path, retry_seconds)
+        self.num_damaged = 0
+        self._slot_bytes, self._segment_bytes, self._retry_seconds = slot_bytes, segment_bytes, retry_seconds
+        self._dropped: list[Space] = []
+        self._grows_from = 0.0
+        self._lock_path, self._lock_fd = lock_path(path), -1
+
+    def open(self) -> None:
+        """Takes the lock, finds the segments and what they hold. Of more than its share the oldest are deleted, and so
+        are damaged ones: nothing in them can be found. Without a share it must be there, and nothing is deleted.
+
+        ValueError for a directory that is in use or holds segments of another version; OSError. Then it is closed.
+        """
+        try:
+            self._lock_fd = take_lock(self.path, make=self.share is not None)
+            self._find_segments()
+            self._keep_to_share()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its segments."""
+        return sum(space.segment.num_bytes for space in self.spaces)
+
+    @property
+    def num_lacking(self) -> int:
+        """Bytes that its segments may still grow by."""
+        return max(self.share - self.num_bytes, 0) if self.share is not None else 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free, or could be made."""
+        return self.num_lacking + sum(space.num_free * space.segment.slot_bytes for space in self.spaces)
+
+    @property
+    def entries(self) -> Iterator[Entry]:
+        return (entry for space in self.spaces for entry in space.entries)
+
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted or moved it: its files are still there for us, and lost afterwards; a directory
+        that took its place is not locked by us. OSError.
+        """
+        return is_gone(self._lock_path, self._lock_fd)
+
+    def grow(self, num_bytes: int) -> Space | None:
+        """Another segment, for a record of so many bytes. None if there may be none; OSError if there cannot be: then
+        it is not tried again for a while.
+        """
+        num_slots = min(self._segment_bytes, self.num_lacking) // self._slot_bytes
+        if num_slots < MIN_SEGMENT_SLOTS or time.monotonic() < self._grows_from:
+            return None
+        if HEADER_BYTES + num_bytes > (num_slots - 1) * self._slot_bytes:
+            return None
+        try:
+            segment = Segment.create(self._free_name(), self._slot_bytes, num_slots)
+        except OSError:
+            self._grows_from = time.monotonic() + self._retry_seconds
+            raise
+        self.spaces.append(Space(segment, self.drive))
+        return self.spaces[-1]
+
+    def successor(self) -> "Directory":
+        """One of the same path, to be opened when this one was deleted."""
+        return Directory(self.path, self.share, self._slot_bytes, self._segment_bytes, self._retry_seconds)
+
+    def drop(self, space: Space) -> None:
+        """A segment that was deleted, if it is one of these: closed now, or, while it is in use, with the others."""
+        if space in self.spaces:
+            self.spaces.remove(space)
+            if any(entry.num_users for entry in space.entries):
+                self._dropped.append(space)
+            else:
+                space.segment.close()
+
+    def sync(self) -> None:
+        """OSError."""
+        for space in list(self.spaces):
+            space.segment.sync()
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)  # the names of the segments
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Twice is fine. Gives back the lock."""
+        for space in [*self.spaces, *self._dropped]:
+            space.segment.close()
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            give_lock(fd)
+
+    # --- opening ---
+
+    def _find_segments(self) -> None:
+        ids: set[bytes] = set()
+        for path in sorted(self.path.iterdir()):
+            if not SEGMENT_NAME.fullmatch(path.name):
+                continue
+            try:
+                segment = Segment.open(path)
+                self.spaces.append(Space(segment, self.drive))  # from here on `close` closes it
+                if segment.id in ids:
+                    raise DamagedSegment(f"{path} is a copy of another segment")
+                ids.add(segment.id)
+            except DamagedSegment:
+                self._leave_out(path)
+                continue
+            self.spaces[-1] = Space.found(segment, self.drive)
+            self._mend(self.spaces[-1])
+
+    def _mend(self, space: Space) -> None:
+        """Headers for what has none, lest the next opening walk it slot by slot again."""
+        self.num_damaged += len(space.untold)
+        for run in space.untold if self.share is not None else []:
+            space.segment.cover(run)
+
+    def _leave_out(self, path: Path) -> None:
+        self.num_damaged += 1
+        if self.spaces and self.spaces[-1].segment.path == path:
+            self.spaces.pop().segment.close()
+        if self.share is not None:
+            path.unlink()
+
+    def _keep_to_share(self) -> None:
+        """The segments that were written last."""
+        self.spaces.sort(key=_last_generation)
+        while self.share is not None and self.num_bytes > self.share:
+            segment = self.spaces.pop(0).segment
+            segment.close()
+            segment.path.unlink()
+
+    def _free_name(self) -> Path:
+        taken = {space.segment.path.name for space in self.spaces}.union(os.listdir(self.path))
+        return self.path / next(name for name in (f"{n:04}.segment" for n in range(10**8)) if name not in taken)
+
+
+def _last_generation(space: Space) -> int:
+    return max((entry.run.generation for entry in space.entries), default=0)
+
+
+def check_space(directories: Sequence[Directory]) -> None:
+    """ValueError unless the disks have the space that the directories lack."""
+    lacking: dict[int, int] = {}  # by drive
+    for directory in directories:
+        status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev
+        lacking[device] = lacking.get(device, 0) + directory.num_lacking
+        if lacking[device] > status.f_bavail * status.f_frsize:
+            raise ValueError(
+                f"capacity must fit on the disk: {directory.path} has {status.f_bavail * status.f_frsize} bytes free, "
+                f"{lacking[device]} more are needed"
+            )

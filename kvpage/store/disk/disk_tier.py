@@ -1,0 +1,301 @@
+"""DiskTier: records in segment files, in one directory or in several (on several drives).
+
+    keys ─► Index ─► Entry ─► Space (who has which slots) ─► Segment (a file)        a Directory has several of them
+              Room ──┘ └─► DiskReader, DiskWriter
+
+What lies where is kept in memory and found again by walking the segments' headers; there is no index to lose. Of two
+records of one key, as a crash between writing the new and freeing the old may leave, the one of the higher generation
+counts. Files are 0600, new directories 0700. Nothing is mapped into memory: there a read error would be a signal.
+
+Two locks. `_lock` guards what is in memory and is never held while the disk is waited for, so that looking up is quick
+whatever the disk does. `_changes` is held by whoever writes headers; `_lock` is taken within it.
+"""
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvpage.store.disk.directory import MIN_SEGMENT_SLOTS, Directory, check_space
+from kvpage.store.disk.index import Index
+from kvpage.store.disk.io import STAGING_BYTES, Buffers, DiskReader, DiskWriter
+from kvpage.store.disk.room import DriveError, Room
+from kvpage.store.disk.segment import EndOfFile, Run
+from kvpage.store.disk.space import Entry
+from kvpage.store.policy import make_policy
+from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+
+SLOT_BYTES = 4096
+SEGMENT_BYTES = 1 << 30
+RETRY_SECONDS = 1.0
+
+
+class DiskTier(Tier):
+    """paths: directories, made if they are not there; records are spread over them. capacity: bytes of all segments
+    together, which are preallocated one by one; None for the segments that are there: then no file or directory is made
+    or deleted. policy: lru, lfu, fifo; after opening, records are in the order in which they were written, and that is
+    what `infos` tells of until they are used. segment_bytes: of a file; no record can be larger. retry_seconds: for so
+    long after an error of a directory the others are preferred, and it grows no further.
+
+    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
+    error of the disk is a TierError or a miss, and leaves every record as it was. A timeout is that of waiting for
+    other calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
+
+    Raises ValueError for a directory that another process has open or that another version has written, and if there is
+    less space than capacity; OSError for a directory that cannot be made or read.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        capacity: int | None,
+        policy: str = "lru",
+        segment_bytes: int = SEGMENT_BYTES,
+        name: str = "disk",
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        places = [Path(path).absolute() for path in paths]
+        if not places or len(set(places)) != len(places):
+            raise ValueError(f"paths must be at least one, each once, got {[str(path) for path in paths]}")
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+            raise ValueError(f"capacity must be an integer or None, got {capacity!r}")
+        least = MIN_SEGMENT_SLOTS * SLOT_BYTES
+        if segment_bytes < least or (capacity is not None and capacity // len(places) < least):
+            raise ValueError(
+                f"capacity and segment_bytes must be at least {least} bytes a directory, "
+                f"got {capacity} and {segment_bytes}"
+            )
+        self.name = name
+        self.buffers = Buffers(STAGING_BYTES)
+        self._capacity = capacity
+        self._is_closed = False
+        self._lock, self._changes = threading.Lock(), threading.Lock()
+        self._index = Index(make_policy(policy))
+        share = None if capacity is None else capacity // len(places)
+        directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
+        self._room = Room(directories, self._index, self._lock)
+        self._open_directories()
+        _open_tiers.add(self)
+
+    def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [key in self._index for key in keys]
+
+    def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
+        with self._lock:
+            self._check_open()
+            entries = [self._index.use(key) for key in keys]
+        return [None if entry is None else self._reader(entry) for entry in entries]
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        """TierError if only trouble with the disk is in the way."""
+        if len(key) != 32 or num_bytes < 1:
+            raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
+        buffer = self.buffers.take()
+        with self._changing():
+            self._room.settle()
+            entry = self._room.place(num_bytes)
+            if entry is None:
+                self.buffers.give(buffer)
+                return None
+            with self._lock:
+                generation = self._index.next_generation()
+            slot, num_slots, *_ = entry.run
+            entry.run = Run(slot, num_slots, generation, num_bytes, time.time(), bytes(key))
+        return DiskWriter(self, entry, buffer)
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        """False for those that the disk did not take, if it took others; TierError if it took none."""
+        mine = [one for one in writers if isinstance(one, DiskWriter) and one.owner is self and one.is_open]
+        if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+            raise ValueError("writers must be this tier's, not closed, each given once")
+        for writer in mine:
+            writer.check_whole()
+        done, trouble = [], None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for writer in mine:
+            try:
+                self._commit(writer, deadline)
+                done.append(True)
+            except TierError as error:
+                trouble = error
+                done.append(False)
+        if trouble is not None and not any(done):
+            raise trouble
+        return done
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        with self._changing(None if timeout is None else time.monotonic() + timeout):
+            with self._lock:
+                count = sum([self._index.forget(key) for key in keys])
+            self._room.settle()
+        return count
+
+    def infos(self) -> Iterator[RecordInfo]:
+        with self._lock:
+            self._check_open()
+            return iter(self._index.infos())
+
+    def clear(self) -> None:
+        with self._lock:
+            keys = self._index.keys
+        self.remove(keys)
+
+    def flush(self, sync: bool = False) -> None:
+        """The operating system has everything already; with `sync` the disk has it, too. TierError also if a record
+        could not be removed.
+        """
+        with self._changing():
+            self._room.settle()
+            with self._lock:
+                if sync and self._index.forgotten:
+                    raise TierError(f"{self.name}: {len(self._index.forgotten)} records could not be removed")
+                directories = list(self._room.directories) if sync else []
+                for directory in directories:
+                    directory.drive.enter()
+        self._room.sync(directories)
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            self._check_open()
+            index, directories = self._index, self._room.directories
+            num_corrupted = index.num_corrupted + sum(directory.num_damaged for directory in directories)
+            capacity = self._capacity
+            if capacity is None:
+                capacity = sum(directory.num_bytes for directory in directories)
+            counts = index.num_evicted, num_corrupted, self._room.num_errors
+            return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
+
+    def close(self) -> None:
+        """Open readers and writers raise TierError from then on; a directory where one is at a file is given back when
+        that call ends.
+        """
+        with self._changes:
+            if self._is_closed:
+                return
+            _open_tiers.discard(self)
+            self._room.settle()
+            with self._lock:
+                self._is_closed = True
+                for directory in self._room.directories:
+                    directory.drive.retire(directory.close)
+
+    def check(self) -> None:
+        """RuntimeError unless slots, headers, index and policy tell the same, and files are within the capacity."""
+        with self._changes, self._lock:
+            self._index.check(self._room.entries)
+            for directory in self._room.directories:
+                for space in directory.spaces:
+                    space.check()
+            num_bytes = sum(directory.num_bytes for directory in self._room.directories)
+            if self._capacity is not None and num_bytes > self._capacity:
+                raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
+
+    # --- for readers and writers ---
+
+    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
+        drive = entry.space.drive
+        with self._lock:
+            self._check_open()
+            drive.enter()
+        try:
+            self._room.on(drive, call)
+        except DriveError as error:
+            if isinstance(error.__cause__, EndOfFile):  # it was cut off: no use in trying again
+                self._drop(entry)
+            raise
+        finally:
+            with self._lock:
+                drive.leave()
+
+    def let_go(self, entry: Entry) -> None:
+        self._room.let_go(entry)
+
+    def give_up(self, entry: Entry) -> None:
+        with self._lock:
+            if not entry.is_marked_free and not entry.space.is_lost:  # its header may have been written
+                self._index.forgotten.append(entry)
+        self._room.let_go(entry)
+
+    # --- inside ---
+
+    def _open_directories(self) -> None:
+        directories = self._room.directories
+        try:
+            for directory in directories:
+                directory.open()
+            self._index.find(self._room.entries)
+            check_space(directories)
+            self._room.settle()
+        except BaseException:
+            for directory in directories:
+                directory.close()
+            raise
+
+    @contextmanager
+    def _changing(self, deadline: float | None = None) -> Iterator[None]:
+        if not self._changes.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0)):
+            raise TierError(f"{self.name}: other calls took too long")
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._changes.release()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierError(f"{self.name} is closed")
+
+    def _commit(self, writer: DiskWriter, deadline: float | None) -> None:
+        writer.finish()
+        entry = writer.entry
+        with self._changing(deadline):
+            if entry.space.is_lost:
+                raise TierError(f"{self.name}: {entry.space.segment.path} was deleted")
+            entry.is_marked_free = False  # whatever becomes of the next line
+            self._room.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
+            with self._lock:
+                self._index.add(entry)
+            self._room.settle()
+        writer.leave()
+
+    def _reader(self, entry: Entry) -> Reader | None:
+        """None if the disk fails, or if its header is not the record's any more: somebody has written to the file."""
+        reader = DiskReader(self, entry)
+        try:
+            if reader.is_there():
+                return reader
+            self._drop(entry)
+        except TierError:  # a miss; another time it may be there
+            pass
+        reader.close()
+        return None
+
+    def _drop(self, entry: Entry) -> None:
+        with self._lock:
+            self._index.drop(entry)
+
+    def close_in_child(self) -> None:
+        """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
+        self._lock, self._changes = threading.Lock(), threading.Lock()
+        self._room.lock = self._lock
+        self._is_closed = True
+        for directory in self._room.directories:
+            directory.close()
+
+
+# The process's own list of what to do after a fork never gets shorter: there is one entry for all tiers.
+_open_tiers: "weakref.WeakSet[DiskTier]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for tier in list(_open_tiers):
+        tier.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

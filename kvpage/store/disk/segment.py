@@ -1,0 +1,249 @@
+"""Segment: a preallocated file of small slots, in which every run of slots says what it is.
+
+    slot 0     segment header: magic, version, a random id, slot size, number of slots
+    slot 1     [ record header | record ........................ ]      as many slots as it needs
+    slot 9     [ free header   | left over from earlier ......... ]     a free run, to the next header
+    slot 40    [ record header | record ]
+
+A run's header names its segment's random id and its own slot, so that no byte of a record, no slot that was swapped or
+copied, and no foreign file can pass for one. Opening walks from header to header; where one is damaged, from slot to
+slot. What keeps the walk right, whenever the process dies:
+
+- a free run is cut in two by writing the header of its end before that of its beginning;
+- the header of a record is written after the record: until then the run is a free one;
+- a run is given to others only after its header says that it is free: no header of a record is ever left behind.
+
+Nothing is synchronised on the way: what a loss of power tears fails its header's checksum, or the record's.
+"""
+
+import errno
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from kvpage.store.records.stretches import Runs, write_stretches
+from kvpage.store.tier import Key
+
+SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
+RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum
+SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
+FREE, RECORD = 0, 1
+HEADER_BYTES = 128  # of a run: the record begins behind it
+MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # beyond them it is none of ours
+NO_KEY = bytes(32)
+assert RUN.size <= HEADER_BYTES
+
+
+class DamagedSegment(Exception):
+    """A file that is no segment, or one whose header or length is wrong: no record in it can be found."""
+
+
+class EndOfFile(OSError):
+    """The file is shorter than it was."""
+
+
+class Run(NamedTuple):
+    """A run of slots. key: None for a free one. written: seconds of time.time(). is_told: whether a header tells of it;
+    what none tells of counts as free.
+    """
+
+    slot: int
+    num_slots: int
+    generation: int = 0
+    num_bytes: int = 0
+    written: float = 0.0
+    key: Key | None = None
+    is_told: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.slot + self.num_slots
+
+
+def open_file(path: Path, flags: int = 0, access: int = os.O_RDWR) -> int:
+    """A descriptor to read and write, or as `access` says; a new file is for its owner alone. ValueError for a symbolic
+    link, which may lead out of the directory; OSError.
+    """
+    try:
+        return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} must be a file, got a symbolic link") from None
+        raise
+
+
+def is_gone(path: Path, fd: int) -> bool:
+    """Whether the path leads to no file any more, or to another one than the descriptor: it was deleted, or moved.
+    OSError.
+    """
+    here = os.fstat(fd)
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+
+
+class Segment:
+    """One file. Not thread-safe in its closing alone: nobody may be reading or writing then."""
+
+    def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int) -> None:
+        self.path, self.slot_bytes, self.num_slots = path, slot_bytes, num_slots
+        self.id = segment_id
+        self._fd = fd
+
+    @classmethod
+    def create(cls, path: Path, slot_bytes: int, num_slots: int) -> "Segment":
+        """Preallocates the file; OSError (ENOSPC), and no file, if the space is not there."""
+        fd = open_file(path, os.O_CREAT | os.O_EXCL)
+        try:
+            os.posix_fallocate(fd, 0, slot_bytes * num_slots)
+            segment = cls(path, fd, secrets.token_bytes(16), slot_bytes, num_slots)
+            segment.cover(Run(1, num_slots - 1))
+            head = SEGMENT.pack(SEGMENT_MAGIC, VERSION, segment.id, slot_bytes, num_slots, bytes(8))
+            write_all(fd, memoryview(_with_checksum(head)), 0)  # last: without it the file is no segment
+            return segment
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, access: int = os.O_RDWR) -> "Segment":
+        """access: os.O_RDONLY to read alone. DamagedSegment for what is none; ValueError for a whole one of another
+        version, and for a link; OSError.
+        """
+        fd = open_file(path, access=access)
+        try:
+            head = os.pread(fd, SEGMENT.size, 0)
+            if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):
+                raise DamagedSegment(f"{path} is no segment, or a damaged one")
+            _, version, segment_id, slot_bytes, num_slots, _ = SEGMENT.unpack(head)
+            if version != VERSION:
+                raise ValueError(f"segments must be of version {VERSION}, {path} is of version {version}")
+            if not HEADER_BYTES <= slot_bytes <= MAX_SLOT_BYTES or not 2 <= num_slots <= MAX_SEGMENT_BYTES:
+                raise DamagedSegment(f"{path} has {num_slots} slots of {slot_bytes} bytes")
+            if slot_bytes * num_slots != os.fstat(fd).st_size:
+                raise DamagedSegment(f"{path} is of another length than {num_slots} slots of {slot_bytes} bytes")
+            return cls(path, fd, segment_id, slot_bytes, num_slots)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+    def slots_for(self, num_bytes: int) -> int:
+        """Of a record with its header."""
+        return -(-(HEADER_BYTES + num_bytes) // self.slot_bytes)
+
+    def runs(self) -> Iterator[Run]:
+        """All runs in their order. OSError."""
+        slot, lost = 1, 0
+        while slot < self.num_slots:
+            run = self._run_at(slot)
+            if run is None:
+                lost, slot = lost + 1, slot + 1
+                continue
+            if lost:
+                yield Run(slot - lost, lost, is_told=False)
+            yield run
+            lost, slot = 0, run.end
+        if lost:
+            yield Run(slot - lost, lost, is_told=False)
+
+    def header(self, run: Run) -> bytes:
+        kind = FREE if run.key is None else RECORD
+        fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.written, run.key or NO_KEY)
+        head = RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))
+        return _with_checksum(head).ljust(HEADER_BYTES, b"\0")
+
+    def mark(self, run: Run) -> None:
+        """Writes the run's header and leaves what is behind it. OSError."""
+        write_all(self._fd, memoryview(self.header(run)), run.slot * self.slot_bytes)
+
+    def cover(self, run: Run) -> None:
+        """Writes the run's header, and zeros to the end of its slot: a whole slot need not be read from the disk before
+        it is written. OSError.
+        """
+        write_all(self._fd, memoryview(self.header(run).ljust(self.slot_bytes, b"\0")), run.slot * self.slot_bytes)
+
+    def write(self, run: Run, offset: int, data: memoryview) -> None:
+        """At so many bytes from the run's beginning, its header included. OSError."""
+        write_all(self._fd, data, run.slot * self.slot_bytes + offset)
+
+    def write_runs(
+        self,
+        run: Run,
+        offset: int,
+        lead: memoryview,
+        runs: Runs,
+        stretch_bytes: int,
+        tail: memoryview,
+        num_threads: int,
+    ) -> bytes:
+        """As stretches.write_stretches, at so many bytes from the run's beginning. OSError."""
+        return write_stretches(
+            self._fd, run.slot * self.slot_bytes + offset, lead, runs, stretch_bytes, tail, num_threads
+        )
+
+    def read(self, run: Run, offset: int, into: memoryview) -> None:
+        """EndOfFile, and any other OSError."""
+        read_all(self._fd, into, run.slot * self.slot_bytes + offset)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def is_deleted(self) -> bool:
+        """Whether its name does not lead to it any more. OSError."""
+        return is_gone(self.path, self._fd)
+
+    def close(self) -> None:
+        """Twice is fine."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _run_at(self, slot: int) -> Run | None:
+        head = os.pread(self._fd, RUN.size, slot * self.slot_bytes)
+        if len(head) < RUN.size or not _is_whole(head):
+            return None
+        magic, kind, segment_id, at, num_slots, generation, num_bytes, written, key, _ = RUN.unpack(head)
+        if (magic, segment_id, at) != (RUN_MAGIC, self.id, slot) or not 0 < num_slots <= self.num_slots - slot:
+            return None
+        if kind == FREE:
+            return Run(slot, num_slots)
+        fits = kind == RECORD and num_slots == self.slots_for(num_bytes)
+        return Run(slot, num_slots, generation, num_bytes, written, key) if fits else None
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Goes on after short writes, as a disk that becomes full gives before its error."""
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        data, offset = data[count:], offset + count
+
+
+def read_all(fd: int, into: memoryview, offset: int) -> None:
+    while len(into):
+        count = os.preadv(fd, [into], offset)
+        if count == 0:
+            raise EndOfFile(errno.EIO, "the file ends too early")
+        into, offset = into[count:], offset + count
+
+
+def _with_checksum(head: bytes) -> bytes:
+    """The last eight bytes are those of the ones before."""
+    return head[:-8] + xxhash.xxh3_64_digest(head[:-8])
+
+
+def _is_whole(head: bytes) -> bool:
+    return xxhash.xxh3_64_digest(head[:-8]) == head[-8:]

@@ -1,0 +1,1 @@
+"""Between blocks of a cache and records of a store."""

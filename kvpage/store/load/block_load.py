@@ -1,0 +1,88 @@
+"""BlockLoad: a prompt's chunks on their way into an engine's blocks, at once or layer by layer.
+
+tokens    [ chunk 0 | chunk 1 | chunk 2 | ch]
+wanted          [ start ........... end ]           as far as the blocks reach; start may be within a chunk
+"""
+
+import functools
+
+from kvpage.store.load.block_io import BlockChunk, BlockChunks
+from kvpage.store.load.calls import Calls
+from kvpage.store.load.chunk_io import read_record
+from kvpage.store.load.layer_load import LayerLoad, OpenChunk
+from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.tier import Key, Reader
+from kvpage.store.tier_stack import TierStack
+from kvpage.store.tiers import Placed
+
+
+class BlockLoad:
+    """keys: of the chunks that hold wanted tokens. ValueError for a start that is none, and for blocks that are not
+    there or named twice.
+    """
+
+    def __init__(
+        self, blocks: BlockChunks, kinds: RecordKinds, keys: list[Key], num_tokens: int, start: int, namespace: bytes
+    ) -> None:
+        """keys: of all of the prompt's chunks."""
+        self.start, self.end = start, min(num_tokens, blocks.num_tokens)
+        if not 0 <= start <= self.end:
+            raise ValueError(f"start must be in [0, {self.end}], got {start}")
+        blocks.check_writable(start, self.end)
+        self._size = kinds.keys.chunk_size
+        self._first = start // self._size
+        self.keys = keys[self._first : -(-self.end // self._size)]
+        self._blocks, self._kinds, self._num_tokens, self._namespace = blocks, kinds, num_tokens, namespace
+
+    def read(self, index: int, reader: Reader, num_threads: int) -> None:
+        """Takes a chunk from its record; CorruptRecord, as chunk_io.read_record."""
+        chunk = self._chunk(index)
+        read_record(reader, self._kinds.of(self.keys[index], chunk.shape, self._namespace), chunk, num_threads)
+
+    def finish(self) -> None:
+        """Waits for what a GPU still does with the blocks."""
+        self._blocks.finish()
+
+    def end_of(self, num_chunks: int) -> int:
+        """Up to which token the leading chunks bring what is wanted."""
+        last = min((self._first + num_chunks) * self._size, self.end)
+        return max(last, self.start) if num_chunks else self.start
+
+    def by_layers(self, tiers: TierStack, calls: Calls) -> LayerLoad:
+        """A load that has begun, of the leading chunks whose records' heads are right. It is one of the calls until it
+        has come to its end.
+        """
+        self.finish()  # what the blocks were before
+        opened: list[tuple[Placed, Key, OpenChunk]] = []
+        readers = tiers.open_leading(self.keys)
+        for index, (placed, reader) in enumerate(readers):
+            found = tiers.verified(placed, self.keys[index], functools.partial(self._open, index, reader))
+            reader.rest()
+            if found is None:
+                break
+            opened.append((placed, self.keys[index], found))
+        for _, reader in readers[len(opened) :]:
+            reader.close()
+
+        def take_one(layer: int, index: int) -> bool:
+            placed, key, one = opened[index]
+            is_right: bool = tiers.verified(placed, key, functools.partial(one.take, layer)) or False
+            self.finish()
+            return is_right
+
+        def take(layer: int, num_chunks: int) -> int:
+            return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)
+
+        chunks = [one for _, _, one in opened]
+        num_layers = self._blocks.num_layers
+        return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), calls)
+
+    def _open(self, index: int, reader: Reader) -> OpenChunk:
+        chunk = self._chunk(index)
+        kind = self._kinds.of(self.keys[index], chunk.shape, self._namespace)
+        return OpenChunk(reader, kind, chunk, self.end_of(index + 1))
+
+    def _chunk(self, index: int) -> BlockChunk:
+        begin = (self._first + index) * self._size
+        last = min(begin + self._size, self._num_tokens)
+        return self._blocks.chunk(begin, last, max(begin, self.start), min(last, self.end))

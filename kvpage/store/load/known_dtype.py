@@ -1,0 +1,89 @@
+"""KnownDtype: what the records of one store are, from the start or once the dtype of its K and V is known.
+
+    metadata with a dtype      ─► RecordKinds
+    metadata without           ─► the first K and V, the first engine, or the first record that is found ─► RecordKinds
+
+Keys name the dtype, so that nothing of another dtype is ever found: not knowing it costs a look for each that there is.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.store.records.keys import KVStoreMetadata
+from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.tier import Key
+from kvpage.store.tier_stack import TierStack
+
+SOUGHT = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
+    torch.float64,
+)  # fmt: skip
+"""Of records, in this order, by a store that was told no dtype."""
+
+
+class KnownDtype:
+    """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then. ValueError, ImportError for
+    a codec that cannot be.
+    """
+
+    def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
+        self.metadata = metadata
+        self.kinds: RecordKinds | None = None
+        self._chunk_size, self._codec = chunk_size, codec
+        self._lock = threading.Lock()
+        self._sought: list[tuple[torch.dtype, RecordKinds]] = []
+        if metadata.kv_dtype is not None:
+            self.kinds = RecordKinds(metadata, chunk_size, codec)
+        else:
+            self._sought = [(dtype, kinds) for dtype in SOUGHT if (kinds := self._kinds_of(dtype)) is not None]
+
+    def of(self, dtype: torch.dtype) -> RecordKinds:
+        """As they are, or would be of this dtype. ValueError if another one is known, or the codec does not take it."""
+        if self.kinds is None:
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
+        if self.metadata.kv_dtype != dtype:
+            raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as those that came first, got {dtype}")
+        return self.kinds
+
+    def settle(self, dtype: torch.dtype) -> RecordKinds:
+        """Of this dtype from now on. ValueError as `of`."""
+        with self._lock:
+            kinds = self.of(dtype)
+            if self.kinds is None:
+                self.metadata, self.kinds = replace(self.metadata, kv_dtype=dtype), kinds
+            return kinds
+
+    def find(self, tiers: TierStack, tokens: npt.NDArray[np.int32], namespace: bytes) -> RecordKinds | None:
+        """As known, or of the first record of these tokens that is there and right; None if there is none."""
+        if self.kinds is not None or not len(tokens):
+            return self.kinds
+        first = tokens[: self._chunk_size]
+        keys = [kinds.keys.of(first, namespace)[0] for _, kinds in self._sought]
+        for at, place in enumerate(tiers.locate(keys)):
+            dtype, kinds = self._sought[at]
+            if place is None or tiers.first(keys[at], lambda reader: kinds.shape_in(reader, namespace)) is None:  # noqa: B023
+                continue
+            try:
+                return self.settle(dtype)
+            except ValueError:  # another thread was first
+                return self.kinds
+        return self.kinds
+
+    def keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> Sequence[Key]:
+        """Under which the tokens' chunks may lie: of every dtype that there may be."""
+        kinds = [kinds for _, kinds in self._sought] if self.kinds is None else [self.kinds]
+        return [key for one in kinds for key in one.keys.of(tokens, namespace)]
+
+    def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
+        """None for a dtype that the codec does not take; what is wrong with the codec itself comes through."""
+        try:
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
+        except ValueError:
+            if dtype is SOUGHT[0]:
+                raise
+            return None

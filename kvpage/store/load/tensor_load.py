@@ -1,0 +1,53 @@
+"""TensorLoad: a prompt's chunks on their way into one tensor.
+
+tokens    [ chunk 0 | chunk 1 | chunk 2 | ch]
+wanted          [ skipped .............. end]       may begin within a chunk
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpage.store.load.chunk_io import read_record
+from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.records.kv_tensors import TensorChunk, empty_chunks, token_dim
+from kvpage.store.tier import Key, Reader
+from kvpage.store.tier_stack import TierStack
+
+
+class TensorLoad:
+    """keys: of all of the prompt's chunks. num_skipped: leading tokens that are not wanted."""
+
+    def __init__(
+        self,
+        kinds: RecordKinds,
+        fmt: str,
+        keys: Sequence[Key],
+        num_tokens: int,
+        num_skipped: int,
+        namespace: bytes,
+    ) -> None:
+        self._size = kinds.keys.chunk_size
+        self._first = num_skipped // self._size
+        self._keys = keys[self._first :]
+        self._kinds, self._fmt, self._namespace = kinds, fmt, namespace
+        self._num_tokens, self._num_skipped = num_tokens, num_skipped
+        self._dim = 2 + token_dim(fmt)
+
+    def run(self, tiers: TierStack) -> torch.Tensor | None:
+        """The chunks' K and V from the first wanted token on, as far as tiers have them; None for nothing."""
+        keys, skipped = self._keys, self._num_skipped
+        shape = tiers.first(keys[0], lambda reader: self._kinds.shape_in(reader, self._namespace)) if keys else None
+        if shape is None:
+            return None
+        room = empty_chunks(shape, self._fmt, self._num_tokens - skipped, self._kinds.dtype)
+        num_chunks = tiers.read(keys, lambda *found: self._read(room, *found))
+        num_found = min((self._first + num_chunks) * self._size, self._num_tokens) - skipped
+        return room.narrow(self._dim, 0, num_found) if num_chunks and num_found > 0 else None
+
+    def _read(self, room: torch.Tensor, index: int, reader: Reader, num_threads: int) -> None:
+        begin = (self._first + index) * self._size
+        first, end = max(begin, self._num_skipped), min(begin + self._size, self._num_tokens)
+        rows = room.narrow(self._dim, first - self._num_skipped, end - first)
+        chunk = TensorChunk([list(layer) for layer in rows], self._fmt, end - begin)
+        read_record(reader, self._kinds.of(self._keys[index], chunk.shape, self._namespace), chunk, num_threads)

@@ -1,0 +1,1 @@
+"""Records of a store: their keys, kinds and bytes."""

@@ -1,0 +1,265 @@
+"""Codec: how the payload of a record is written.
+
+    raw     bfloat16         as it is; nothing is copied
+    zstd    bfloat16:zstd    the first bytes of all elements, then the second ones, .. : one zstd frame.  Lossless
+    fp8     bfloat16:fp8     scales float32 [layers, parts, heads], then elements in 8-bit floats (e4m3).  Lossy
+
+The codec's name stands in the record (`RecordHead.codec`), with the dtype of what it gives back. What is decoded may
+come from anywhere: a payload that is not right to the last byte is a CorruptRecord, and none makes the reader allocate
+more than `raw_bytes`, which the reader has checked.
+"""
+
+import ctypes
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvpage.store.records.record import CorruptRecord, Shape
+
+Format = Literal["vllm", "huggingface"]
+SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # with a suffix they have to fit 16 characters
+LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+PIECE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
+LOSSLESS = ("zstd",)  # besides raw
+ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
+
+
+class Codec(ABC):
+    """Stateless and thread-safe. name: at most 16 ASCII characters. is_lossless: decode gives what encode was given."""
+
+    name: str
+    is_lossless = True
+
+    @abstractmethod
+    def encode(self, raw: memoryview, shape: Shape) -> memoryview:
+        """The payload. raw: contiguous bytes of a tensor [layers, parts, tokens, heads, size] or
+        [layers, parts, heads, tokens, size], or of whatever is kept raw. May share its memory.
+        """
+
+    @abstractmethod
+    def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
+        """`raw_bytes` bytes; may share the payload's memory. CorruptRecord if they cannot be had."""
+
+
+class RawCodec(Codec):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = dtype_name(dtype)
+
+    def encode(self, raw: memoryview, shape: Shape) -> memoryview:
+        return raw
+
+    def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
+        _check_length("payload", payload.nbytes, raw_bytes)
+        return payload
+
+
+class ZstdCodec(Codec):
+    """Sign, exponent and mantissa of neighbours resemble each other, each on its own: bf16 of normal values shrinks to
+    two thirds. A rest that is no whole element follows as it is.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ImportError("the codec zstd needs the package zstandard: pip install 'kvpage[zstd]'") from error
+        self.name = dtype_name(dtype) + ":zstd"
+        self._zstd, self._width = zstandard, dtype.itemsize
+
+    def encode(self, raw: memoryview, shape: Shape) -> memoryview:
+        data = np.frombuffer(raw, np.uint8)
+        return memoryview(self._zstd.ZstdCompressor(level=ZSTD_LEVEL).compress(_shuffled(data, self._width).data))
+
+    def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
+        """The frame's length is looked at before it is decoded: it decides how much is allocated."""
+        try:
+            _check_length("frame", self._zstd.get_frame_parameters(payload).content_size, raw_bytes)
+            data = self._zstd.ZstdDecompressor().decompress(payload, allow_extra_data=False)
+        except self._zstd.ZstdError as error:
+            raise CorruptRecord(f"zstd: {error}") from error
+        _check_length("decoded payload", len(data), raw_bytes)
+        return _unshuffled(np.frombuffer(data, np.uint8), self._width).data
+
+
+class Fp8Codec(Codec):
+    """Half the bytes of bf16. Each layer, part and head has a scale s, the least power of two with
+    max |x| <= 448 s, but at least 2**-126, so that scaling rounds nothing. What comes back is finite where x is, of the
+    same sign, and differs from x by at most |x| / 16 or s / 1024, whichever is more; s < max |x| / 224. Infinities
+    come back as 448 s or the dtype's largest number, NaN as NaN.
+    """
+
+    is_lossless = False
+
+    def __init__(self, dtype: torch.dtype, fmt: Format = "vllm") -> None:
+        if dtype not in FP8_SOURCES:
+            raise ValueError(f"dtype must be bfloat16, float16 or float32 for fp8, got {dtype_name(dtype)}")
+        if fmt not in ("vllm", "huggingface"):
+            raise ValueError(f"fmt must be vllm or huggingface, got {fmt!r}")
+        self.name = dtype_name(dtype) + ":fp8"
+        self._dtype, self._head_axis = dtype, 1 if fmt == "vllm" else 0  # of [tokens, heads, size] or [heads, ..]
+
+    def encode(self, raw: memoryview, shape: Shape) -> memoryview:
+        """ValueError if raw is not of this shape."""
+        count = math.prod(shape)
+        if raw.nbytes != count * self._dtype.itemsize:
+            raise ValueError(f"raw must have {count * self._dtype.itemsize} bytes for {shape}, got {raw.nbytes}")
+        out = np.empty(self._scale_bytes(shape) + count, np.uint8)
+        scales, codes = self._split(out, shape)
+        elements = _parts(np.frombuffer(raw, np.uint8), self._dtype, shape)
+        for part, scale, code in zip(elements, scales, codes, strict=True):
+            pieces = self._pieces(part)
+            scale.copy_(_scale_of(pieces, scale.shape))
+            for piece, coded in zip(pieces, self._pieces(code), strict=True):
+                # clamped, since older versions of torch make NaN of what is too large
+                coded.copy_((piece.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
+        return out.data
+
+    def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
+        count = math.prod(shape)
+        _check_length("shape", count * self._dtype.itemsize, raw_bytes)
+        _check_length("payload", payload.nbytes, self._scale_bytes(shape) + count)
+        scales, codes = self._split(np.frombuffer(payload, np.uint8), shape)
+        if not _are_scales(scales):
+            raise CorruptRecord("scales must be powers of two")
+        out = np.empty(raw_bytes, np.uint8)
+        most = torch.finfo(self._dtype).max
+        for part, scale, code in zip(_parts(out, self._dtype, shape), scales, codes, strict=True):
+            for piece, coded in zip(self._pieces(part), self._pieces(code), strict=True):
+                piece.copy_(_floats_of(coded).mul_(scale).clamp_(-most, most))
+        return out.data
+
+    def _pieces(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Runs of tokens, so small that torch keeps to this thread: its others cost ten times as much as they bring
+        where the cores have work already.
+        """
+        axis = 1 - self._head_axis
+        of_token = max(part.numel() // max(part.shape[axis], 1), 1)
+        return part.split(max(PIECE_ELEMENTS // of_token, 1), axis)
+
+    def _scale_bytes(self, shape: Shape) -> int:
+        return 4 * shape[0] * shape[1] * shape[2 + self._head_axis]
+
+    def _split(self, payload: np.ndarray, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales [layers * parts, .., heads, .., 1], to be multiplied with a part; codes as `_parts`."""
+        cut = self._scale_bytes(shape)
+        of_part = [1, 1, 1]
+        of_part[self._head_axis] = shape[2 + self._head_axis]
+        scales = _tensor(payload[:cut], torch.float32).view(shape[0] * shape[1], *of_part)
+        return scales, _parts(payload[cut:], torch.uint8, shape)
+
+
+def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Codec:
+    """The codec "raw", "zstd" or "fp8" for payloads of `dtype`. fmt: where fp8 finds the heads. ValueError for what
+    there is none of.
+    """
+    dtype = _dtype(dtype)
+    if name == "raw":
+        return RawCodec(dtype)
+    if name == "zstd":
+        return ZstdCodec(dtype)
+    if name == "fp8":
+        return Fp8Codec(dtype, fmt)
+    raise ValueError(f"codec must be raw, zstd or fp8, got {name!r}")
+
+
+def codec_of(recorded: str, fmt: Format = "vllm") -> Codec:
+    """The codec that a record names. CorruptRecord if there is none of this name."""
+    dtype, _, name = recorded.partition(":")
+    try:
+        codec = get_codec(name or "raw", LONG_NAMES.get(dtype, dtype), fmt)
+    except ValueError as error:
+        raise CorruptRecord(str(error)) from error
+    if codec.name != recorded:
+        raise CorruptRecord(f"codec must be {codec.name}, got {recorded!r}")
+    return codec
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As records name it: at most 11 characters."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT_NAMES.get(name, name)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or len(dtype_name(found)) > 11:
+        raise ValueError(f"dtype must be one of torch's with a name of at most 11 characters, got {dtype!r}")
+    return found
+
+
+def _check_length(name: str, num_bytes: int, expected: int) -> None:
+    if num_bytes != expected:
+        raise CorruptRecord(f"{name} must have {expected} bytes, got {num_bytes}")
+
+
+def _shuffled(data: np.ndarray, width: int) -> np.ndarray:
+    whole = data.size // width * width
+    if width == 1 or whole == 0:
+        return data
+    out = np.empty_like(data)
+    np.copyto(out[:whole].reshape(width, -1), data[:whole].reshape(-1, width).T)
+    out[whole:] = data[whole:]
+    return out
+
+
+def _unshuffled(data: np.ndarray, width: int) -> np.ndarray:
+    whole = data.size // width * width
+    if width == 1 or whole == 0:
+        return data
+    out = np.empty_like(data)
+    for i, byte in enumerate(data[:whole].reshape(width, -1)):
+        out[i:whole:width] = byte  # five times as fast as one transposition
+    out[whole:] = data[whole:]
+    return out
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """A view, for as long as `data` lives. By its address, since torch takes no memory that must not be written; it is
+    for whoever calls this not to.
+    """
+    if data.size == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_ubyte * data.size).from_address(data.ctypes.data), dtype=dtype)
+
+
+def _parts(data: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """[layers * parts, ...]: each small enough to stay in the cache from one step to the next."""
+    return _tensor(data, dtype).view(shape[0] * shape[1], *shape[2:])
+
+
+def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """[.., heads, .., 1]: the least powers of two, at least 2**-126, that bring finite values within 448."""
+    most = torch.zeros(shape)
+    axes = [axis for axis, size in enumerate(shape) if size == 1 or axis == 2]
+    for piece in pieces if most.numel() else ():
+        if piece.numel():
+            found = piece.abs().amax(axes, keepdim=True)
+            if not found.isfinite().all():
+                found = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
+            most = torch.maximum(most, found)
+    mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 7/8 * 2**9
+    exponent = exponent - 9 + (mantissa > 0.875).to(torch.int32)
+    exponent = torch.where(most > 0, exponent, 0).clamp(min=-126)
+    return ((exponent + 127) << 23).view(torch.float32)  # exact, as torch.ldexp is not sure to be
+
+
+def _are_scales(scales: torch.Tensor) -> bool:
+    mantissa, exponent = torch.frexp(scales)
+    return bool(((mantissa == 0.5) & (exponent >= -125) & scales.isfinite()).all())
+
+
+def _floats_of(codes: torch.Tensor) -> torch.Tensor:
+    """float32 of e4m3, by way of float16, whose exponent is one bit longer: eight times as fast as torch's way."""
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign bit comes along
+    bits <<= 7
+    bits &= ~0x4000
+    floats = bits.view(torch.float16).float().mul_(256.0)  # 2 to the difference of the exponents' biases
+    is_nan = (codes & 0x7F) == 0x7F
+    return floats.masked_fill_(is_nan, math.nan) if is_nan.any() else floats

@@ -1,0 +1,54 @@
+"""RecordSummary: one record of a tier, as its head tells of it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvpage.store.load.chunk_io import read_head
+from kvpage.store.records.keys import decode_meta
+from kvpage.store.records.record import CorruptRecord
+from kvpage.store.tier import Reader, RecordGone, RecordInfo, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSummary:
+    """One record. key: hexadecimal. model and namespace are None where the head cannot be read. num_tokens: of the
+    chunk. age: seconds since it was last used, as far as the tier knows. tier: the tier's name.
+    """
+
+    key: str
+    num_bytes: int
+    model: str | None = None
+    namespace: bytes | None = None
+    num_tokens: int | None = None
+    codec: str | None = None
+    fmt: str | None = None
+    age: float | None = None
+    tier: str | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        return self.model is not None
+
+
+def summaries(tier: Tier) -> Iterator[RecordSummary]:
+    """Of all records, from their heads. TierError comes through, but for records that are gone meanwhile."""
+    now = time.time()
+    for info in tier.infos():
+        for reader in tier.open([info.key]):
+            if reader is not None:
+                with reader, suppress(RecordGone):
+                    yield _summary(info, reader, now, tier.name)
+
+
+def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordSummary:
+    age = None if info.last_used is None else now - info.last_used
+    try:
+        head, _ = read_head(reader)
+        fields = decode_meta(head.meta)
+        num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
+    except (CorruptRecord, ValueError, KeyError):
+        return RecordSummary(info.key.hex(), info.num_bytes, age=age, tier=tier)
+    model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
+    return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age, tier)

@@ -1,0 +1,1 @@
+"""Remote tiers: Redis, S3, Mooncake."""

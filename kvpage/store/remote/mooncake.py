@@ -1,0 +1,187 @@
+"""MooncakeBackend: records in the memory of a fleet of machines, over RDMA or TCP (Mooncake Store).
+
+    mooncake://master:50051?segment_size=4GiB&protocol=rdma&device=mlx5_0
+
+A process gives `segment_size` of its memory to the fleet and finds what any of them has put; which process holds what,
+the master knows. Everything that comes and goes passes a buffer of `buffer_size`, which so bounds what a foreign value
+can take. Mooncake evicts by itself and lists nothing: `infos` is not to be had.
+
+Its Python binding answers a get with b"" both where there is nothing and where the master is gone; so when nothing at
+all comes, it is asked whether the first is there, which tells the two apart.
+"""
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from kvpage.store.remote.backend import Backend
+from kvpage.store.remote.options import RemoteOptions, num_bytes
+from kvpage.store.remote.remote_tier import RemoteTier
+from kvpage.store.tier import Key
+
+PREFIX = "kvpage:"
+DEFAULT_PORT = 50051
+SEGMENT_SIZE, BUFFER_SIZE = "1GiB", "512MiB"
+NO_SUCH_OBJECT = -704  # the error codes of Mooncake Store
+FULL = frozenset({-200, -600})  # no room in the fleet, none in the buffer
+Store = Any  # MooncakeDistributedStore
+
+
+class MooncakeBackend(Backend):
+    """connect: makes the client, on the first call; one for all threads. buffer_bytes: what passes through at once."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        prefix: str = PREFIX,
+        *,
+        max_value_bytes: int = 256 << 20,
+        buffer_bytes: int = 512 << 20,
+    ) -> None:
+        if not 0 < max_value_bytes <= buffer_bytes:
+            raise ValueError(f"max_value_bytes must be within [1, {buffer_bytes}], got {max_value_bytes}")
+        self._connect, self._prefix = connect, prefix
+        self._max_keys = buffer_bytes // max_value_bytes
+        self._changed = threading.Condition()
+        self._store: Store | None = None
+        self._num_calls = 0
+        self._is_connecting = False
+        self._is_closed = False
+
+    def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
+        names = list(dict.fromkeys(self._name(key) for key in keys))  # of a name twice, the binding finds one
+        values: list[bytes] = []
+        with self._client() as store:
+            for i in range(0, len(names), self._max_keys):
+                values += store.get_batch(names[i : i + self._max_keys])
+            if not any(values):
+                _raise_if_failed("is_exist", store.is_exist(names[0]))
+        found = dict(zip(names, values, strict=True))
+        return [found[self._name(key)] or None for key in keys]
+
+    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
+        """Each by itself if all at once cannot be: the binding does not say which one could not."""
+        names, values = [self._name(key) for key, _ in items], [value for _, value in items]
+        with self._client() as store:
+            if store.upsert_batch(names, values) == 0:
+                return [True] * len(names)
+            codes = [store.upsert(name, value) for name, value in zip(names, values, strict=True)]
+        if failed := [code for code in codes if code != 0 and code not in FULL]:
+            _raise_if_failed("upsert", failed[0])
+        return [code == 0 for code in codes]
+
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
+        with self._client() as store:
+            codes = store.batch_is_exist([self._name(key) for key in keys])
+        for code in codes:
+            _raise_if_failed("is_exist", code)
+        return [code == 1 for code in codes]
+
+    def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
+        """Also what somebody has just read, on which Mooncake holds a lease: readers have a copy."""
+        with self._client() as store:
+            codes = store.batch_remove([self._name(key) for key in keys], True)
+        for code in codes:
+            _raise_if_failed("remove", 0 if code == NO_SUCH_OBJECT else code)
+        return sum(code == 0 for code in codes)
+
+    def clear(self) -> None:
+        with self._client() as store:
+            _raise_if_failed("remove", store.remove_by_regex(f"^{re.escape(self._prefix)}[0-9a-f]{{64}}$", True))
+
+    def close(self) -> None:
+        """Waits for calls that go on: the client must not be closed under them."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: self._num_calls == 0)
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _name(self, key: Key) -> str:
+        return self._prefix + key.hex()
+
+    @contextmanager
+    def _client(self) -> Iterator[Store]:
+        with self._changed:
+            if self._is_closed:
+                raise OSError("closed")
+            self._num_calls += 1
+        try:
+            yield self._connected()
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def _connected(self) -> Store:
+        """The client; the first that asks connects, and the next one if it fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_connecting)
+            if self._store is not None:
+                return self._store
+            self._is_connecting = True
+        store = None
+        try:
+            store = self._connect()
+        finally:
+            with self._changed:
+                self._store, self._is_connecting = store, False
+                self._changed.notify_all()
+        return store
+
+
+def from_url(url: str) -> RemoteTier:
+    """The tier that a URL names (above). Options: segment_size, buffer_size, protocol (tcp, rdma), device, local (this
+    host's address, for others to reach it), metadata, prefix, and those of `RemoteOptions.take`. ValueError for a URL
+    that is none. Nothing is connected yet.
+    """
+    parts = urlsplit(url)
+    options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
+    if parts.scheme != "mooncake" or not parts.hostname:
+        raise ValueError(f"a mooncake URL must be mooncake://master:port, got {url!r}")
+    segment_bytes = num_bytes("segment_size", rest.pop("segment_size", SEGMENT_SIZE))
+    buffer_bytes = num_bytes("buffer_size", rest.pop("buffer_size", BUFFER_SIZE))
+    settings = {
+        "local_hostname": rest.pop("local", "127.0.0.1" if parts.hostname == "127.0.0.1" else socket.gethostname()),
+        "metadata_server": rest.pop("metadata", "P2PHANDSHAKE"),
+        "global_segment_size": segment_bytes,
+        "local_buffer_size": buffer_bytes,
+        "protocol": rest.pop("protocol", "tcp"),
+        "rdma_devices": rest.pop("device", ""),
+        "master_server_addr": f"{parts.hostname}:{parts.port or DEFAULT_PORT}",
+    }
+    prefix = rest.pop("prefix", PREFIX)
+    if settings["protocol"] not in ("tcp", "rdma"):
+        raise ValueError(f"protocol must be tcp or rdma, got {settings['protocol']!r}")
+    if rest:
+        raise ValueError(f"options must be known, got {', '.join(sorted(rest))}")
+    client = _client_class()
+    backend = MooncakeBackend(
+        lambda: _connect(client(), settings), prefix, max_value_bytes=options.max_value_bytes, buffer_bytes=buffer_bytes
+    )
+    return RemoteTier(backend, "mooncake", options)
+
+
+def _client_class() -> Callable[[], Store]:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:  # the package, or a library that it needs
+        raise ImportError(
+            f"the mooncake tier needs mooncake: pip install 'kvpage[mooncake]', libibverbs1, librdmacm1 ({error})"
+        ) from error
+    return MooncakeDistributedStore
+
+
+def _connect(store: Store, settings: dict[str, Any]) -> Store:
+    _raise_if_failed("setup", store.setup(**settings))
+    return store
+
+
+def _raise_if_failed(what: str, code: int) -> None:
+    if code < 0:
+        raise OSError(f"{what} failed with Mooncake's error {code}")

@@ -1,0 +1,183 @@
+"""RedisBackend: one key a record, in Redis or Valkey, alone, behind Sentinel, or as a cluster.
+
+    redis://user:password@host:6379/0?ttl=86400            rediss:// with TLS, unix:///path
+    redis+cluster://host:7000,host:7001                    rediss+cluster:// with TLS
+    redis+sentinel://host:26379,host:26380/mymaster/0      rediss+sentinel:// with TLS
+
+The password is the server's; sentinels are asked without one. The key is a prefix and the record's key in hexadecimal.
+A value is asked for by GETRANGE, which gives no more than a record may have, whatever somebody else has put there, in
+the one round trip that GET would need too.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
+from kvpage.store.remote.redis_client import Client, connector, disconnect, interrupt, redis
+from kvpage.store.remote.remote_tier import Backend, RemoteTier
+from kvpage.store.tier import Key, RecordInfo
+
+PREFIX = "kvpage:"
+LIST_COUNT = 1000  # keys a round trip of a listing
+
+
+class RedisBackend(Backend):
+    """connect: makes a client (of redis-py), one for each call that goes on at once. max_value_bytes: of a value that
+    is fetched whole; of a longer one no more than one byte beyond. ttl: seconds that a value stays, None for ever.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        prefix: str = PREFIX,
+        *,
+        max_value_bytes: int = 256 << 20,
+        ttl: int | None = None,
+    ) -> None:
+        if max_value_bytes < 1:
+            raise ValueError(f"max_value_bytes must be positive, got {max_value_bytes}")
+        if ttl is not None and ttl < 1:
+            raise ValueError(f"ttl must be positive, got {ttl}")
+        self._connect, self._prefix = connect, prefix.encode()
+        self._max_value_bytes, self._ttl = max_value_bytes, ttl
+        self._lock = threading.Lock()
+        self._idle: list[Client] = []
+        self._busy: dict[int, Client] = {}  # by thread
+        self._given_up: set[int] = set()  # threads of those
+        self._is_closed = False
+
+    def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
+        end = self._max_value_bytes
+        answers = self._answers([("GETRANGE", self._name(key), 0, end) for key in keys])
+        return [b"" if _is_of_another_type(answer) else _value(answer) for answer in answers]
+
+    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
+        life = () if self._ttl is None else ("EX", self._ttl)
+        return [answer is True for answer in self._answers([("SET", self._name(k), v, *life) for k, v in items])]
+
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
+        """By STRLEN, which knows what cannot be a record, so that a store replaces it. EXISTS would not; but neither
+        would it count as a use for a server that evicts by last use.
+        """
+        lengths = self._answers([("STRLEN", self._name(key)) for key in keys])
+        return [isinstance(n, int) and MIN_RECORD_BYTES <= n <= self._max_value_bytes for n in lengths]
+
+    def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
+        return self._remove([self._name(key) for key in keys])
+
+    def infos(self) -> Iterator[RecordInfo]:
+        for names in self._listed():
+            lengths = self._answers([("STRLEN", name) for name in names])
+            for name, num_bytes in zip(names, lengths, strict=True):
+                if isinstance(num_bytes, int) and num_bytes > 0:
+                    yield RecordInfo(bytes.fromhex(name.removeprefix(self._prefix).decode()), num_bytes)
+
+    def clear(self) -> None:
+        """What is under the prefix, and of that only what is named as records are."""
+        for names in self._listed():
+            self._remove(names)
+
+    def give_up(self, thread_id: int) -> None:
+        with self._lock:
+            client = self._busy.get(thread_id)
+            if client is not None:
+                self._given_up.add(thread_id)
+        if client is not None:
+            interrupt(client)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, busy = list(self._idle), list(self._busy.values())
+            self._is_closed = True
+            self._idle.clear()
+            self._busy.clear()
+        for client in idle:
+            disconnect(client)
+        for client in busy:
+            interrupt(client)
+
+    def _name(self, key: Key) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    def _remove(self, names: Sequence[bytes]) -> int:
+        return sum(answer for answer in self._answers([("UNLINK", name) for name in names]) if answer == 1)
+
+    def _listed(self) -> Iterator[list[bytes]]:
+        """Names of records, LIST_COUNT or so at a time: gathered first, since another call needs the client too."""
+        glob = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"?" * 64
+        pattern = re.compile(re.escape(self._prefix) + rb"[0-9a-f]{64}")
+        with self._client() as client:
+            names = sorted({name for name in client.scan_iter(glob, LIST_COUNT) if pattern.fullmatch(name)})
+        yield from (names[i : i + LIST_COUNT] for i in range(0, len(names), LIST_COUNT))
+
+    def _answers(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """One round trip. An answer may be the exception that the server gave for that command: of a full server, of
+        a node that is down. Where all of them are, the first is raised, unless it is of the value and not the server.
+        """
+        with self._client() as client:
+            pipeline = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers = pipeline.execute(raise_on_error=False)
+        if len(answers) != len(commands):
+            raise redis.RedisError(f"{len(commands)} commands were sent, got {len(answers)} answers")
+        if all(isinstance(answer, Exception) for answer in answers) and not any(map(_is_refusal, answers)):
+            raise answers[0]
+        return answers
+
+    @contextmanager
+    def _client(self) -> Iterator[Client]:
+        thread_id = threading.get_ident()
+        with self._lock:
+            client = self._idle.pop() if self._idle else None
+        client = client or self._connect()
+        with self._lock:
+            self._busy[thread_id] = client
+        try:
+            yield client
+        except BaseException:
+            disconnect(client)  # answers may be on their way that nobody has read
+            raise
+        finally:
+            with self._lock:
+                stays = self._busy.pop(thread_id, None) is not None and not self._is_closed
+                stays = stays and thread_id not in self._given_up
+                self._given_up.discard(thread_id)
+                if stays:
+                    self._idle.append(client)
+            if not stays:
+                disconnect(client)
+
+
+def from_url(url: str) -> RemoteTier:
+    """The tier that a URL names (above). Options: ttl in seconds, prefix, those of `RemoteOptions.take` and of TLS
+    (`kvpage.store.remote.redis_client`). ValueError for a URL that is none. Nothing is connected yet.
+    """
+    parts = urlsplit(url)
+    options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
+    ttl, prefix = rest.pop("ttl", None), rest.pop("prefix", PREFIX)
+    backend = RedisBackend(
+        connector(parts, rest),
+        prefix,
+        max_value_bytes=options.max_value_bytes,
+        ttl=None if ttl is None else integer("ttl", ttl),
+    )
+    return RemoteTier(backend, "redis", options)
+
+
+def _value(answer: object) -> object:
+    """None for an empty one, which GETRANGE gives where there is none, and for what could not be had."""
+    return answer if isinstance(answer, bytes | memoryview) and len(answer) else None
+
+
+def _is_of_another_type(answer: object) -> bool:
+    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
+
+
+def _is_refusal(answer: object) -> bool:
+    """Whether an error tells of the value, or of a full server, and not of one that cannot be used."""
+    return isinstance(answer, redis.exceptions.OutOfMemoryError) or _is_of_another_type(answer)

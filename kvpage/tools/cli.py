@@ -1,0 +1,186 @@
+"""The command line: `kvpage info`, `demo`, `replay`, `store`, `bench`. It needs the extra `serve`."""
+
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f"the command line needs the extra 'serve': pip install 'kvpage[serve]' ({error})") from error
+
+from kvpage.tools.store_cli import store_app
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(store_app, name="store")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from kvpage import __version__
+
+        print(f"kvpage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvpage(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """The paged KV cache of a language-model server."""
+
+
+@app.command()
+def info(
+    calibrate: Annotated[bool, typer.Option(help="also measure how swaps are best copied on the CUDA device")] = False,
+) -> None:
+    """What was built and what was found."""
+    from kvpage.tools.build import build_info
+
+    table = Table("what", "found", title="kvpage")
+    for name, value in build_info().items():
+        table.add_row(name, "none" if value is None else str(value))
+    Console().print(table)
+    if calibrate:
+        _print_calibration(Console())
+
+
+def _print_calibration(console: Console) -> None:
+    from kvpage.cache.calibration import calibrate
+
+    try:
+        found = calibrate()
+    except RuntimeError as error:
+        console.print(f"no calibration: {error}")
+        return
+    title = f"swaps on {found.device}, GB/s; the kernel on {found.max_groups} thread groups; {found.seconds:.2f} s"
+    table = Table("pieces of", "in: engine", "in: kernel", "out: engine", "out: kernel", title=title)
+    for row_in, row_out in zip(found.swap_in, found.swap_out, strict=True):
+        rates = (row_in.engine, row_in.kernel, row_out.engine, row_out.kernel)
+        table.add_row(f"{row_in.piece_bytes // 1024} KiB", *(f"{rate:.1f}" for rate in rates))
+    console.print(table)
+    console.print(f"the kernel copies extents of up to {found.max_bytes_in} bytes in, {found.max_bytes_out} bytes out")
+
+
+@app.command()
+def demo(
+    model: Annotated[Path | None, typer.Option(help="a local Hugging Face folder with its tokenizer")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="a text file, one prompt a line")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="turns of each conversation")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate for a request")] = 24,
+    blocks: Annotated[int, typer.Option(min=1, help="blocks of the device tier")] = 768,
+    block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
+    layer_layout: Annotated[str, typer.Option(help="separate or packed")] = "separate",
+    sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 12,
+    seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
+    cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
+    store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
+) -> None:
+    """Serves conversations with shared system prompts, and shows that the tokens are those of model.generate."""
+    from kvpage.tools.demo import DemoOptions, run
+
+    try:
+        options = DemoOptions(
+            model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
+            cache_dtype, store,
+        )  # fmt: skip
+        identical = run(options, Console())
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"kvpage demo: {error}") from error
+    raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def replay(
+    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; - for standard input")],
+    device_blocks: Annotated[int | None, typer.Option(min=1, help="blocks of the device tier")] = None,
+    device_gib: Annotated[float | None, typer.Option(help="memory of the device tier; needs --model-config")] = None,
+    host_blocks: Annotated[int | None, typer.Option(min=0, help="blocks of the host tier")] = None,
+    host_gib: Annotated[float | None, typer.Option(help="memory of the host tier; needs --model-config")] = None,
+    model_config: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or its folder")] = None,
+    cache_dtype: Annotated[str, typer.Option(help="of the cache, as CacheConfig names it")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are those of one")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
+    hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
+    policy: Annotated[str, typer.Option(help="of copies to the host: on_eviction or at_once")] = "on_eviction",
+    outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
+    prefill: Annotated[
+        float | None,
+        typer.Option(help="tokens a second that prefill computes; with it, times are shown"),
+    ] = None,
+    bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
+    sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to draw; of a sweep, kvpage-replay.png by default")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+) -> None:
+    """Drives pool, tree and tiers with a production trace: what would so much memory find again?"""
+    import sys
+
+    from kvpage.tools import replay_report as report
+    from kvpage.tools.replay import ReplayConfig, read_trace
+
+    def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
+        if count is not None and gib is not None:
+            raise ValueError(f"give --{tier}-blocks or --{tier}-gib, not both")
+        return count if gib is None else report.blocks_of(f"{tier}-gib", gib, block_bytes)
+
+    try:
+        swept = report.Sweep.parse(sweep) if sweep else None
+        size = report.block_bytes_of(model_config, block_size, cache_dtype, tensor_parallel_size) if model_config else 0
+        on_device = blocks("device", device_blocks, device_gib, size)
+        if on_device is None and not (swept and swept.name.startswith("device")):
+            raise ValueError("give --device-blocks, or --device-gib with --model-config, or sweep one of them")
+        config = ReplayConfig(
+            on_device or 1, blocks("host", host_blocks, host_gib, size) or 0, block_size, hash_tokens, policy, outputs,
+            size, prefill, bandwidth * 1e9,
+        )  # fmt: skip
+        configs = swept.configs(config) if swept else [config]
+        with sys.stdin if trace == "-" else open(trace) as lines:
+            requests = list(read_trace(lines))
+        reports = report.replay_all(requests, configs, Console(stderr=True))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"kvpage replay: {error}") from error
+    if as_json:
+        print(report.as_json(configs, reports))
+    else:
+        report.show(configs, reports, Console())
+    if plot is None and swept:
+        plot = Path("kvpage-replay.png")
+    if plot:
+        report.plot(swept, configs, reports, plot)
+        Console(stderr=True).print(f"drawn: {plot}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    context: typer.Context, op: Annotated[str | None, typer.Argument(help="which one; none: list them")] = None
+) -> None:
+    """Runs a microbenchmark: a bound, a peer, a table, a line of JSON. `kvpage bench OP --help` tells its options."""
+    import importlib.util
+    import sys
+
+    found = importlib.util.find_spec("kvpage.benchmarks")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    scripts = {path.stem.removeprefix("bench_"): path for folder in folders for path in Path(folder).glob("bench_*.py")}
+    if op not in scripts:
+        for name, path in sorted(scripts.items()):
+            print(f"{name:22} {path.read_text().splitlines()[0].strip(chr(34))}")
+        if op is None or op in ("--help", "-h"):
+            return
+        raise SystemExit(f"kvpage bench: OP must be one of {', '.join(sorted(scripts))}, got {op!r}")
+    sys.argv = [f"kvpage bench {op}", *context.args]
+    try:
+        script = importlib.import_module(f"kvpage.benchmarks.bench_{op}")
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"kvpage bench {op} needs the package {error.name}, which is not installed") from error
+    script.main()
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,184 @@
+"""What `kvpage replay` shows: sizes from memory and a model, a table, a sweep over sizes, curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig, cache_block_bytes
+from kvpage.tools.replay import Replay, ReplayConfig, ReplayReport, TraceRequest
+
+GIB = 1 << 30
+SWEPT = {
+    "device-gib": "device_blocks",
+    "host-gib": "host_blocks",
+    "device-blocks": "device_blocks",
+    "host-blocks": "host_blocks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One size in steps of a factor of two, from `first` to `last`, both among them."""
+
+    name: str
+    first: float
+    last: float
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """From "device-gib=10:640". ValueError for anything else."""
+        found = re.fullmatch(r"([a-z-]+)=([0-9.]+):([0-9.]+)", text)
+        if not found or found[1] not in SWEPT:
+            raise ValueError(f"sweep must be like device-gib=10:640, with one of {', '.join(SWEPT)}, got {text!r}")
+        first, last = float(found[2]), float(found[3])
+        if not 0 < first <= last:
+            raise ValueError(f"sweep must go from a positive size up, got {text!r}")
+        return cls(found[1], first, last)
+
+    def sizes(self) -> list[float]:
+        sizes = [self.first]
+        while sizes[-1] * 2 < self.last:
+            sizes.append(sizes[-1] * 2)
+        return sizes + [self.last] * (sizes[-1] < self.last)
+
+    def configs(self, config: ReplayConfig) -> list[ReplayConfig]:
+        counts = [blocks_of(self.name, size, config.block_bytes) for size in self.sizes()]
+        if SWEPT[self.name] == "device_blocks":
+            return [dataclasses.replace(config, device_blocks=count) for count in counts]
+        return [dataclasses.replace(config, host_blocks=count) for count in counts]
+
+
+def blocks_of(name: str, size: float, block_bytes: int) -> int:
+    """How many blocks `size` is: GiB where the name says so. ValueError where the bytes of a block are not known."""
+    if not name.endswith("-gib"):
+        return int(size)
+    if block_bytes == 0:
+        raise ValueError(f"{name} needs a model config, which says how large a block is")
+    return int(size * GIB) // block_bytes
+
+
+def block_bytes_of(model_config: Path, block_size: int, cache_dtype: str, tensor_parallel_size: int) -> int:
+    """Bytes of a block in all layers of one rank, from the config.json of a Hugging Face model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(model_config))
+    is_latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+    model = ModelConfig.from_hf(config, use_mla=is_latent)
+    cache = CacheConfig(block_size=block_size, cache_dtype=cache_dtype, backend="mla" if is_latent else "flash")
+    return cache_block_bytes(cache, model, ParallelConfig(tensor_parallel_size))
+
+
+def replay_all(requests: list[TraceRequest], configs: list[ReplayConfig], console: Console) -> list[ReplayReport]:
+    """One replay a config, with a progress bar (on a terminal)."""
+    columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("requests", total=len(requests) * len(configs))
+        advance = _every(256, lambda count: progress.advance(task, count))
+        return [Replay(config).run(requests, advance) for config in configs]
+
+
+def _every(count: int, call: Callable[[int], Any]) -> Callable[[], None]:
+    """Calls only each `count`th time: a progress bar must not cost more than what it shows."""
+    state = [0]
+
+    def step() -> None:
+        state[0] += 1
+        if state[0] == count:
+            state[0] = 0
+            call(count)
+
+    return step
+
+
+def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
+    """The numbers of one replay, ready for JSON."""
+    share = 1 / report.prompt_tokens if report.prompt_tokens else 0.0
+    columns = {
+        "device_blocks": config.device_blocks,
+        "host_blocks": config.host_blocks,
+        "device_gib": config.device_blocks * config.block_bytes / GIB,
+        "host_gib": config.host_blocks * config.block_bytes / GIB,
+        "requests": report.requests,
+        "skipped": report.skipped,
+        "prompt_tokens": report.prompt_tokens,
+        "hit_rate": report.hit_rate,
+        "device_hit_rate": report.device_hit_tokens * share,
+        "host_hit_rate": report.host_hit_tokens * share,
+        "evicted_blocks": report.evicted_blocks,
+        "demoted_blocks": report.demoted_blocks,
+        "lost_host_blocks": report.lost_host_blocks,
+        "loaded_gib": report.loaded_bytes / GIB,
+        "stored_gib": report.stored_bytes / GIB,
+        "mean_gb_per_second": report.bytes_per_second / 1e9,
+        "peak_gb_per_second": report.peak_bytes_per_second / 1e9,
+        "computed_tokens_per_second": report.computed_tokens_per_second,
+    }
+    if config.prefill_tokens_per_second is not None:
+        columns["busy_share"] = report.busy_share
+        for name in ("first_token_seconds", "queued_seconds"):
+            columns |= {f"{name}_p{percent}": report.percentile(name, percent) for percent in (50, 99)}
+    return columns
+
+
+def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Console) -> None:
+    """A column a replay."""
+    columns = [figures(config, report) for config, report in zip(configs, reports, strict=True)]
+    table = Table("", *(str(i + 1) for i in range(len(columns))), title="kvpage replay")
+    for name in columns[0] if columns else ():
+        values = [column[name] for column in columns]
+        if name.endswith("gib") and not any(values):
+            continue  # the size of a block is not known
+        table.add_row(
+            name.replace("_", " "), *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values)
+        )
+    console.print(table)
+    if any(report.busy_share > 1 for report in reports):
+        console.print("busy share above 1: one machine is too slow for this trace, and its queue grows to the end")
+
+
+def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
+    return json.dumps([figures(config, report) for config, report in zip(configs, reports, strict=True)])
+
+
+def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path) -> None:
+    """The hit rate over the size that is swept; without a sweep, the blocks in use over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if sweep:
+        _draw_sweep(axes, sweep, [figures(c, r) for c, r in zip(configs, reports, strict=True)])
+    else:
+        _draw_use(axes, reports[0])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _draw_sweep(axes: Any, sweep: Sweep, columns: Iterable[dict[str, Any]]) -> None:
+    rows = list(columns)
+    curves = {"device_hit_rate": "device"}
+    if any(row["host_blocks"] for row in rows):  # else the device's curve would hide the sum of both
+        curves = {"hit_rate": "both tiers", **curves, "host_hit_rate": "host"}
+    for name, label in curves.items():
+        axes.plot(sweep.sizes(), [100 * row[name] for row in rows], marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=sweep.name, ylabel="prompt tokens found (%)", title="Hit rate by memory")
+
+
+def _draw_use(axes: Any, report: ReplayReport) -> None:
+    minutes = [timestamp / 60_000 for timestamp, _, _ in report.used_blocks]
+    axes.plot(minutes, [device for _, device, _ in report.used_blocks], label="device")
+    if any(host for _, _, host in report.used_blocks):
+        axes.plot(minutes, [host for _, _, host in report.used_blocks], label="host")
+    axes.set(xlabel="minutes of the trace", ylabel="blocks that hold something", title="Blocks in use")

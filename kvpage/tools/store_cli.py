@@ -1,0 +1,119 @@
+"""`kvpage store`: what lies in a tier, whether it is whole, and making room."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from kvpage.store import inspection
+from kvpage.store.config import parse_size
+from kvpage.store.disk.view import DiskView
+from kvpage.store.tier import Tier, TierError
+
+store_app = typer.Typer(no_args_is_help=True, help="Looks into a store of chunks, by a tier's URL.")
+Url = Annotated[str, typer.Argument(help="such as disk:///var/kv, disk:kv (relative) or redis://host:6379/0")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@contextmanager
+def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
+    """The tier; what is wrong with it ends the command with one line. Who else has it is told on standard error."""
+    try:
+        tier = open_tier(url)
+        for owner in tier.owners if isinstance(tier, DiskView) else ():
+            print(f"{owner} has it open: what follows is how it was at one moment", file=sys.stderr)
+        try:
+            yield tier
+        finally:
+            tier.close()
+    except (ValueError, OSError, TierError) as error:
+        raise SystemExit(f"kvpage store: {error}") from error
+
+
+@store_app.command()
+def ls(url: Url, as_json: AsJson = False) -> None:
+    """Lists the records."""
+    with opened(url, inspection.view_tier) as tier:
+        records = list(inspection.summaries(tier))
+    if as_json:
+        print(json.dumps([{**asdict(one), "namespace": (one.namespace or b"").hex()} for one in records]))
+        return
+    table = Table("key", "model", "namespace", "tokens", "codec", "bytes", "age")
+    for one in records:
+        age = "" if one.age is None else f"{one.age:.0f} s"
+        model = "(unreadable)" if one.model is None else escape(one.model)
+        name = "" if not one.namespace else escape(repr(one.namespace)[2:-1])
+        table.add_row(one.key[:16], model, name, str(one.num_tokens or ""), one.codec or "", f"{one.num_bytes:,}", age)
+    Console().print(table)
+
+
+@store_app.command()
+def stat(url: Url, as_json: AsJson = False) -> None:
+    """Counts records, tokens and bytes, by model."""
+    with opened(url, inspection.view_tier) as tier:
+        rows = inspection.by_model(list(inspection.summaries(tier)))
+        stats = tier.stats()  # afterwards: without those that are gone
+    if as_json:
+        models = [dict(zip(("model", "records", "tokens", "bytes"), row, strict=True)) for row in rows]
+        print(json.dumps({**asdict(stats), "models": models}))
+        return
+    table = Table("model", "records", "tokens", "bytes", title=f"{stats.name}: {stats.num_records} records")
+    for model, *counts in rows:
+        table.add_row(escape(model), *(f"{count:,}" for count in counts))
+    Console().print(table)
+    if stats.capacity:
+        Console().print(f"{stats.num_bytes or 0:,} of {stats.capacity:,} bytes")
+
+
+@store_app.command()
+def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove what is broken")] = False) -> None:
+    """Reads every record and compares its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
+    open_tier = inspection.open_tier if delete else inspection.view_tier
+    with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("verifying", total=tier.stats().num_records)
+        num_whole, broken = inspection.verify(tier, lambda count: progress.advance(task, count))
+        num_damaged = tier.stats().corrupted
+        if delete:
+            tier.remove(broken)
+            tier.flush(sync=True)
+    print(f"{num_whole} records are whole, {len(broken)} are broken{' and removed' if delete and broken else ''}")
+    if num_damaged:
+        print(f"{num_damaged} places are damaged: what was there is lost")
+    for key in broken:
+        print(key.hex())
+    raise typer.Exit(1 if broken or num_damaged else 0)
+
+
+@store_app.command()
+def gc(
+    url: Url,
+    free: Annotated[str | None, typer.Option(help="bytes to free, such as 10GiB: the least recently used go")] = None,
+    older_than: Annotated[str | None, typer.Option(help="age since the last use, such as 12h or 7d")] = None,
+) -> None:
+    """Makes room. Not in a disk tier that a process has open: that makes room by itself."""
+    if (free is None) == (older_than is None):
+        raise SystemExit("kvpage store: give either --free or --older-than")
+    with opened(url, inspection.open_tier) as tier:
+        if free is not None:
+            count = inspection.free(tier, parse_size(free))
+        else:
+            count = inspection.remove_older(tier, parse_age(older_than or ""))
+        tier.flush(sync=True)
+    print(f"{count} records removed")
+
+
+def parse_age(text: str) -> float:
+    """Seconds, of "90s", "5m", "12h" or "7d". ValueError for anything else."""
+    unit = UNITS.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal():
+        raise ValueError(f"an age must be like 90s, 5m, 12h or 7d, got {text!r}")
+    return int(text[:-1]) * float(unit)

@@ -1,0 +1,133 @@
+"""`kvpage bench OP`: every one of them runs at its smallest size and ends in a line of JSON."""
+
+import functools
+import gc
+import importlib
+import json
+import sys
+import timeit
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+transformers = pytest.importorskip("transformers")
+
+from support.redis_server import MISSING  # noqa: E402
+from typer.testing import CliRunner, Result  # noqa: E402
+
+from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
+from kvpage.store.load.chunk_io import verify_record  # noqa: E402
+from kvpage.store.memory import MemoryTier  # noqa: E402
+from kvpage.tools.cli import app  # noqa: E402
+
+ONCE = ["--rounds", "1"]
+SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes that are constants of the script
+    "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
+              {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
+    "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
+    "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
+    "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
+    "paged_attention": (["--seconds", "0", *ONCE], {}),
+    "paged_attention_cpu": (["--keys", "64", "--queries", "1", *ONCE], {}),
+    "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
+    "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
+    "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
+    "serving": (["--workload", "shared", "--requests", "2", "--prefix", "32", "--tokens", "2", *ONCE], {"VOCAB": 256}),
+    "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
+    "store": (["--chunks", "1", *ONCE], {"LAYERS": 1, "CHUNK_BYTES": 2 * 256 * 8 * 128 * 2}),
+    "store_disk": (ONCE, {"MIB": 1 << 16, "RECORD_BYTES": (1 << 14,), "PIECES": (1 << 14,), "FULL_BYTES": 1 << 30}),
+    "store_redis": (ONCE, {"SIZES": (1 << 16,), "TIMEOUTS": (0.005,)}),
+    "swap": (ONCE, {}),
+    "swap_host": (["--blocks", "8", *ONCE], {}),
+    "token_trie": ([], {"NUM_TOKENS": 64, "TOKENS": range(64), "NUM_EVICTED": 20}),
+}  # fmt: skip
+NEEDS_GPU = ("paged_attention",)
+
+
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sizes as the table says. Threads and random numbers are as they were afterwards."""
+    num_threads, state = torch.get_num_threads(), torch.get_rng_state()
+    repeat, tiny = timeit.repeat, blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
+    monkeypatch.setattr(timeit, "repeat", lambda *args, **kwargs: repeat(*args, **{**kwargs, "number": 1, "repeat": 2}))
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    monkeypatch.setattr(blend_speed, "SMALL", tiny)
+    monkeypatch.setattr(blend_quality, "BATCH", 2)
+    monkeypatch.setattr(blend_quality, "NUM_RESAMPLES", 10)
+    config = functools.partial(
+        blend_model.TrainingConfig, num_heads=2, num_steps=2, batch_tokens=64, num_tokens=32, num_questions=4
+    )
+    monkeypatch.setattr(blend_model, "TrainingConfig", config)
+    monkeypatch.setattr(blend_model, "CACHE", tmp_path / "models")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    yield monkeypatch
+    torch.set_num_threads(num_threads)
+    torch.set_rng_state(state)
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def names() -> list[str]:
+    folder = Path(bench_blend_ops.__file__).parent
+    return sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+
+
+def test_the_table_has_all() -> None:
+    assert sorted(SMALLEST) == names()
+    listed = {line.split()[0] for line in bench().output.splitlines()}
+    assert listed == set(SMALLEST)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> None:
+    if name == "serving" and not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("its peer is generate_batch of a newer transformers")
+    options, sizes = SMALLEST[name]
+    script = importlib.import_module(f"kvpage.benchmarks.bench_{name}")
+    for constant, value in sizes.items():
+        smallest.setattr(script, constant, value)
+    done = bench(name, *options)
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = json.loads(done.output.splitlines()[-1])
+    if "skipped" in said:
+        is_missing = MISSING if name == "store_redis" else name in NEEDS_GPU and not torch.cuda.is_available()
+        assert is_missing and "needs" in said["skipped"]
+    else:
+        assert any(isinstance(value, list | dict | float) and value for value in said.values())
+
+
+@pytest.mark.parametrize("name", ["blend", "blend_ops", "reshape_gather"])
+def test_a_device_that_is_not_there_is_said(name: str, smallest: pytest.MonkeyPatch) -> None:
+    smallest.setattr(torch.cuda, "is_available", lambda: False)
+    done = bench(name, "--device", "cuda")
+    assert done.exit_code == 0 and "needs a CUDA device" in json.loads(done.output.splitlines()[-1])["skipped"]
+
+
+@pytest.mark.parametrize("num_layers", ["0", "1", "2"])
+def test_too_few_layers_to_blend(num_layers: str, smallest: pytest.MonkeyPatch) -> None:
+    done = bench("blend_ops", "--layers", num_layers)
+    assert done.exit_code == 2 and "--layers must be at least 3" in done.output
+
+
+def test_a_package_that_is_not_there_is_named(smallest: pytest.MonkeyPatch) -> None:
+    smallest.delitem(sys.modules, "kvpage.benchmarks.bench_pool", raising=False)
+    smallest.setitem(sys.modules, "numpy", None)
+    done = bench("pool")
+    assert done.exit_code == 1 and "kvpage bench pool needs the package numpy" in done.output
+
+
+def test_records_that_redis_is_given_are_records() -> None:
+    """Also where there is no server."""
+    script = pytest.importorskip("kvpage.benchmarks.bench_store_redis", reason="needs redis", exc_type=ImportError)
+    tier = MemoryTier(1 << 20)
+    made = script.records(256, 2)
+    script.put(tier, made)
+    for key, (reader,) in ((key, tier.open([key])) for key in made):
+        with reader:
+            verify_record(reader, key)
+    tier.close()

@@ -1,0 +1,120 @@
+"""Figures come from this commit's sources, or are refused; README.md's table is the one that the results make."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import kvpage
+from kvpage.benchmarks import number_table, record, runs
+from kvpage.benchmarks.record import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_sources = pytest.mark.skipif(not (ROOT / "benchmarks" / "results").is_dir(), reason="needs the source tree")
+
+
+def git(root: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True)
+
+
+def commit(root: Path, name: str, text: str) -> str:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", name)
+    return record.git(root, "rev-parse", "--short=12", "HEAD").strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    for name in ("kvpage/a.py", "kernels/k.py", "benchmarks/b.py", "csrc/c.cpp", "CMakeLists.txt"):
+        commit(tmp_path, name, name)
+    return tmp_path
+
+
+RUN = runs.Run("b", ("benchmarks/b.py", "--threads", "1"))
+
+
+def test_a_tree_must_be_as_committed(tree: Path) -> None:
+    record.check_tree(tree)
+    (tree / "benchmarks" / "results").mkdir()
+    (tree / "benchmarks" / "results" / "b.txt").write_text("")
+    record.check_tree(tree)
+    (tree / "kvpage" / "new.py").write_text("")
+    with pytest.raises(Refused, match="must be as committed, these files are not: kvpage/new.py"):
+        record.check_tree(tree)
+
+
+@pytest.mark.parametrize("changed", ["kvpage/a.py", "csrc/c.cpp", "benchmarks/b.py", "CMakeLists.txt"])
+def test_a_result_of_older_sources_is_refused(tree: Path, changed: str) -> None:
+    measured_at = record.git(tree, "rev-parse", "HEAD").strip()
+    commit(tree, "README.md", "of no consequence")
+    record.check_result(tree, RUN, measured_at)
+    commit(tree, changed, "other")
+    with pytest.raises(Refused, match=f"b was measured at {measured_at}, and {changed} has changed since"):
+        record.check_result(tree, RUN, measured_at)
+
+
+def test_a_result_of_another_history_is_refused(tree: Path) -> None:
+    with pytest.raises(Refused, match="is no ancestor"):
+        record.check_result(tree, RUN, "0" * 40)
+
+
+def test_what_is_installed_must_be_the_tree(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = tmp_path_factory.mktemp("kvpage")
+    for name, source in (
+        ("a.py", "kvpage/a.py"),
+        ("kernels/k.py", "kernels/k.py"),
+        ("benchmarks/b.py", "benchmarks/b.py"),
+    ):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_bytes((tree / source).read_bytes())
+    built_from = record.digest(tree)
+    record.check_installed(tree, package, built_from)
+    with pytest.raises(Refused, match="the installed extension was compiled from other sources"):
+        record.check_installed(tree, package, "another")
+    (package / "kernels" / "k.py").write_text("other")
+    with pytest.raises(Refused, match="kernels/k.py is not what is installed"):
+        record.check_installed(tree, package, built_from)
+
+
+def test_a_failing_benchmark_leaves_the_result(tree: Path) -> None:
+    kept = tree / "benchmarks" / "results" / "b.txt"
+    script = tree / "benchmarks" / "b.py"
+    script.write_text("import sys; assert sys.argv[1:] == ['--plot', 'benchmarks/results/b.png', '/x/y']; print('{}')")
+    record.measure(tree, runs.Run("b", ("benchmarks/b.py",)), ["/x/y"])
+    text = kept.read_text()
+    head = record.git(tree, "rev-parse", "--short=12", "HEAD").strip()
+    assert record.read_result(tree, "b") == (head, {})
+    assert "command   python -P benchmarks/b.py --plot benchmarks/results/b.png y\n" in text
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(Refused, match="b ended with exit code 3"):
+        record.measure(tree, RUN, [])
+    assert kept.read_text() == text
+
+
+def test_a_table_is_put_between_its_marks() -> None:
+    readme = f"before\n{record.BEGIN}\nold\n{record.END}\nafter\n"
+    assert record.with_numbers(readme, "| new |") == f"before\n{record.BEGIN}\n| new |\n{record.END}\nafter\n"
+    with pytest.raises(Refused, match="must hold the lines"):
+        record.with_numbers("no marks", "| new |")
+
+
+@needs_sources
+def test_the_extension_knows_what_it_was_compiled_from() -> None:
+    """Where the tests run over what was built from this tree, as CI does."""
+    assert kvpage.build_info()["sources"] == record.digest(ROOT)
+
+
+@needs_sources
+def test_every_number_of_the_readme_is_measured() -> None:
+    """The table is made of the results that are kept, and of nothing else."""
+    readme = (ROOT / "README.md").read_text()
+    assert record.with_numbers(readme, number_table.table(record.read_results(ROOT))) == readme
+    for name, run in runs.RUNS.items():
+        assert (ROOT / run.script).is_file(), name
+        assert json.dumps(record.read_result(ROOT, name)[1])

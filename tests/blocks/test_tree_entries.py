@@ -1,0 +1,169 @@
+"""PrefixTree.entries: what it shows is what the naive models hold, in order, bounded, and nothing changes by it."""
+
+import threading
+
+import numpy as np
+import pytest
+from blocks.test_prefix_tree_model import LIVES, RandomLife
+from support.oracle import Key
+
+from kvpage import BlockPool, PrefixTree, TreeEntry
+
+B = 2
+
+
+def path_of(entries: list[TreeEntry], entry: TreeEntry) -> tuple[int, ...]:
+    """All tokens up to the entry's end."""
+    before = () if entry.parent is None else path_of(entries, entries[entry.parent])
+    assert entry.start == len(before)
+    return (*before, *entry.tokens.tolist())
+
+
+def keys_of(entries: list[TreeEntry], entry: TreeEntry, block_size: int) -> list[Key]:
+    """As the naive models name its blocks."""
+    path = path_of(entries, entry)
+    assert len(entry.tokens) > 0 and len(entry.tokens) % block_size == 0
+    return [(entry.namespace, path[:end]) for end in range(entry.start + block_size, len(path) + 1, block_size)]
+
+
+def blocks_of(entries: list[TreeEntry], block_size: int) -> dict[Key, tuple[int, int]]:
+    """(device id, pins) of every block; requires that all are on the device."""
+    blocks: dict[Key, tuple[int, int]] = {}
+    for entry in entries:
+        keys = keys_of(entries, entry, block_size)
+        assert not blocks.keys() & set(keys) and len(entry.host_block_ids) == 0
+        for key, block_id in zip(keys, entry.block_ids.tolist(), strict=True):
+            blocks[key] = block_id, entry.num_pins
+    return blocks
+
+
+def eviction_order(entries: list[TreeEntry], block_size: int) -> list[Key]:
+    unpinned = [entry for entry in entries if entry.num_pins == 0]
+    unpinned.sort(key=lambda entry: (entry.priority, entry.last_used, -entry.start))
+    return [key for entry in unpinned for key in reversed(keys_of(entries, entry, block_size))]
+
+
+@pytest.mark.parametrize("seed, num_blocks, block_size, hash_bits", LIVES)
+def test_entries_are_what_the_naive_tree_holds(seed, num_blocks, block_size, hash_bits):
+    life = RandomLife(seed + 100, num_blocks, block_size, hash_bits)
+    most = 0
+    for _ in range(1500):
+        life.step()
+        entries = life.tree.entries(1000)
+        naive = life.naive_tree
+        want = {key: (block.id, block.pins) for key, block in naive.blocks.items()}
+        assert blocks_of(entries, block_size) == want
+        assert eviction_order(entries, block_size) == list(naive.unpinned)
+        assert all((entry.last_used is None) == (entry.num_pins > 0) for entry in entries)
+        assert len(entries) == life.tree.num_nodes
+        most = max(most, len(entries))
+    assert most > 5
+
+
+def branching() -> tuple[BlockPool, PrefixTree]:
+    pool = BlockPool(64)
+    tree = PrefixTree(pool, B)
+    for name in (b"", b"b", b"a"):
+        for last in (5, 3, 4):
+            tree.release(tree.insert([0, 1, 2, last], pool.allocate(2), name))
+    return pool, tree
+
+
+def names_and_paths(entries: list[TreeEntry]) -> list[tuple[bytes, tuple[int, ...]]]:
+    return [(entry.namespace, path_of(entries, entry)) for entry in entries]
+
+
+def test_they_come_in_the_order_of_names_and_tokens():
+    _, tree = branching()
+    paths = names_and_paths(tree.entries(100))
+    assert paths == sorted(paths) and len(paths) == 12
+    assert [name for name, _ in paths] == [b""] * 4 + [b"a"] * 4 + [b"b"] * 4
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 4, 5, 11, 12, 13, 2**62])
+def test_a_limit_cuts_the_end_off(limit):
+    _, tree = branching()
+    assert names_and_paths(tree.entries(limit)) == names_and_paths(tree.entries(100))[:limit]
+
+
+def test_one_namespace():
+    _, tree = branching()
+    entries = tree.entries(100, b"a")
+    assert names_and_paths(entries) == [pair for pair in names_and_paths(tree.entries(100)) if pair[0] == b"a"]
+    assert [entry.parent for entry in entries] == [None, 0, 0, 0]
+    assert names_and_paths(tree.entries(3, b"a")) == names_and_paths(entries)[:3]
+    assert tree.entries(100, b"none") == [] and tree.entries(100, namespace=b"") != []
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(ValueError, match="limit must not be negative, got -1"):
+        PrefixTree(BlockPool(1), B).entries(-1)
+
+
+def test_looking_changes_nothing():
+    pool, tree = branching()
+    match = tree.match([0, 1, 9])
+    before = tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free
+    first, second = tree.entries(100), tree.entries(100)
+    assert [entry.last_used for entry in first] == [entry.last_used for entry in second]
+    assert (tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free) == before
+    first[0].tokens[:], first[0].block_ids[:] = -1, -1
+    assert first[0].tokens.tolist() == [0, 1] and match.block_ids.tolist() == first[0].block_ids.tolist()
+    tree.release(match)
+    tree.clear()
+    assert tree.entries(100) == [] and first[0].num_pins == 1
+    tree.check(owned_ids=[])
+
+
+def test_both_tiers_and_priorities():
+    pool, host_pool = BlockPool(8), BlockPool(8)
+    tree = PrefixTree(pool, B, host_pool)
+    match = tree.insert(np.arange(4 * B), pool.allocate(4), priority=3)
+    (entry,) = tree.entries(9)
+    assert entry.block_ids.tolist() == [0, 1, 2, 3] and entry.host_block_ids.tolist() == [-1] * 4
+    assert (entry.num_pins, entry.priority, entry.last_used) == (1, 3, None)
+    tree.release(match)
+    _, pairs = tree.demote(3)
+    (entry,) = tree.entries(9)
+    on_host = dict(pairs.tolist())
+    assert entry.block_ids.tolist() == [0]
+    assert entry.host_block_ids.tolist() == [-1, *(on_host[i] for i in (1, 2, 3))]
+    assert {array.dtype for array in (entry.tokens, entry.block_ids, entry.host_block_ids)} == {np.dtype(np.int32)}
+
+
+def test_beside_other_threads():
+    pool = BlockPool(256)
+    tree = PrefixTree(pool, B)
+    ended = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for i in range(400):
+                tokens = np.array([0, 0, first, i % 7, i, i], np.int32)
+                match = tree.match(tokens, num_left_over=0)
+                num_new = 3 - match.num_blocks
+                if pool.num_free < 16:
+                    tree.evict(64)
+                tree.release(tree.insert(tokens[match.num_tokens :], pool.allocate(num_new), after=match))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+
+    def look() -> None:
+        try:
+            while not ended.is_set():
+                blocks_of(tree.entries(1000), B)
+        except BaseException as error:
+            failures.append(error)
+
+    looking = threading.Thread(target=look)
+    for thread in (*threads, looking):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    looking.join()
+    assert not failures
+    tree.check(owned_ids=[])

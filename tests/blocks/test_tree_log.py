@@ -1,0 +1,192 @@
+"""What PrefixTree.take_changes answers, change by change."""
+
+import numpy as np
+import pytest
+
+from kvpage import BlockPool, PrefixTree
+from kvpage.observe.tree_watch import ChangeKind, TreeChanges, TreeWatch, before
+
+B = 2
+
+
+def make_tree(num_blocks: int = 8, num_host_blocks: int = 8, max_bytes: int = 1 << 20):
+    pool, host_pool = BlockPool(num_blocks), BlockPool(num_host_blocks)
+    tree = PrefixTree(pool, B, host_pool)
+    tree.log_changes(max_bytes)
+    return pool, host_pool, tree
+
+
+def cache(tree: PrefixTree, pool: BlockPool, tokens: list[int], namespace: bytes = b"") -> None:
+    tree.release(tree.insert(tokens, pool.allocate(len(tokens) // B), namespace))
+
+
+def taken(tree: PrefixTree) -> list[tuple[str, int, int]]:
+    """The changes by name, those of leaving without their times."""
+    changes = TreeChanges(*tree.take_changes())
+    assert not changes.is_restart
+    kinds = [(ChangeKind(kind).name, block_id, value) for kind, block_id, value in changes.changes.tolist()]
+    return [(kind, block_id, 0 if kind.startswith("LEFT") else value) for kind, block_id, value in kinds]
+
+
+def test_no_log_unless_asked_for():
+    tree = PrefixTree(BlockPool(2), B)
+    with pytest.raises(ValueError, match="log_changes must be called before take_changes"):
+        tree.take_changes()
+    tree.lose_changes()
+    with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
+        tree.log_changes(-1)
+    with pytest.raises(ValueError, match="log_changes must be called"):
+        tree.take_changes()
+    tree.log_changes(100)
+    tree.take_changes()
+    tree.log_changes(0)
+    with pytest.raises(ValueError, match="log_changes must be called"):
+        tree.take_changes()
+
+
+def test_types_and_shapes():
+    pool, _, tree = make_tree()
+    is_restart, now, changes, tokens, namespaces = tree.take_changes()
+    assert is_restart is True and now > 0 and namespaces == []
+    assert changes.dtype == np.int64 and changes.shape == (0, 3)
+    assert tokens.dtype == np.int32 and tokens.shape == (0, B)
+
+
+def test_every_kind_of_change():
+    pool, _, tree = make_tree()
+    tree.take_changes()
+    cache(tree, pool, [1, 2, 3, 4], b"salt")
+    cache(tree, pool, [1, 2, 3, 4, -5, 6], b"salt")  # ids 2 and 3 come back, 4 stays
+    changes = TreeChanges(*tree.take_changes())
+    assert not changes.is_restart and changes.namespaces == [b"salt"]
+    assert changes.changes.tolist() == [[0, 0, -1], [0, 1, 0], [0, 4, 1]]
+    assert changes.tokens.tolist() == [[1, 2], [3, 4], [-5, 6]]
+    assert [before(value) for value in (-1, 0, 7, -2, -5)] == [None, (True, 0), (True, 7), (False, 0), (False, 3)]
+    assert taken(tree) == []
+    tree.demote(2)
+    assert taken(tree) == [("WRITTEN", 0, 4), ("WRITTEN", 1, 1), ("LEFT_DEVICE", 1, 0), ("LEFT_DEVICE", 4, 0)]
+    match = tree.match([1, 2, 3, 4, -5, 6, 7], b"salt")
+    tree.promote(match, pool.allocate(1))
+    promoted = taken(tree)
+    assert [change[0] for change in promoted] == ["PROMOTED"] and promoted[0][2] == 1
+    tree.write_out(match)
+    assert taken(tree) == [("WRITTEN", 2, 0)]
+    tree.trim(match)
+    tree.release(match)
+    assert taken(tree) == []
+    tree.evict_host(1)
+    assert taken(tree) == [("LEFT_HOST", 0, 0)]
+    cache(tree, pool, [1, 2, 3, 4], b"salt")  # all there: nothing new
+    assert taken(tree) == []
+    assert tree.drop([1, 2, 3, 4], b"salt") == 4
+    assert sorted(taken(tree)) == [
+        ("LEFT_DEVICE", 0, 0), ("LEFT_DEVICE", promoted[0][1], 0), ("LEFT_HOST", 1, 0), ("LEFT_HOST", 2, 0),
+    ]  # fmt: skip
+    cache(tree, pool, [9, 9])
+    tree.clear()
+    assert [change[0] for change in taken(tree)] == ["INSERTED", "LEFT_DEVICE"]
+
+
+def test_a_refused_insertion_is_no_change():
+    pool, _, tree = make_tree()
+    tree.take_changes()
+    shared = pool.allocate(1)
+    pool.share(shared)
+    with pytest.raises(ValueError):
+        tree.insert([1, 2], shared)
+    assert taken(tree) == []
+
+
+def test_an_insertion_on_a_block_that_is_on_the_host_only_is_a_promotion():
+    pool, _, tree = make_tree()
+    cache(tree, pool, [1, 2, 3, 4])
+    tree.demote(2)
+    tree.take_changes()
+    cache(tree, pool, [1, 2, 3, 4, 5, 6])
+    changes = taken(tree)
+    assert [change[0] for change in changes] == ["PROMOTED", "PROMOTED", "INSERTED"]
+    assert changes[2][2] == changes[1][1]
+
+
+def test_a_restart_is_everything_parents_first():
+    pool, host_pool, tree = make_tree()
+    cache(tree, pool, [1, 2, 3, 4], b"a")
+    cache(tree, pool, [1, 2, 5, 6], b"a")
+    cache(tree, pool, [7, 8], b"b")
+    tree.demote(2)  # the first path's second block, then its fork's
+    held = tree.match([7, 8, 0], b"b")
+    tree.write_out(held)
+    changes = TreeChanges(*tree.take_changes())
+    assert changes.is_restart and sorted(changes.namespaces) == [b"a", b"b"]
+    tokens, names = iter(changes.tokens.tolist()), iter(changes.namespaces)
+    device: dict[int, tuple] = {}
+    host: dict[int, tuple] = {}
+    for kind, block_id, value in changes.changes.tolist():
+        if kind == ChangeKind.WRITTEN:
+            host[block_id] = device[value]
+            continue
+        reference = before(value)
+        path = (next(names),) if reference is None else (device if reference[0] else host)[reference[1]]
+        (device if kind == ChangeKind.INSERTED else host)[block_id] = (*path, *next(tokens))
+    assert sorted(device.values()) == [(b"a", 1, 2), (b"b", 7, 8)]
+    assert sorted(host.values()) == [(b"a", 1, 2, 3, 4), (b"a", 1, 2, 5, 6), (b"b", 7, 8)]
+    assert len(host) == host_pool.num_blocks - host_pool.num_free
+    assert taken(tree) == []
+
+
+@pytest.mark.parametrize("max_bytes, is_lost", [(24 + 8 + 32, False), (24 + 8 + 31, True)])
+def test_the_bound(max_bytes, is_lost):
+    pool, _, tree = make_tree(max_bytes=max_bytes)
+    tree.take_changes()
+    cache(tree, pool, [1, 2])
+    changes = TreeChanges(*tree.take_changes())
+    assert changes.is_restart == is_lost and changes.changes.tolist() == [[0, 0, -1]]
+    assert not tree.take_changes()[0]
+
+
+def test_what_is_lost_is_told_anew_once():
+    pool, _, tree = make_tree()
+    tree.take_changes()
+    cache(tree, pool, [1, 2])
+    tree.lose_changes()
+    cache(tree, pool, [3, 4])
+    changes = TreeChanges(*tree.take_changes())
+    assert changes.is_restart and sorted(changes.tokens.tolist()) == [[1, 2], [3, 4]]
+    assert taken(tree) == []
+
+
+def test_when_a_block_was_last_used():
+    pool, _, tree = make_tree()
+    cache(tree, pool, [1, 2])
+    tree.log_changes(1 << 20)
+    begin = tree.take_changes()[1]
+    tree.evict(1)
+    assert tree.take_changes()[2].tolist() == [
+        [ChangeKind.LEFT_DEVICE, 0, 0]
+    ]  # its last use was before the log's begin
+    cache(tree, pool, [1, 2])
+    cached = tree.take_changes()[1]
+    tree.evict(1)
+    (_, _, used_at), = tree.take_changes()[2].tolist()  # fmt: skip
+    assert begin < used_at < cached
+
+
+def test_the_watch_tells_all_listeners():
+    pool, _, tree = make_tree()
+    with pytest.raises(ValueError, match="max_bytes must be a positive integer, got 0"):
+        TreeWatch(tree, 0)
+    watch = TreeWatch(tree)
+    heard: list[list] = [[], []]
+    watch.listeners += [heard[0].append, heard[1].append]
+    cache(tree, pool, [1, 2])
+    watch.poll()
+    cache(tree, pool, [1, 2, 3, 4])
+    watch.poll()
+    watch.restart()
+    watch.poll()
+    assert [changes.is_restart for changes in heard[0]] == [True, False, True]
+    assert [len(changes.changes) for changes in heard[0]] == [1, 1, 2]
+    assert all(a is b for a, b in zip(*heard, strict=True))
+    watch.close()
+    with pytest.raises(ValueError, match="log_changes"):
+        tree.take_changes()

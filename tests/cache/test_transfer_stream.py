@@ -1,0 +1,529 @@
+"""The streams that asynchronous swaps run on: a thread here, CUDA streams on a GPU."""
+
+import contextlib
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from support.waiting import until
+
+from kvpage import BlockPool, CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig
+from kvpage.cache.transfer_stream import CudaStream, HostStream
+
+MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
+
+
+def engine(**names) -> CacheEngine:
+    made = CacheEngine(CacheConfig(4, 7, 5, **names), MODEL, None, DeviceConfig("cpu"))
+    for layer, cache in enumerate(made.gpu_cache):
+        for block in range(7):
+            cache.select(made.layout.block_dim, block).fill_(10 * layer + block + 1)
+    return made
+
+
+def pairs(*rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+
+
+def transfer_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvpage-transfer")}
+
+
+def nothing() -> None:
+    pass
+
+
+class Gate:
+    """Work that has begun and ends when it is told to."""
+
+    def __init__(self):
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.begun.set()
+        assert self.open.wait(60)
+
+
+def test_work_runs_beside_the_caller_and_in_order():
+    stream, gate, log = HostStream(), Gate(), []
+    begin = stream.record()
+    stream.submit(gate)
+    held = stream.record()
+    stream.submit(lambda: log.append(threading.current_thread().name))
+    end = stream.record()
+    assert gate.begun.wait(60)
+    begin.wait()
+    assert begin.is_done() and not held.is_done() and not end.is_done() and log == []
+    gate.open.set()
+    end.wait()
+    assert held.is_done() and end.is_done() and len(log) == 1 and log[0].startswith("kvpage-transfer")
+    assert end.seconds_since(begin) >= end.seconds_since(held) >= 0
+    end.wait_stream(None)
+    stream.close(lambda: log.append("last"))
+    assert log[1:] == ["last"]
+
+
+def test_close_waits_for_all_that_was_submitted():
+    stream, gate, log = HostStream(), Gate(), []
+    stream.submit(gate)
+    stream.submit(lambda: log.append("work"))
+    closer = threading.Thread(target=stream.close, args=(lambda: log.append("last"),))
+    closer.start()
+    assert gate.begun.wait(60) and log == []
+    gate.open.set()
+    closer.join(60)
+    assert log == ["work", "last"] and not closer.is_alive()
+
+
+def test_close_of_an_unused_stream():
+    log = []
+    HostStream().close(lambda: log.append("last"))
+    assert log == ["last"]
+
+
+def test_a_forgotten_stream_ends_its_thread():
+    before = transfer_threads()
+    stream = HostStream()
+    stream.record().wait()
+    assert len(transfer_threads() - before) == 1
+    del stream
+    gc.collect()
+    until(lambda: not transfer_threads() - before)
+
+
+def test_an_engine_swaps_beside_the_caller():
+    made, gate = engine(), Gate()
+    made.swap_out(pairs(), non_blocking=True).wait()
+    made._transfers._stream.submit(gate)
+    transfer = made.swap_out(pairs((6, 0), (3, 4)), non_blocking=True, by_layer=True)
+    assert gate.begun.wait(60) and not transfer.is_done() and not any(cache.any() for cache in made.cpu_cache)
+    gate.open.set()
+    for layer in range(3):
+        transfer.wait_layer(layer)
+        assert transfer.layer_ready(layer)
+        assert made.cpu_cache[layer][:, [0, 4]].unique().tolist() == [10 * layer + 4, 10 * layer + 7]
+    transfer.wait()
+    assert transfer.seconds > 0 and transfer.gigabytes_per_second == transfer.num_bytes / transfer.seconds / 1e9
+
+
+def test_a_blocking_call_waits_for_what_is_in_flight():
+    made, gate = engine(), Gate()
+    made.swap_out(pairs(), non_blocking=True).wait()
+    made._transfers._stream.submit(gate)
+    made.swap_out(pairs((6, 0)), non_blocking=True)
+    caller = threading.Thread(target=made.swap_in, args=(pairs((0, 1)),))
+    caller.start()
+    assert gate.begun.wait(60) and float(made.gpu_cache[0][0, 1, 0, 0, 0]) == 2
+    gate.open.set()
+    caller.join(60)
+    assert made.gpu_cache[2][:, 1].unique().tolist() == [27]
+
+
+def test_no_thread_before_the_first_transfer_and_none_after_the_engine():
+    before = transfer_threads()
+    made = engine()
+    made.swap_out(pairs((0, 0)))
+    made.copy(pairs((0, 1)))
+    assert not transfer_threads() - before
+    transfer = made.swap_out(pairs((0, 0)), non_blocking=True)
+    assert len(transfer_threads() - before) == 1
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
+    until(transfer.is_done)
+    until(lambda: not transfer_threads() - before)
+
+
+def test_no_thread_after_an_engine_that_has_nothing_in_flight():
+    before, made = transfer_threads(), engine()
+    made.swap_out(pairs((0, 0)), non_blocking=True).wait()
+    assert made.poll() == 0 and len(transfer_threads() - before) == 1
+    del made
+    until(lambda: not transfer_threads() - before)
+
+
+def test_the_garbage_collector_waits_for_nothing():
+    """It may run where a lock is held that the engine's end needs."""
+    made, pool, lock = engine(), BlockPool(7), threading.Lock()
+    pool.allocate(7)
+    made.swap_out(pairs(), non_blocking=True).wait()
+    made._transfers._stream.submit(lambda: lock.acquire() and lock.release())
+    with lock:
+        transfer = made.swap_out(pairs((6, 0)), non_blocking=True, pools=(pool, None))
+        made.itself, gone = made, weakref.ref(made)
+        del made
+        gc.collect()
+        assert gone() is None and not transfer.is_done() and pool.ref_count(6) == 2
+    until(transfer.is_done)
+    assert pool.ref_count(6) == 1
+
+
+def test_an_engine_of_a_cycle_collected_on_its_own_thread():
+    """Its last references lie in a cycle that the transfer's thread happens to collect."""
+    made, pool = engine(), BlockPool(7)
+    pool.allocate(7)
+    made.swap_out(pairs(), non_blocking=True).wait()
+    gate, stream, collected = Gate(), made._transfers._stream, threading.Event()
+    stream.submit(lambda: (gate(), gc.collect()))
+    transfer = made.swap_out(pairs((6, 0)), non_blocking=True, pools=(pool, None), on_done=lambda _: collected.set())
+    made.itself = made
+    gone = weakref.ref(made)
+    gc.disable()
+    try:
+        assert gate.begun.wait(60)
+        del made
+        assert gone() is not None
+        gate.open.set()
+        assert collected.wait(60)
+    finally:
+        gc.enable()
+    assert gone() is None and pool.ref_count(6) == 1 and transfer.is_done()
+
+
+class PlayedCuda:
+    """torch.cuda's streams and events, as far as CudaStream uses them: a log of what was called on which stream."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.capturing, self.currents = [], set(), ["null"]
+        played = self
+
+        class Stream:
+            device = torch.device("cuda", 0)
+
+            def __init__(self, device=None, name="side"):
+                self.name = name
+
+            def wait_stream(self, other):
+                played.log.append((self.name, "waits for the work of", other.name))
+
+            def wait_event(self, event):
+                played.log.append((self.name, "waits for", event))
+
+            def synchronize(self):
+                played.log.append((self.name, "synchronized"))
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+                self.at = None
+
+            def record(self, stream):
+                self.at = len(played.log)
+                played.log.append((stream.name, "records"))
+
+            def query(self):
+                assert not played.capturing
+                return True
+
+            def synchronize(self):
+                assert not played.capturing
+
+            def elapsed_time(self, later):
+                return 1000.0 * (later.at - self.at)
+
+        @contextlib.contextmanager
+        def stream(chosen):
+            played.currents.append(chosen.name)
+            yield
+            played.currents.pop()
+
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": stream,
+            "device": lambda device: contextlib.nullcontext(),
+            "current_stream": lambda device: Stream(name=played.currents[-1]),
+            "is_current_stream_capturing": lambda: played.currents[-1] in played.capturing,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_what_a_cuda_stream_calls(monkeypatch):
+    cuda = PlayedCuda(monkeypatch)
+    stream = CudaStream(torch.device("cuda", 0))
+    stream.wait_current()
+    begin = stream.record()
+    stream.submit(lambda: cuda.log.append(("work on", cuda.currents[-1])))
+    end = stream.record()
+    end.wait_stream(None)
+    end.wait_stream(torch.cuda.Stream(name="other"))
+    stream.close(lambda: cuda.log.append("last"))
+    assert cuda.log == [
+        ("side", "waits for the work of", "null"),
+        ("side", "records"),
+        ("work on", "side"),
+        ("side", "records"),
+        ("null", "waits for", end._event),
+        ("other", "waits for", end._event),
+        ("side", "synchronized"),
+        "last",
+    ]
+    assert begin.is_done() and end.seconds_since(begin) == 2
+    end.wait()
+
+
+def test_a_cuda_stream_touches_no_capture(monkeypatch):
+    """Not by a query either, which would end the capture with an error; only what waits on another stream goes on."""
+    cuda = PlayedCuda(monkeypatch)
+    stream = CudaStream(torch.device("cuda", 0))
+    event = stream.record()
+    cuda.capturing.add("null")
+    num_calls = len(cuda.log)
+    for call in (
+        stream.wait_current,
+        event.wait,
+        lambda: event.wait_stream(None),
+        lambda: CudaStream(torch.device("cuda")),
+    ):
+        with pytest.raises(ValueError, match="must not be capturing"):
+            call()
+    assert not event.is_done() and len(cuda.log) == num_calls
+    event.wait_stream(torch.cuda.Stream(name="other"))
+    assert cuda.log[num_calls:] == [("other", "waits for", event._event)]
+    cuda.capturing = {"other"}
+    with pytest.raises(ValueError, match="must not be capturing"):
+        event.wait_stream(torch.cuda.Stream(name="other"))
+
+
+USE = """
+import os, threading, torch, kvpage
+engine = kvpage.CacheEngine(kvpage.CacheConfig(4, 7, 5), kvpage.ModelConfig(8, 2, ("full_attention",)), None,
+                            kvpage.DeviceConfig("cpu"))
+pairs = torch.tensor([[6, 0]])
+"""
+
+
+def run(code, folder) -> str:
+    done = subprocess.run([sys.executable, "-c", USE + code], text=True, capture_output=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_interpreter_ends_after_the_transfers(tmp_path):
+    text = run(
+        "import time\n"
+        "engine.swap_out(pairs[:0], non_blocking=True)\n"
+        "engine._transfers._stream.submit(lambda: time.sleep(0.3))\n"
+        "engine.swap_out(pairs, non_blocking=True, on_done=lambda t: print('done', t.seconds is not None))\n",
+        tmp_path,
+    )
+    assert text == "done True\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_starts_anew(tmp_path):
+    """The parent's transfer hangs at the fork. The child swaps on a thread of its own and ends, the parent goes on."""
+    text = run(
+        "gate = threading.Event()\n"
+        "engine.swap_out(pairs[:0], non_blocking=True).wait()\n"
+        "engine._transfers._stream.submit(gate.wait)\n"
+        "held = engine.swap_out(pairs, non_blocking=True)\n"
+        "engine.gpu_cache[0][:, 6] = 3\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    other = engine.swap_out(torch.tensor([[6, 1]]), non_blocking=True)\n"
+        "    other.wait()\n"
+        "    print(engine.cpu_cache[0][:, 1].unique().tolist(), engine.poll(), flush=True)\n"
+        "    raise SystemExit\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), held.is_done())\n"
+        "gate.set(); held.wait()\n"
+        "print(engine.cpu_cache[0][:, 0].unique().tolist(), engine.cpu_cache[0][:, 1].unique().tolist())\n",
+        tmp_path,
+    )
+    assert text.splitlines() == ["[3.0] 0", "0 False", "[3.0] [0.0]"]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+NAMES = [
+    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
+    for backend, kv_layout, layer_layout in itertools.product(
+        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
+    )
+] + [
+    {"backend": backend, "layer_layout": layer_layout}
+    for backend, layer_layout in itertools.product(("mla", "paged"), ("separate", "packed"))
+]
+EXECUTORS = {"engine": 0, "kernel": 1 << 40}
+DELAY = 100_000_000  # clock cycles, a twentieth of a second
+BLOCKS = 64
+SCATTERED = pairs(*((block, (7 * block + 3) % BLOCKS) for block in range(BLOCKS)))
+
+
+def gpu_engine(executor: str, **names) -> CacheEngine:
+    """Everything was run once: loading a kernel may wait for the whole device, which would end a delay."""
+    made = new_gpu_engine(executor, **names)
+    for by_layer in (False, True):
+        made.swap_out(SCATTERED, non_blocking=True, by_layer=by_layer).wait()
+        made.swap_in(SCATTERED, non_blocking=True, by_layer=by_layer).wait()
+    for few in (pairs((0, 1)), pairs((0, 1), (2, 3))):
+        made.swap_out(few)
+        made.swap_in(few)
+        made.copy(few)
+    _ = [cache.clone().fill_(0)[:, 0].fill_(0) for cache in made.gpu_cache]
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    return made
+
+
+def new_gpu_engine(executor: str, **names) -> CacheEngine:
+    model = ModelConfig(32, 1 if names["backend"] == "mla" else 4, ("full_attention",) * 4)
+    if names["backend"] == "mla":
+        model = ModelConfig(32, 1, ("full_attention",) * 4, use_mla=True)
+    max_bytes = EXECUTORS[executor]
+    calibration = Calibration("made up", 16, (), (), max_bytes, max_bytes, 0.0)
+    config = CacheConfig(16, BLOCKS, BLOCKS, cache_dtype="fp16", **names)
+    return CacheEngine(config, model, None, DeviceConfig("cuda"), calibration=calibration)
+
+
+def gpu_streams() -> dict:
+    return {"null": torch.cuda.default_stream(), "side": torch.cuda.Stream()}
+
+
+def fill(caches, value) -> None:
+    for cache in caches:
+        cache.fill_(value)
+
+
+def values(caches) -> list[float]:
+    return sorted({float(value) for cache in caches for value in cache.unique()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stream", ["null", "side"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_gpu_a_transfer_out_comes_after_the_work_that_wrote_and_before_the_work_that_waits(
+    names, executor, stream, by_layer
+):
+    made = gpu_engine(executor, **names)
+    fill(made.gpu_cache, 7)
+    torch.cuda.synchronize()
+    assert made._swap_out.executor(SCATTERED) == executor
+    with torch.cuda.stream(gpu_streams()[stream]):
+        torch.cuda._sleep(DELAY)
+        fill(made.gpu_cache, 1)
+        transfer = made.swap_out(SCATTERED, non_blocking=True, by_layer=by_layer)
+        assert not transfer.is_done() and values(made.cpu_cache) == [0]
+        transfer.wait_stream()
+        fill(made.gpu_cache, 2)
+    transfer.wait()
+    assert values(made.cpu_cache) == [1]
+    torch.cuda.synchronize()
+    assert values(made.gpu_cache) == [2]
+    assert 0 < transfer.seconds < 10 and transfer.gigabytes_per_second > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stream", ["null", "side"])
+def test_gpu_a_transfer_in_comes_layer_by_layer(names, executor, stream):
+    """The device's blocks are read by slow work before, and each layer by work that waits for that layer alone."""
+    made = gpu_engine(executor, **names)
+    fill(made.gpu_cache, 7)
+    for layer, cache in enumerate(made.cpu_cache):
+        cache.fill_(layer + 1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(gpu_streams()[stream]):
+        torch.cuda._sleep(DELAY)
+        before = [cache.clone() for cache in made.gpu_cache]
+        transfer = made.swap_in(SCATTERED, non_blocking=True, by_layer=True)
+        after = []
+        for layer, cache in enumerate(made.gpu_cache):
+            transfer.wait_layer(layer)
+            after.append(cache.clone())
+    transfer.wait()
+    assert all(transfer.layer_ready(layer) for layer in range(4))
+    torch.cuda.synchronize()
+    assert values(before) == [7]
+    assert [values([cache]) for cache in after] == [[1], [2], [3], [4]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stream", ["null", "side"])
+def test_gpu_calls_are_ordered_after_transfers(executor, stream):
+    """Out, over, and in again: a chain of transfers, a blocking swap and a copy, all behind one delay."""
+    made = gpu_engine(executor, backend="flash", kv_layout="NHD", layer_layout="separate")
+    pool = BlockPool(BLOCKS)
+    pool.allocate(BLOCKS)
+    fill(made.gpu_cache, 7)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(gpu_streams()[stream]):
+        torch.cuda._sleep(DELAY)
+        for block in range(BLOCKS):
+            for cache in made.gpu_cache:
+                cache[:, block].fill_(block)
+        made.swap_out(pairs((5, 0), (6, 1)), non_blocking=True, pools=(pool, None))
+        made.swap_in(pairs((0, 10), (1, 11)), non_blocking=True, pools=(None, pool))
+        made.copy(pairs((10, 12), (11, 13)))
+        made.swap_in(pairs((0, 14), (1, 15)))
+        assert pool.ref_count(5) == pool.ref_count(10) == 2
+        last = made.swap_out(pairs((12, 2), (15, 3)), non_blocking=True)
+    last.wait()
+    assert made.poll() == 0 and pool.ref_count(5) == pool.ref_count(10) == 1
+    for cache in made.cpu_cache:
+        assert cache[:, :4].float().amax((0, 2, 3, 4)).tolist() == [5, 6, 5, 6]
+        assert cache[:, :4].float().amin((0, 2, 3, 4)).tolist() == [5, 6, 5, 6]
+
+
+@pytest.mark.gpu
+def test_gpu_a_dropped_engine_finishes_its_transfers():
+    made = gpu_engine("kernel", backend="flash", kv_layout="NHD", layer_layout="separate")
+    fill(made.gpu_cache, 1)
+    host = made.cpu_cache
+    torch.cuda._sleep(DELAY)
+    transfer = made.swap_out(SCATTERED, non_blocking=True)
+    del made
+    until(transfer.is_done)
+    assert values(host) == [1]
+
+
+@pytest.mark.gpu
+def test_gpu_capture():
+    """No swap or copy under capture, with and without transfers in flight; the capture itself goes on."""
+    made = gpu_engine("kernel", backend="flash", kv_layout="NHD", layer_layout="separate")
+    fill(made.gpu_cache, 1)
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    for in_flight in (False, True):
+        torch.cuda._sleep(DELAY)
+        transfer = made.swap_out(SCATTERED, non_blocking=True) if in_flight else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in (
+                lambda: made.swap_in(SCATTERED),
+                lambda: made.swap_out(SCATTERED, non_blocking=True),
+                lambda: made.copy(pairs((0, 1))),
+            ):
+                with pytest.raises(ValueError, match="must not be capturing"):
+                    call()
+            if transfer:
+                assert not transfer.is_done()
+                for call in (transfer.wait, transfer.wait_stream):
+                    with pytest.raises(ValueError, match="must not be capturing"):
+                        call()
+            x.add_(1)
+        graph.replay()
+        if transfer:
+            transfer.wait()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2] * 4 and values(made.cpu_cache) == [1]
+
+
+@pytest.mark.gpu
+def test_gpu_an_engine_calibrates_itself():
+    made = CacheEngine(CacheConfig(16, 8, 8), MODEL, None, DeviceConfig("cuda"))
+    fill(made.gpu_cache, 3)
+    made.swap_out(pairs((0, 7), (3, 1)), non_blocking=True).wait()
+    assert made.cpu_cache[0][:, [1, 7]].unique().tolist() == [3] and made.cpu_cache[0][:, 0].unique().tolist() == [0]

@@ -1,0 +1,150 @@
+"""Public modules name what is public; it exists, says what it does, and names only classes that are public too."""
+
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+MODULES = [
+    "kvpage",
+    "kvpage.layout.backends",
+    "kvpage.blend",
+    "kvpage.observe.events",
+    "kvpage.integrations.prometheus",
+    "kvpage.blocks.namespaces",
+    "kvpage.ops",
+    "kvpage.tools.replay",
+    "kvpage.serving",
+    "kvpage.serving.stats",
+    "kvpage.serving.loop.store_link",
+    "kvpage.extras.slots",
+    "kvpage.store",
+    "kvpage.store.tier",
+    "kvpage.observe.telemetry",
+    "kvpage.extras.token_trie",
+    "kvpage.integrations.vllm_ops.ops",
+]
+EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
+CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
+PRIVATE = {
+    "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
+    "kvpage.integrations.lmcache.retriever.Piece": "of a task, which a retriever makes",
+    "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
+    "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
+    "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
+    "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
+    "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
+    "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
+    "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
+    "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
+    "kvpage.store.load.calls.Calls": "of a KVStore, which makes a LayerLoad",
+    "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
+    "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
+}
+
+
+def load(name: str) -> types.ModuleType:
+    needed = next((extra for prefix, extra in EXTRAS.items() if name.startswith(prefix)), "torch")
+    pytest.importorskip(needed)
+    return importlib.import_module(name)
+
+
+def public() -> Iterator[tuple[str, object]]:
+    for module_name in MODULES:
+        module = load(module_name)
+        for name in module.__all__:
+            yield f"{module_name}.{name}", getattr(module, name)
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_public_names_exist_and_say_what_they_do(module_name):
+    module = load(module_name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, type) or inspect.isroutine(value):
+            written = value.__doc__ or ""
+            assert written and not written.startswith(f"{name}("), f"{module_name}.{name} must have a docstring"
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_what_the_readme_names_is_public(module_name):
+    """Names that the README imports from a module, and names in a paragraph on it that the module has."""
+    module, named = load(module_name), set()
+    for names in re.findall(rf"^ *from {re.escape(module_name)} import ([\w, ]+)", README, re.MULTILINE):
+        named |= {name.split(" as ")[0].strip() for name in names.split(",")}
+    for paragraph in re.split(r"\n\n|\n(?=- )", README):
+        if re.match(rf"(?:- )?`{re.escape(module_name)}`", paragraph):
+            named |= {name for name in re.findall(r"`(\w+)", paragraph) if hasattr(module, name)}
+    assert {name for name in named if not _is_module(module_name, name)} <= set(module.__all__)
+
+
+def _is_module(module_name: str, name: str) -> bool:
+    return isinstance(getattr(load(module_name), name, None), types.ModuleType)
+
+
+def test_the_readme_names_operations_and_tries():
+    """The test above finds them."""
+    assert "`kvpage.ops`: `reshape_and_cache`" in README
+    assert "`kvpage.extras.token_trie` is for" in README
+
+
+def classes_in(hint: object) -> Iterator[type]:
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        yield hint
+    for part in typing.get_args(hint):
+        for one in part if isinstance(part, (list, tuple)) else (part,):
+            yield from classes_in(one)
+
+
+def hints_of(annotated: object, known: dict[str, object]) -> dict[str, object]:
+    try:
+        return typing.get_type_hints(annotated)
+    except NameError:  # a name that only type checkers import
+        return typing.get_type_hints(annotated, localns=known)
+
+
+def annotated_in(value: object) -> Iterator[object]:
+    """A function, or a class with its fields and all methods that callers have."""
+    if inspect.isfunction(value):
+        yield inspect.unwrap(value)
+    if not isinstance(value, type):
+        return
+    own = [kind for kind in value.__mro__ if kind.__module__.startswith("kvpage")]
+    yield from own
+    for name, member in ((name, member) for kind in own for name, member in vars(kind).items()):
+        if name.startswith("_") and name not in CLASS_METHODS:
+            continue
+        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isfunction(member):
+            yield inspect.unwrap(member)
+
+
+def named_classes() -> dict[type, str]:
+    """Classes of kvpage's that annotations of public names name, with one of the places."""
+    known: dict[str, object] = {name.rpartition(".")[2]: value for name, value in public()}
+    known |= {"Self": typing.Any, "EventStream": typing.Any}
+    found: dict[type, str] = {}
+    for name, value in public():
+        for annotated in annotated_in(value):
+            for argument, hint in hints_of(annotated, known).items():
+                if isinstance(annotated, type) and argument.startswith("_"):
+                    continue
+                for kind in classes_in(hint):
+                    if kind.__module__.startswith("kvpage"):
+                        found.setdefault(kind, f"{name}: {getattr(annotated, '__name__', '')}({argument})")
+    return found
+
+
+def test_classes_in_signatures_are_public():
+    exported = {value for _, value in public() if isinstance(value, type)}
+    missing = {f"{kind.__module__}.{kind.__name__}": where for kind, where in named_classes().items()
+               if kind not in exported}  # fmt: skip
+    assert {name: where for name, where in missing.items() if name not in PRIVATE} == {}
+    assert set(PRIVATE) <= set(missing), "PRIVATE must name only classes that signatures name and nothing exports"

@@ -1,0 +1,162 @@
+"""Ctrl-C amid the calls of a KVStore: no thread writes into the caller's tensors afterwards, no record stays pinned,
+and the store works and closes.
+"""
+
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
+from support.store_engines import TOKENS, C, make_engine, tokens_of
+from support.waiting import until
+
+from kvpage import CacheEngine
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
+from kvpage.store.load.calls import Calls
+from kvpage.store.memory import MemoryTier
+from kvpage.store.pin import Pin
+
+NUM_TRIALS = 50
+TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
+MEMORY_BYTES = 1 << 14  # fewer than are stored
+
+
+class Subject:
+    """A store of two tiers, and an engine whose K and V go there and come back."""
+
+    def __init__(self, path: Path) -> None:
+        self.source, self.target = make_engine(seed=1), make_engine(seed=2)
+        disk = DiskTier([path], 64 * SLOT_BYTES, segment_bytes=32 * SLOT_BYTES)
+        self.memory = MemoryTier(MEMORY_BYTES, pin_memory=False)
+        config = KVStoreConfig(C, num_threads=2)
+        self.store = KVStore(config, metadata_of(self.source, "m"), [self.memory, disk])
+
+    def work(self) -> None:
+        store, wanted = self.store, tokens_of(self.source, TABLE, 0, len(TOKENS))
+        store.store_blocks(TOKENS, self.source, TABLE)
+        store.store(TOKENS[:C], store.retrieve(TOKENS[:C], return_tuple=False)[0], skip_existing=False).result()
+        store.flush()
+        with store.pin(TOKENS) as pin:
+            assert pin.num_tokens == store.lookup(TOKENS) == len(TOKENS)
+        for load in (self.load_blocks, self.load_layers):
+            load()
+            assert torch.equal(tokens_of(self.target, OTHER, 0, len(TOKENS)), wanted)
+            fill(self.target)
+        store.remove(TOKENS)
+        assert store.lookup(TOKENS) == 0
+
+    def load_blocks(self) -> None:
+        assert self.store.load_blocks(TOKENS, self.target, OTHER) == len(TOKENS)
+
+    def load_layers(self) -> None:
+        with self.store.load_layers(TOKENS, self.target, OTHER) as load:
+            assert load.result() == len(TOKENS)
+
+    def check(self, place: str) -> None:
+        fill(self.target)
+        before = tokens_of(self.target, OTHER, 0, len(TOKENS)).clone()
+        self.memory.check()
+        assert not any(entry.num_readers for entry in self.memory._entries.values()), place
+        assert torch.equal(tokens_of(self.target, OTHER, 0, len(TOKENS)), before), place
+        self.work()
+        closing = threading.Thread(target=self.store.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), place
+
+
+def press() -> None:
+    """As the terminal does; the main thread may be waiting."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def fill(engine: CacheEngine) -> None:
+    for layer in engine.gpu_cache:
+        layer.fill_(3)
+
+
+def test_the_store_works_and_closes_after_ctrl_c(tmp_path: Path) -> None:
+    rng, num_raised, num_lines = random.Random(0), 0, 0
+    for trial in range(NUM_TRIALS + 2):  # the first runs what is run once in a process, the second is counted
+        subject = Subject(tmp_path / str(trial))
+        with CtrlC(rng.randint(1, num_lines) if num_lines else None) as ctrl_c:
+            try:
+                subject.work()
+            except KeyboardInterrupt:
+                num_raised += 1
+        num_lines = num_lines or (ctrl_c.num_lines if trial else 0)
+        subject.check(ctrl_c.place)
+    assert num_raised > NUM_TRIALS / 2  # threads decide how many lines there are
+
+
+def test_a_pin_is_released_though_ctrl_c_comes_before_its_release(tmp_path: Path, monkeypatch) -> None:
+    subject = Subject(tmp_path / "s")
+    subject.store.store_blocks(TOKENS, subject.source, TABLE)
+    release, calls = Pin.release, []
+
+    def interrupted_once(pin: Pin) -> None:
+        calls.append(pin)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        release(pin)
+
+    monkeypatch.setattr(Pin, "release", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), subject.store.pin(TOKENS):
+        assert any(entry.num_readers for entry in subject.memory._entries.values())
+    assert not any(entry.num_readers for entry in subject.memory._entries.values())
+    subject.store.close()
+
+
+def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
+    calls = Calls("the store")
+    calls.enter()
+
+    def press_when_closing() -> None:
+        until(lambda: calls._is_closed)
+        press()
+
+    with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=press_when_closing).start()
+        calls.close()
+    with pytest.raises(ValueError, match="closed"):
+        calls.enter()
+    calls.leave()
+    assert calls.close() and calls.close()
+
+
+def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As one of SIGTERM does."""
+    subject = Subject(tmp_path / "s")
+    begun, go = threading.Event(), threading.Event()
+    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    begun.wait()
+    handler = signal.signal(signal.SIGUSR1, lambda *call: go.set() or subject.store.close())
+    timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
+    try:
+        timer.start()
+        subject.store.close()
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert not caplog.records
+
+
+def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
+    """While it waits for what is written in the background."""
+    subject = Subject(tmp_path / "s")
+    begun, go = threading.Event(), threading.Event()
+    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    begun.wait()
+    timer = threading.Timer(0.05, press)
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        subject.store.close()
+    go.set()
+    subject.store.close()
+    subject.store.close()
+    with pytest.raises(ValueError, match="closed"):
+        subject.store.lookup(TOKENS)

@@ -1,0 +1,249 @@
+"""The mooncake tier: against a fake with the binding's codes, and, where it is installed, a real master over TCP."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+from support.redis_server import free_port
+from support.store_records import get, key, put, record
+
+from kvpage.store.remote import mooncake
+from kvpage.store.remote.mooncake import MooncakeBackend, from_url
+from kvpage.store.remote.options import RemoteOptions
+from kvpage.store.remote.remote_tier import RemoteTier
+from kvpage.store.tier import TierError
+
+K = [key(i) for i in range(8)]
+DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}
+SOON = 30.0
+
+
+class Fake:
+    """The methods that are used, with what the binding of 0.3.13 returns."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.calls: list[str] = []
+        self.failure = 0  # the code of everything, while the master is gone
+        self.room = 1 << 30
+        self.is_closed = False
+
+    def get_batch(self, names):
+        self.calls.append(f"get {len(names)}")
+        found = {name: self.values.get(name, b"") for name in names}
+        return [b"" if self.failure else found.pop(name, b"") for name in names]
+
+    def is_exist(self, name):
+        return self.failure or int(name in self.values)
+
+    def batch_is_exist(self, names):
+        return [self.is_exist(name) for name in names]
+
+    def upsert(self, name, value):
+        if self.failure or len(value) > self.room:
+            return self.failure or -200
+        self.room -= len(value)
+        self.values[name] = bytes(value)
+        return 0
+
+    def upsert_batch(self, names, values):
+        self.calls.append(f"put {len(names)}")
+        if self.failure or sum(map(len, values)) > self.room:
+            return self.failure or -600
+        return max(self.upsert(name, value) for name, value in zip(names, values, strict=True))
+
+    def batch_remove(self, names, force):
+        assert force
+        return [self.failure or (0 if self.values.pop(name, None) is not None else -704) for name in names]
+
+    def remove_by_regex(self, pattern, force):
+        assert force
+        found = [name for name in self.values if not self.failure and re.search(pattern, name)]
+        for name in found:
+            del self.values[name]
+        return self.failure or len(found)
+
+    def close(self):
+        self.is_closed = True
+        return 0
+
+
+def fake_tier(fake: Fake, **given) -> RemoteTier:
+    options = RemoteOptions(max_record_bytes=1 << 16, cooldown=0)
+    return RemoteTier(MooncakeBackend(lambda: fake, max_value_bytes=1 << 16, **given), "mooncake", options)
+
+
+def check_round_trips(tier: RemoteTier) -> None:
+    assert tier.contains(K) == [False] * 8 and get(tier, K) == [None] * 8
+    assert put(tier, {k: DATA[k] for k in K[:4]}) == [True] * 4
+    assert tier.contains(K[2:6]) == [True, True, False, False]
+    assert get(tier, [K[3], K[7], K[0], K[3]]) == [DATA[K[3]], None, DATA[K[0]], DATA[K[3]]]
+    other = record(K[1], 2000, seed=99)
+    assert put(tier, {K[1]: other}) == [True] and get(tier, [K[1]]) == [other]  # replaced
+    assert tier.remove([K[0], K[7]]) == 1 and get(tier, K[:2]) == [None, other]
+    with pytest.raises(TierError, match="cannot list"):
+        tier.infos()
+    tier.clear()
+    assert tier.contains(K) == [False] * 8
+    assert tier.stats().errors == tier.stats().corrupted == 0
+
+
+def test_what_goes_in_comes_out():
+    tier = fake_tier(fake := Fake())
+    fake.values |= {"other": b"1", "kvpage:note": b"2", "kvpage:" + K[0].hex() + "0": b"3"}
+    check_round_trips(tier)
+    assert set(fake.values.values()) == {b"1", b"2", b"3"}
+    tier.close()
+    assert fake.is_closed
+
+
+def test_a_batch_fits_the_buffer():
+    tier = fake_tier(fake := Fake(), buffer_bytes=3 << 16)
+    put(tier, DATA)
+    fake.calls.clear()
+    assert get(tier, K) == list(DATA.values()) and fake.calls == ["get 3", "get 3", "get 2"]
+
+
+def test_a_full_fleet_takes_what_it_can():
+    tier = fake_tier(fake := Fake())
+    fake.room = len(DATA[K[0]]) + len(DATA[K[1]])
+    assert put(tier, {k: DATA[k] for k in K[:4]}) == [True, True, False, False]
+    assert get(tier, K[:3]) == [DATA[K[0]], DATA[K[1]], None] and tier.stats().errors == 0
+
+
+def test_wrong_values_are_misses():
+    tier = fake_tier(fake := Fake())
+    put(tier, DATA)
+    names = ["kvpage:" + k.hex() for k in K]
+    fake.values |= {names[0]: b"x", names[1]: DATA[K[2]], names[3]: bytes(1 << 17)}
+    assert get(tier, K[:5]) == [None, None, DATA[K[2]], None, DATA[K[4]]] and tier.stats().corrupted == 3
+    assert not {names[0], names[1], names[3]} & set(fake.values)
+
+
+def test_a_master_that_is_gone_is_no_miss():
+    tier = fake_tier(fake := Fake())
+    put(tier, DATA)
+    fake.failure = -900
+    calls = [lambda: get(tier, K), lambda: put(tier, DATA), lambda: tier.contains(K), lambda: tier.remove(K)]
+    for call in [*calls, tier.clear]:
+        with pytest.raises(TierError, match="-900"):
+            call()
+    fake.failure = 0
+    assert get(tier, K) == list(DATA.values())
+
+
+def test_it_connects_once_and_again_after_a_failure():
+    made, fake = [], Fake()
+
+    def connect() -> Fake:
+        made.append(threading.get_ident())
+        time.sleep(0.02)
+        if len(made) == 1:
+            raise OSError("setup")
+        return fake
+
+    tier = RemoteTier(MooncakeBackend(connect), options=RemoteOptions(cooldown=0))
+    assert not made
+    with pytest.raises(TierError, match="setup"):
+        tier.contains(K)
+    threads = [threading.Thread(target=tier.contains, args=(K,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2
+
+
+def test_a_client_is_not_closed_under_a_call(monkeypatch):
+    monkeypatch.setattr("kvpage.store.remote.remote_tier.CLOSE_SECONDS", 0.05)
+    fake, go = Fake(), threading.Event()
+    fake.batch_is_exist = lambda names: go.wait(SOON) and [0] * len(names)
+    tier = fake_tier(fake)
+    with pytest.raises(TierError, match="no answer"):
+        tier.contains(K, 0.02)
+    with pytest.raises(TierError, match="no answer"):
+        tier.close()
+    assert not fake.is_closed
+    go.set()
+    end = time.monotonic() + SOON
+    while not fake.is_closed and time.monotonic() < end:
+        time.sleep(0.005)
+    assert fake.is_closed
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("http://master", "mooncake URL"),
+        ("mooncake://", "mooncake URL"),
+        ("mooncake://master?colour=red", "colour"),
+        ("mooncake://master?segment_size=much", "segment_size"),
+        ("mooncake://master?protocol=ftp", "protocol"),
+        ("mooncake://master?max_record_bytes=2GiB&max_batch_bytes=2GiB", "max_value_bytes"),
+    ],
+)
+def test_urls_that_are_none(text, what, monkeypatch):
+    monkeypatch.setattr(mooncake, "_client_class", lambda: Fake)
+    with pytest.raises(ValueError, match=what):
+        from_url(text)
+
+
+class Master:
+    def __init__(self) -> None:
+        self.port, self.metrics = free_port(), free_port()
+        self.start()
+
+    def start(self) -> None:
+        ports = [f"--rpc_port={self.port}", f"--metrics_port={self.metrics}", "--rpc_address=127.0.0.1"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(["mooncake_master", *ports], **quiet)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def master():
+    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="needs mooncake, libibverbs1, librdmacm1")
+    if shutil.which("mooncake_master") is None:
+        pytest.skip("needs mooncake_master")
+    master = Master()
+    yield master
+    master.kill()
+
+
+def eventually(call) -> None:
+    """Until it returns True: a client finds its master again within seconds."""
+    end = time.monotonic() + SOON
+    while True:
+        with contextlib.suppress(TierError):
+            if call():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_real_master(master):
+    options = "segment_size=64MiB&buffer_size=32MiB&max_record_bytes=8MiB&cooldown=0"
+    tier = from_url(f"mooncake://127.0.0.1:{master.port}?{options}")
+    eventually(lambda: tier.contains(K[:1]) == [False])
+    check_round_trips(tier)
+    big = {k: record(k, 4 << 20, seed=i) for i, k in enumerate(K)}
+    assert put(tier, big, SOON) == [True] * 8 and get(tier, K, SOON) == list(big.values())
+    assert tier.create(K[0], (8 << 20) + 1) is None
+
+    master.kill()
+    for timeout in (0.05, 0.3):
+        for call in (lambda t: get(tier, K, t), lambda t: put(tier, DATA, t), lambda t: tier.contains(K, t)):
+            before = time.monotonic()
+            with pytest.raises(TierError):
+                call(timeout)  # noqa: B023
+            assert time.monotonic() - before < timeout + 2.0
+    master.start()
+    eventually(lambda: put(tier, DATA, 5.0) == [True] * 8 and get(tier, K, 5.0) == list(DATA.values()))
+    tier.close()

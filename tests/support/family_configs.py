@@ -1,0 +1,139 @@
+"""Configs of tiny models, one of any decoder type of transformers: most from one set of small sizes."""
+
+import inspect
+from typing import Any
+
+import transformers as tf
+from support.models import COMMON, WINDOW
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MAX_PARAMETERS = 20_000_000
+
+SMALL: dict[str, Any] = {
+    **COMMON,
+    **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "embedding_size", "attention_hidden_size",
+                     "emb_dim", "input_embedding_size", "dim_model", "cross_hidden_size", "hidden_size_global",
+                     "vision_embed_dim", "mm_embed_dim"), 32),
+    **dict.fromkeys(("n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+                     "num_encoder_layers", "depth"), 3),
+    **dict.fromkeys(("n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads",
+                     "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size",
+                     "intermediate_size_mlp", "dim_ff", "shared_intermediate_size", "feed_forward_size"), 48),
+    **dict.fromkeys(("n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length",
+                     "max_target_positions"), 256),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim",
+                     "mamba_d_state", "state_size", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim",
+                     "linear_value_head_dim", "linear_head_dim", "hidden_size_per_layer_input", "mamba_n_heads"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "shared_expert_intermediate_size",
+                     "mamba_num_heads", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "linear_num_heads"), 4),
+    "rotary_dim": 4,
+    "init_std": 0.3,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": COMMON["vocab_size"],
+    "is_decoder": True,
+    "tie_word_embeddings": False,
+    "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+"""By the names of fields, whatever the type: those that a config has are set."""
+
+TWO_KINDS = ["sliding_attention", "full_attention"]
+SHARING = {"num_hidden_layers": 4, "layer_types": TWO_KINDS * 2, "num_kv_shared_layers": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "cohere_compass_text": {"rope_parameters": {kind: ROPE for kind in TWO_KINDS}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+    },
+    "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, 2, 4], "adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "gemma3n_text": SHARING,
+    "gemma4_text": SHARING,
+    "gemma4_assistant": {
+        "text_config": {
+            **COMMON, "model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "layer_types": ["full_attention"] * 3,
+        },
+    },
+    "gemma4_unified_text": SHARING,
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 8},
+    "moshi": {"audio_vocab_size": 16},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "reformer": {
+        "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 16), "attention_head_size": 8, "num_buckets": 4,
+        "attn_layers": ["local", "lsh", "local"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
+    },
+    "roc_bert": {
+        "pronunciation_embed_dim": 8, "pronunciation_vocab_size": 20, "shape_embed_dim": 8, "shape_vocab_size": 20,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_key_value_heads": 4},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+"""By type, also of a part: fields that replace or follow the small ones. Those of parts go into these."""
+
+NOT_FROM_AUTO = {"musicgen": "MusicgenDecoderConfig", "musicgen_melody": "MusicgenMelodyDecoderConfig"}
+"""Types whose class of decoders takes another config than AutoModelForCausalLM gives it."""
+
+
+def decoder_types() -> dict[str, str]:
+    """The name of the class by each type that this transformers knows as a decoder."""
+    return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+
+
+def make_config(kind: str) -> tf.PretrainedConfig:
+    """The config of a tiny model of this type."""
+    config_class = getattr(tf, NOT_FROM_AUTO[kind]) if kind in NOT_FROM_AUTO else CONFIG_MAPPING[kind]
+    return config_class(**small_fields(config_class, kind))
+
+
+def small_fields(config_class: type[tf.PretrainedConfig], kind: str) -> dict[str, Any]:
+    """Small sizes for the fields that the class has, its parts' among them."""
+    names = field_names(config_class)
+    fields = {name: value for name, value in SMALL.items() if name in names or name.endswith("_token_id")}
+    if "kv_lora_rank" in names:
+        fields["num_key_value_heads"] = SMALL["num_attention_heads"]
+    for name, part in default_parts(config_class).items():
+        fields[name] = {**small_fields(type(part), part.model_type), "model_type": part.model_type}
+    for name, value in SPECIAL.get(kind, {}).items():
+        fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
+    return fields
+
+
+def default_parts(config_class: type[tf.PretrainedConfig]) -> dict[str, tf.PretrainedConfig]:
+    """The configs inside of the class's default one, by their fields. None where there is no default."""
+    names = getattr(config_class, "sub_configs", None) or {}
+    try:
+        default = config_class() if names else None
+    except Exception:  # what a version of transformers raises where parts have to be given
+        return {}
+    parts = {name: getattr(default, name, None) for name in names}
+    return {name: part for name, part in parts.items() if isinstance(part, tf.PretrainedConfig)}
+
+
+def field_names(config_class: type[tf.PretrainedConfig]) -> set[str]:
+    """What a config of the class can be given."""
+    names: set[str] = set()
+    for parent in config_class.__mro__:
+        names |= set(getattr(parent, "__annotations__", {}))
+        if "__init__" in parent.__dict__:
+            names |= set(inspect.signature(parent.__init__).parameters)
+    return names

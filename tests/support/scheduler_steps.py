@@ -1,0 +1,40 @@
+"""Schedulers without an engine, step by step: what each step would compute counts as computed."""
+
+import numpy as np
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.serving.loop.scheduler import Batch, Scheduler
+from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.requests import Request
+
+B = 4
+
+
+def request_of(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1, first: int = 0, **fields) -> Request:
+    """Of the tokens first, first + 1, ...; by default none that another request has."""
+    begin = first or 1000 * (number + 1)
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, n=n, **fields)
+    return Request(f"r{number}", np.arange(begin, begin + num_tokens, dtype=np.int32), params, number)
+
+
+def scheduler_of(num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 64, window=None, **options) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window)
+
+
+def plan(batch: Batch) -> list[tuple[str, int, int]]:
+    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    batch = scheduler.schedule()
+    scheduler.manager.take_moves()
+    scheduler.complete(batch)
+    for chunk in batch.chunks:
+        if chunk.is_last and chunk.request.append(7, now=0.0):
+            scheduler.finish(chunk.request)
+    scheduler.manager.check()
+    return plan(batch)
+
+
+def counters(scheduler: Scheduler) -> tuple[int, int, int, int]:
+    return scheduler.num_preemptions, scheduler.num_swaps, scheduler.num_prompt_tokens, scheduler.num_cached_tokens

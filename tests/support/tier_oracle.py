@@ -1,0 +1,258 @@
+"""A naive model of PrefixTree with two tiers: a record for every block, lists of keys, and nothing clever.
+
+Device ids are those of a NaivePool, exactly. Host ids are tokens of the model's own (`Host`): which free host block is
+taken is not promised, so the test maps one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from support.oracle import Key, NaivePool
+
+NUM_PRIORITIES = 8
+
+
+@dataclass(eq=False)
+class Host:
+    """A host block that was given to a key once."""
+
+    number: int = field(default_factory=count().__next__)
+
+
+@dataclass
+class TierBlock:
+    device: int | None
+    host: Host | None = None
+    pins: int = 0
+    priority: int = 0
+
+
+@dataclass
+class TierMatch:
+    namespace: bytes
+    keys: list[Key]
+    priority: int
+    live: bool = True
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.keys[-1][1] if self.keys else ()
+
+
+@dataclass
+class TierTree:
+    pool: NaivePool
+    block_size: int
+    num_host_blocks: int
+    blocks: dict[Key, TierBlock] = field(default_factory=dict)
+    used: list[Key] = field(default_factory=list)  # unpinned ones, least recently used first
+    num_free_host: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_free_host = self.num_host_blocks
+
+    def keys(self, namespace: bytes, before: tuple[int, ...], tokens: Sequence[int]) -> list[Key]:
+        path = (*before, *tokens)
+        ends = range(len(before) + self.block_size, len(path) + 1, self.block_size)
+        return [(namespace, path[:end]) for end in ends]
+
+    def on_device(self, keys: list[Key]) -> int:
+        return sum(self.blocks[key].device is not None for key in keys)
+
+    # --- matches ---
+
+    def cached(self, tokens: Sequence[int], namespace: bytes) -> list[Key]:
+        keys = self.keys(namespace, (), tokens)
+        return keys[: next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))]
+
+    def pinned(self, namespace: bytes, keys: list[Key], priority: int) -> TierMatch:
+        for key in keys:
+            block = self.blocks[key]
+            block.pins += 1
+            block.priority = max(block.priority, priority)
+            if key in self.used:
+                self.used.remove(key)
+        return TierMatch(namespace, list(keys), priority)
+
+    def match(self, tokens: Sequence[int], namespace: bytes, priority: int) -> TierMatch:
+        keys = self.cached(tokens[: max(len(tokens) - 1, 0)], namespace)
+        return self.pinned(namespace, keys, priority)
+
+    def match_part(self, match: TierMatch, tokens: Sequence[int]) -> int:
+        """How many tokens of a block behind the match some path shares."""
+        rest = tuple(tokens)[len(match.tokens) : max(len(tokens) - 1, 0)]
+        depth, best = len(match.tokens), 0
+        for namespace, path in self.blocks:
+            if namespace == match.namespace and len(path) == depth + self.block_size and path[:depth] == match.tokens:
+                same = [a == b for a, b in zip(path[depth:], rest, strict=False)]
+                best = max(best, next((i for i, equal in enumerate(same) if not equal), len(same)))
+        return best
+
+    def pin(self, match: TierMatch) -> TierMatch:
+        self.check_live(match)
+        return self.pinned(match.namespace, match.keys, match.priority)
+
+    def check_live(self, match: TierMatch) -> None:
+        if not match.live:
+            raise ValueError("released")
+
+    def unpin(self, keys: list[Key]) -> None:
+        for key in reversed(keys):
+            self.blocks[key].pins -= 1
+            if self.blocks[key].pins == 0:
+                self.used.append(key)
+
+    def release(self, match: TierMatch) -> None:
+        self.check_live(match)
+        match.live = False
+        self.unpin(match.keys)
+
+    def trim(self, match: TierMatch) -> None:
+        self.check_live(match)
+        num_left = self.on_device(match.keys)
+        self.unpin(match.keys[num_left:])
+        del match.keys[num_left:]
+
+    # --- copies ---
+
+    def promote(self, match: TierMatch, ids: Sequence[int]) -> list[tuple[Host, int]]:
+        self.check_live(match)
+        host_only = [key for key in match.keys if self.blocks[key].device is None]
+        if len(ids) > len(host_only):
+            raise ValueError("too many")
+        self.adopt(ids, [])
+        pairs = []
+        for key, i in zip(host_only, ids, strict=False):
+            self.blocks[key].device = i
+            pairs.append((self.blocks[key].host, i))
+        return pairs
+
+    def write_out(self, match: TierMatch) -> list[tuple[int, Host]]:
+        self.check_live(match)
+        pairs = []
+        for key in match.keys:
+            block = self.blocks[key]
+            if block.host or block.device is None:
+                continue
+            if not self.find_host():
+                break
+            block.host = Host()
+            self.num_free_host -= 1
+            pairs.append((block.device, block.host))
+        return pairs
+
+    def insert(
+        self, tokens: Sequence[int], ids: Sequence[int], namespace: bytes, after: TierMatch | None, priority: int
+    ) -> TierMatch:
+        if len(tokens) != len(ids) * self.block_size:
+            raise ValueError("lengths")
+        if after and (not after.live or namespace or priority or self.on_device(after.keys) < len(after.keys)):
+            raise ValueError("after")
+        namespace, priority = (after.namespace, after.priority) if after else (namespace, priority)
+        keys = self.keys(namespace, after.tokens if after else (), tokens)
+        held = [self.blocks[key].device if key in self.blocks else None for key in keys]
+        taken = [(key, i) for key, i, has in zip(keys, ids, held, strict=True) if has is None]
+        surplus = [i for i, has in zip(ids, held, strict=True) if has is not None and has != i]
+        self.adopt([i for _, i in taken], surplus)
+        for key, i in taken:
+            if key in self.blocks:
+                self.blocks[key].device = i
+            else:
+                self.blocks[key] = TierBlock(i)
+        result = self.pinned(namespace, (after.keys if after else []) + keys, priority)
+        if after:
+            after.live = False
+            for key in after.keys:
+                self.blocks[key].pins -= 1
+        return result
+
+    def adopt(self, ids: Sequence[int], surplus: Sequence[int]) -> None:
+        if len(set(ids)) < len(ids) or not all(self.pool.num_owned(i) == 1 for i in ids) or set(surplus) & set(ids):
+            raise ValueError("not the caller's alone")
+        self.pool.release(surplus)
+        self.pool.cached.update(ids)
+
+    # --- eviction ---
+
+    def oldest(self, tier: str) -> Key | None:
+        keys = [key for key in self.used if getattr(self.blocks[key], tier) is not None]
+        return min(keys, key=lambda key: self.blocks[key].priority, default=None)  # the first of the lowest
+
+    def free_device(self, key: Key) -> None:
+        block_id = self.blocks[key].device
+        assert block_id is not None
+        self.blocks[key].device = None
+        self.pool.cached.remove(block_id)
+        self.pool.release([block_id])
+
+    def forget(self, key: Key) -> None:
+        """The block and all that continues it."""
+        namespace, path = key
+        for other in [k for k in self.blocks if k[0] == namespace and k[1][: len(path)] == path]:
+            assert self.blocks[other].pins == 0
+            if self.blocks[other].device is not None:
+                self.free_device(other)
+            self.num_free_host += self.blocks[other].host is not None
+            self.used.remove(other)
+            del self.blocks[other]
+
+    def evict_host_one(self) -> bool:
+        key = self.oldest("host")
+        if key is None:
+            return False
+        if self.blocks[key].device is None:
+            self.forget(key)
+        else:
+            self.blocks[key].host = None
+            self.num_free_host += 1
+        return True
+
+    def find_host(self) -> bool:
+        return self.num_free_host > 0 or self.evict_host_one()
+
+    def evict_host(self, n: int) -> int:
+        return sum(self.evict_host_one() for _ in range(n))
+
+    def leave(self, n: int, may_copy: bool) -> tuple[int, list[tuple[int, Host]]]:
+        pairs: list[tuple[int, Host]] = []
+        for num_freed in range(n):
+            key = self.oldest("device")
+            if key is None:
+                return num_freed, self.alive(pairs)
+            block = self.blocks[key]
+            if block.host is None and may_copy and self.find_host():
+                block.host = Host()
+                self.num_free_host -= 1
+                assert block.device is not None
+                pairs.append((block.device, block.host))
+            if block.host is None:
+                self.forget(key)
+            else:
+                self.free_device(key)
+        return n, self.alive(pairs)
+
+    def alive(self, pairs: list[tuple[int, Host]]) -> list[tuple[int, Host]]:
+        held = {id(block.host) for block in self.blocks.values()}
+        return [pair for pair in pairs if id(pair[1]) in held]
+
+    def drop(self, tokens: Sequence[int], namespace: bytes) -> int:
+        keys = self.cached(tokens, namespace)
+        num_dropped = 0
+        for key in reversed(keys):
+            goes_on = any(
+                k[0] == namespace and len(k[1]) > len(key[1]) and k[1][: len(key[1])] == key[1] for k in self.blocks
+            )
+            if goes_on or self.blocks[key].pins:
+                break
+            self.forget(key)
+            num_dropped += self.block_size
+        return num_dropped
+
+    def clear(self) -> int:
+        num_evictable = sum(self.blocks[key].device is not None for key in self.used)
+        self.leave(num_evictable, False)
+        self.evict_host(sum(self.blocks[key].host is not None for key in self.used))
+        return num_evictable

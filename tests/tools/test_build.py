@@ -1,0 +1,233 @@
+"""The build as a user meets it: with and without nvcc, as an sdist, editable; and what it links and compiles to."""
+
+import importlib.machinery
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+
+import kvpage
+import kvpage._C as _C
+from kvpage.tools.build import _cuda_version, _installed
+
+pybind11 = pytest.importorskip("pybind11")
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
+BUILD_OUTPUT = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*_cache")
+
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "CMakeLists.txt").exists() or not shutil.which("cmake") or not shutil.which("ninja"),
+    reason="needs the source tree, cmake and ninja",
+)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment with nvcc nowhere to be found, and `changes`."""
+    removed = ("CUDACXX", "CUDAARCHS", "CUDA_PATH", "CUDAToolkit_ROOT", "KVPAGE_CUDA", "CMAKE_ARGS")
+    env = {name: value for name, value in os.environ.items() if name not in removed}
+    folders = [folder for folder in env["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()]
+    return env | {"PATH": os.pathsep.join(folders)} | changes
+
+
+def configure(source: Path, build: Path, env: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        shutil.which("cmake"), "-S", source, "-B", build, "-G", "Ninja", *options,
+        f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}", f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+    ]  # fmt: skip
+    return subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+BROKEN_NVCC = {
+    "fails": "exit 1",
+    "only prints a version": 'case "$*" in *--version*|*-V*) echo "nvcc: release 13.0, V13.0.88";; *) exit 1;; esac',
+    "compiles nothing, happily": "exit 0",
+}
+
+
+def test_on_without_a_compiler_fails_with_one_sentence(tmp_path):
+    done = configure(ROOT, tmp_path, environment(), "-DKVPAGE_CUDA=ON")
+    assert done.returncode != 0
+    sentence = "KVPAGE_CUDA=ON needs a working CUDA compiler with the static CUDA runtime and none was found"
+    assert sentence in " ".join(done.stdout.split())
+    assert done.stdout.count("CMake Error") == 1
+
+
+@pytest.mark.parametrize("broken", BROKEN_NVCC.values(), ids=BROKEN_NVCC)
+def test_auto_survives_a_broken_compiler(broken, tmp_path):
+    nvcc = script(tmp_path / "nvcc", broken)
+    done = configure(ROOT, tmp_path / "build", environment(CUDACXX=nvcc), "-DKVPAGE_CUDA=AUTO")
+    assert done.returncode == 0, done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
+
+
+def test_auto_without_a_compiler(tmp_path):
+    done = configure(ROOT, tmp_path, environment())
+    assert done.returncode == 0, done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
+
+
+@needs_nvcc
+def test_cudaarchs_is_honoured(tmp_path):
+    done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC, CUDAARCHS="90"), "-DKVPAGE_CUDA=ON")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^-- kvpage: the C\+\+ core and CUDA for 90,", done.stdout, re.MULTILINE)
+
+
+ALL_ARCHS = "80-real;86-real;89-real;90-real;100-real;120-real;120-virtual"
+GPUS = {
+    "two kinds": ('printf "9.0\\n8.6\\n9.0\\n"', "86-real;90-real;90-virtual"),
+    "too old": ("echo 7.5", ALL_ARCHS),
+    "none": ("echo No devices were found; exit 6", ALL_ARCHS),
+    "nonsense": ("echo [N/A]", ALL_ARCHS),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("gpus", GPUS)
+def test_the_gpus_that_are_here_are_compiled_for(tmp_path, gpus):
+    answer, archs = GPUS[gpus]
+    script(tmp_path / "nvidia-smi", answer)
+    env = environment(CUDACXX=NVCC)
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    done = configure(ROOT, tmp_path / "build", env, "-DKVPAGE_CUDA=ON")
+    assert done.returncode == 0, done.stdout
+    assert f"-- kvpage: the C++ core and CUDA for {archs}, where" in done.stdout
+
+
+@needs_nvcc
+def test_off_ignores_a_compiler(tmp_path):
+    done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC), "-DKVPAGE_CUDA=OFF")
+    assert done.returncode == 0, done.stdout
+    assert "-- kvpage: the C++ core alone" in done.stdout
+
+
+def test_other_words_are_refused(tmp_path):
+    done = configure(ROOT, tmp_path / "build", environment(), "-DKVPAGE_CUDA=MAYBE")
+    assert done.returncode != 0 and "KVPAGE_CUDA must be AUTO, ON or OFF, got MAYBE" in done.stdout
+    setup = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path]
+    done = subprocess.run(setup, cwd=ROOT, env=environment(KVPAGE_CUDA="maybe"), text=True, capture_output=True)
+    assert done.returncode != 0
+    assert "KVPAGE_CUDA must be one of AUTO, ON, OFF, got 'MAYBE'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=BUILD_OUTPUT)
+    make = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", make], cwd=tree, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("kvpage-*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        sdist.extractall(tmp_path)
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    for pattern in ("CMakeLists.txt", "setup.py", "csrc/**/*.*", "kernels/*.py", "kvpage/**/*.py*", "tests/**/*.py"):
+        present = {path.relative_to(tree) for path in tree.glob(pattern)}
+        assert present and present <= {path.relative_to(unpacked) for path in unpacked.glob(pattern)}
+    done = configure(unpacked, tmp_path / "build", environment(), "-DKVPAGE_CUDA=OFF")
+    assert done.returncode == 0, done.stdout
+
+
+def tree_without_compiling(tmp_path: Path) -> Path:
+    """A copy of the sources whose CMake project touches the extension's file instead of compiling it."""
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=BUILD_OUTPUT)
+    folder, name = "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}", "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tree / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(stand_in NONE)\n"
+        f'add_custom_target(_C COMMAND ${{CMAKE_COMMAND}} -E make_directory "{folder}"\n'
+        f'                  COMMAND ${{CMAKE_COMMAND}} -E touch "{folder}/{name}")\n'
+    )
+    return tree
+
+
+def test_a_build_folder_outlives_its_build_environment(tmp_path):
+    """pip builds in an environment of its own, ninja included, and removes it; the build folder may stay."""
+    tree = tree_without_compiling(tmp_path)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", "temporary", "--build-lib", "library"]
+    for attempt in ("first", "second"):
+        (tmp_path / attempt).mkdir()
+        ninja = Path(shutil.copy(shutil.which("ninja"), tmp_path / attempt / "ninja"))
+        env = environment()
+        env["PATH"] = os.pathsep.join([str(ninja.parent), env["PATH"]])
+        done = subprocess.run(command, cwd=tree, env=env, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ninja.unlink()
+
+
+def test_an_editable_install_finds_new_kernels(tmp_path):
+    """With an empty kvpage/__init__.py: this is about finding files."""
+    tree = tree_without_compiling(tmp_path)
+    (tree / "kvpage" / "__init__.py").write_text("")
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "build.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run([*install, "-e", tree], env=environment(), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (tree / "kernels" / "brand_new.py").write_text("found = True\n")
+    show = "import kvpage.kernels.brand_new as new; print(new.found, new.__file__)"
+    done = subprocess.run([python, "-c", show], cwd=tmp_path, text=True, capture_output=True)
+    assert done.stdout.split() == ["True", str(tree / "kernels" / "brand_new.py")], done.stderr
+
+
+def test_the_extension_links_neither_torch_nor_cuda():
+    if not shutil.which("readelf"):
+        pytest.skip("no readelf")
+    dynamic = subprocess.run(["readelf", "-d", _C.__file__], check=True, text=True, capture_output=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    assert any(name.startswith("libstdc++") for name in needed)
+    assert not [name for name in needed if re.search("torch|c10|cuda|python", name)]
+
+
+def test_build_info():
+    info = kvpage.build_info()
+    assert info["version"] == kvpage.__version__
+    assert info["torch"] == _installed("torch") is not None
+    assert (info["cuda"] is None) == (info["cuda_archs"] is None)
+    assert bool(info["devices"]) == (info["cuda_error"] is None)
+    for device in info["devices"]:
+        assert device["name"] and device["compute_capability"] >= (5, 0) and device["num_copy_engines"] >= 0
+    if info["driver"] is None:
+        assert not info["batched_copy"]
+    assert _installed("no-such-distribution") is None
+    assert (_cuda_version(0), _cuda_version(12080), _cuda_version(13000)) == (None, "12.8", "13.0")
+
+
+def disassembler() -> Path | None:
+    triton = pytest.importorskip("triton")
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return path if path.exists() else None
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_device_kernel_copies_16_bytes_and_spills_nothing(arch, tmp_path):
+    nvdisasm = disassembler()
+    if nvdisasm is None:
+        pytest.skip("no nvdisasm beside triton")
+    cubin = tmp_path / "copy_blocks.cubin"
+    compile_it = [NVCC, "-std=c++17", "-O3", "-cubin", f"-arch={arch}", "-o", cubin, ROOT / "csrc" / "copy_blocks.cu"]
+    subprocess.run(compile_it, check=True, capture_output=True)
+    sass = subprocess.run([nvdisasm, cubin], check=True, text=True, capture_output=True).stdout
+    kernels = re.split(r"^\.text\.", sass, flags=re.MULTILINE)[1:]
+    assert len(kernels) == 10  # five vector widths, few parameters and many
+    wide = [kernel for kernel in kernels if "Vector16" in kernel.splitlines()[0]]
+    assert len(wide) == 2
+    for kernel in wide:
+        assert kernel.count("LDG.E.128") == kernel.count("STG.E.128") == 4
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert not re.search(r"\b(LD|ST)\.E", sass), "a generic access: the compiler does not see global memory"
