@@ -10,9 +10,9 @@ import numpy.typing as npt
 from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters, check_seam
 from kvpage.blend.spans import Span, spans_by_separator
-from kvpage.checks.sequence_args import as_integer, as_list, check_flag
-from kvpage.checks.tensor_args import as_ratio
+from kvpage.checks.tensors import as_ratio
 from kvpage.checks.tokens import as_tokens
+from kvpage.checks.values import as_integer, as_list, check_flag
 
 
 @dataclass(frozen=True, slots=True)

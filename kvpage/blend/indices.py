@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer
-from kvpage.checks.tensor_args import as_indices, as_numbers
+from kvpage.checks.tensors import as_indices, as_numbers
+from kvpage.checks.values import as_integer
 
 MAX_DIMS = 64  # of a tensor, in torch
 

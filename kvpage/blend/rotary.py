@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from kvpage.blend.mixing import check_heads, mix
-from kvpage.checks.sequence_args import as_integer, check_flag
-from kvpage.checks.tensor_args import as_device, as_dim, as_floats, as_indices
+from kvpage.checks.tensors import as_device, as_dim, as_floats, as_indices
+from kvpage.checks.values import as_integer, check_flag
 from kvpage.layout.rotation import Turn
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

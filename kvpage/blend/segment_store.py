@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blend.segments import check_measurable, check_sensitivity, is_sensitivity
-from kvpage.checks.sequence_args import check_flag, check_namespace
-from kvpage.checks.tensor_args import as_device, as_numbers
+from kvpage.checks.tensors import as_device, as_numbers
 from kvpage.checks.tokens import Tokens, as_array, as_tokens
+from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store import KVStore
 from kvpage.store.records.codec import get_codec
 from kvpage.store.records.kv_tensors import KVTensors, Parts, as_parts, token_dim

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.checks.sequence_args import as_integer, check_flag, check_namespace
-from kvpage.checks.tensor_args import as_floats, as_indices, as_numbers
+from kvpage.checks.tensors import as_floats, as_indices, as_numbers
 from kvpage.checks.tokens import as_tokens
+from kvpage.checks.values import as_integer, check_flag, check_namespace
 
 TokenIds = npt.NDArray[np.int32]
 

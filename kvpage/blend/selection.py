@@ -18,8 +18,8 @@ import torch
 from kvpage import ops
 from kvpage.blend.indices import as_mask
 from kvpage.blend.mixing import as_rows
-from kvpage.checks.sequence_args import as_list
-from kvpage.checks.tensor_args import as_bounds, as_dim, as_floats, as_ratio
+from kvpage.checks.tensors import as_bounds, as_dim, as_floats, as_ratio
+from kvpage.checks.values import as_list
 
 METRICS = ("k", "v", "kv")
 SEAM = 32.0

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from kvpage import ops
-from kvpage.checks.tensor_args import as_floats
+from kvpage.checks.tensors import as_floats
 
 
 def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:

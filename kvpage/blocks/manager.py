@@ -31,8 +31,8 @@ from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.blocks.stats import BlockStats
 from kvpage.blocks.table import BlockTables, Ids, Slots
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.checks.sequence_args import as_counts, as_integer, as_list, as_positions, check_flag, check_namespace
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_counts, as_integer, as_list, as_positions, check_flag, check_namespace
 
 SeqId = Hashable
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from kvpage._C import Match, PrefixTree
-from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.values import as_integer
 
 
 class UserPins:

@@ -16,7 +16,7 @@ from kvpage.cache.block_mover import BlockMover, copy_mover, no_mover, swap_move
 from kvpage.cache.calibration import Calibration, calibrate
 from kvpage.cache.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
 from kvpage.cache.transfer_stream import TransferStream, open_stream
-from kvpage.checks.sequence_args import check_flag
+from kvpage.checks.values import check_flag
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.config import (
     CacheConfig,

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.values import as_integer
 from kvpage.extras.owned_arrays import owned
 
 

@@ -19,9 +19,9 @@ import torch
 
 import kvpage._C as _C
 from kvpage._C import SlotAllocator as SlotAllocator
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_dense, check_writable, tensor_list
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer
 
 __all__ = ["PrefixCacheManager", "PrefixHit", "SlotAllocator"]
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_dense
+from kvpage.checks.values import as_integer
 from kvpage.extras.output_cache import OutputCache
 from kvpage.extras.owned_arrays import check_array, copied, owned
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvpage.checks.tensors import parse_device
 from kvpage.layout.backends import get_backend, stride_order
 from kvpage.layout.cache_layout import LAYER_LAYOUTS, CacheLayout
 
@@ -54,13 +55,7 @@ class DeviceConfig:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device must be a CPU or a CUDA device, got {self.device!r}") from error
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be a CPU or a CUDA device, got {self.device!r}")
-        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "device", parse_device("device", self.device))
 
     def free_memory(self) -> int:
         """Bytes that can be allocated on the device now."""

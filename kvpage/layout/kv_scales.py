@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpage.checks.sequence_args import check_flag
 from kvpage.checks.tensors import check_plain
+from kvpage.checks.values import check_flag
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer, check_flag
 from kvpage.checks.tensors import check_plain
+from kvpage.checks.values import as_integer, check_flag
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ elsewhere; with fresh rows it scatters them over what was retrieved.
 import torch
 
 import kvpage._C as _C
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_plain, check_writable, readable
+from kvpage.checks.values import as_integer
 from kvpage.layout.rotation import Turn, check_turn
 from kvpage.ops.cuda import blend as blend_ops_cuda
 from kvpage.ops.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor

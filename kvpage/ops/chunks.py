@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 import kvpage._C as _C
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_plain, check_writable, readable, tensor_list
+from kvpage.checks.values import as_integer
 from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView

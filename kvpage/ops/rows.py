@@ -11,8 +11,8 @@ import operator
 import torch
 
 import kvpage._C as _C
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_writable, readable
+from kvpage.checks.values import as_integer
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_dense, check_writable
+from kvpage.checks.values import as_integer
 from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView

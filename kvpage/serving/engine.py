@@ -24,8 +24,8 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone, uninterrupted
-from kvpage.checks.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_integer, check_flag, check_namespace
 from kvpage.layout.config import CacheConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events import EventConfig

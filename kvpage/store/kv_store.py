@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.interrupts import made_or_undone, uninterrupted
-from kvpage.checks.sequence_args import as_integer, check_flag, check_namespace
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_integer, check_flag, check_namespace
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.load.block_io import BlockChunks, ChunkPlans
 from kvpage.store.load.block_load import BlockLoad

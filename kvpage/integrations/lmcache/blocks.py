@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from kvpage import ops
-from kvpage.checks.sequence_args import as_list
-from kvpage.checks.tensor_args import as_floats, as_indices
+from kvpage.checks.tensors import as_floats, as_indices
+from kvpage.checks.values import as_list
 from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView

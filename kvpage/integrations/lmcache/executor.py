@@ -28,8 +28,8 @@ from kvpage.blend.selection import (
     select_tokens,
     token_deviation,
 )
-from kvpage.checks.sequence_args import as_integer, as_list
-from kvpage.checks.tensor_args import as_bounds, as_dim, as_floats, as_indices, as_ratio
+from kvpage.checks.tensors import as_bounds, as_dim, as_floats, as_indices, as_ratio
+from kvpage.checks.values import as_integer, as_list
 from kvpage.integrations.lmcache.interfaces import BlendExecutor, BlendOutput
 from kvpage.layout.rotation import Turn
 

@@ -18,9 +18,9 @@ import torch
 
 from kvpage.blend.boundaries import ContentBoundaries, cut_behind_separators, named_cuts
 from kvpage.blend.segment_store import NAMESPACE, Segment, SegmentStore
-from kvpage.checks.sequence_args import as_integer, as_list, check_namespace
-from kvpage.checks.tensor_args import as_bounds, as_device, as_numbers
+from kvpage.checks.tensors import as_bounds, as_device, as_numbers
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_integer, as_list, check_namespace
 from kvpage.integrations.lmcache.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from kvpage.store import KVStore, KVStoreMetadata
 

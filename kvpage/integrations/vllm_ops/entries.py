@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_plain, check_writable, readable
+from kvpage.checks.values import as_integer
 from kvpage.integrations.vllm_ops import ds_mla
 from kvpage.integrations.vllm_ops.args import check_kind, check_reachable, check_shape, check_tensors, overwrite
 

@@ -8,8 +8,8 @@ A cache is bytes [num_blocks, block_size, head_dim + 4 * tiles], whose last dime
 
 import torch
 
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_plain, check_writable
+from kvpage.checks.values import as_integer
 from kvpage.integrations.vllm_ops.args import check_kind, check_shape, check_tensors, lengths_of, num_slots
 from kvpage.integrations.vllm_ops.fp8_tiles import (
     FP8,

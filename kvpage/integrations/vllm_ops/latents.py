@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvpage.checks.sequence_args import check_flag
 from kvpage.checks.tensors import check_plain, check_writable, readable
+from kvpage.checks.values import check_flag
 from kvpage.integrations.vllm_ops import ds_mla
 from kvpage.integrations.vllm_ops.args import (
     RAW_CACHE_DTYPES,

@@ -28,8 +28,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from kvpage.checks.sequence_args import as_integer
 from kvpage.checks.tensors import check_plain, check_writable, tensor_list
+from kvpage.checks.values import as_integer
 from kvpage.integrations.vllm_ops.args import (
     blocks_of,
     byte_layout,

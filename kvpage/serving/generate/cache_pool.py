@@ -12,7 +12,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.values import as_integer
 from kvpage.layout.config import CacheConfig, DeviceConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.generate.cache_check import verify_pool

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvpage.checks.tensor_args import as_numbers
+from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 

@@ -12,8 +12,8 @@ from transformers import Cache, DynamicCache
 
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
-from kvpage.checks.sequence_args import as_integer, check_namespace
-from kvpage.checks.tensor_args import as_indices, as_selection
+from kvpage.checks.tensors import as_indices, as_selection
+from kvpage.checks.values import as_integer, check_namespace
 from kvpage.serving.generate.cached_rows import CachedRows, TokenRows
 from kvpage.serving.generate.forward_hooks import ForwardHooks, is_on_stack
 from kvpage.serving.generate.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvpage.checks.sequence_args import as_list
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_list
 from kvpage.serving.params.sampling import is_int
 
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.checks.sequence_args import check_namespace
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import check_namespace
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.sampling.logits_processing import process_logits, watermark

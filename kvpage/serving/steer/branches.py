@@ -16,8 +16,8 @@ import torch
 
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.sequence_args import as_integer, as_list
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_integer, as_list
 from kvpage.serving.model.step import Piece
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 

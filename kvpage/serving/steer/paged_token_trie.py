@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.checks.sequence_args import check_namespace
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import check_namespace
 from kvpage.serving.engine import Engine
 from kvpage.serving.params.sampling import is_int
 from kvpage.serving.sampling.logits_check import LogitsNotFinite

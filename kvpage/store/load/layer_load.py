@@ -11,7 +11,7 @@ with more is the caller's to throw away, and only what `result` tells of may be 
 import threading
 from collections.abc import Callable, Sequence
 
-from kvpage.checks.sequence_args import as_integer
+from kvpage.checks.values import as_integer
 from kvpage.store.load.block_io import BlockChunk
 from kvpage.store.load.calls import Calls
 from kvpage.store.load.chunk_io import Codec, RecordKind, check_kind, check_raw, decode, read_head, read_piece

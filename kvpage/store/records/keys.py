@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.checks.sequence_args import MAX_NAMESPACE_BYTES
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import MAX_NAMESPACE_BYTES
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.chunks import FORMATS
 from kvpage.store.records.record import MAX_META_BYTES
