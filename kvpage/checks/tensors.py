@@ -67,9 +67,11 @@ def check_writable(name: str, tensor: Any) -> None:
 
 
 def readable(name: str, tensor: Any) -> torch.Tensor:
-    """`tensor`, or a copy that holds what torch sees in it. Raises what check_dense raises."""
-    check_dense(name, tensor)
-    if not _is_lazy(tensor):
+    """Return `tensor`, or a copy that holds the numbers that torch sees in it. Raise what check_dense raises."""
+    is_usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_usual or (tensor.is_cpu and tensor.data_ptr() == 0):
+        check_dense(name, tensor)
+    if not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     try:
         return tensor.resolve_conj().resolve_neg()

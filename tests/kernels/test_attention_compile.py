@@ -18,8 +18,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel  # noqa: E402
-from kvpage.kernels.attention_launch import Options, Rows, constants_of, sizes_of  # noqa: E402
+from kvpage.kernels.attention_launch import Rows, constants_of, sizes_of  # noqa: E402
 from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
+from kvpage.layout.attention import Attention  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
@@ -39,7 +40,9 @@ def case(
         "group": group,
         "queries": queries,
         "value_size": value or size,
-        "options": Options(1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None),
+        "options": Attention(
+            1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None
+        ),
     }
 
 
