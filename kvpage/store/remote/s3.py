@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.tier import Key, RecordInfo
+from kvpage.store.tiers.tier import Key, RecordInfo
 
 try:
     import boto3
