@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible
-from kvpage.checks.own_process import OwnProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class CallGate:
     """Thread-safe; a context manager, inside of which a call is under way. what: such as "the store"."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._process = what, OwnProcess(what)
+        self._what, self._process = what, ForkGuard(what)
         self._changed = threading.Condition()
         self._num_under_way = 0
         self._is_closed = False

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvpage.checks.own_process import OwnProcess
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.store.records.record import CorruptRecord, RecordHead
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.breaker import Breaker
@@ -53,7 +53,7 @@ class RemoteTier(Tier):
         self._lock = threading.Lock()
         self._num_corrupted, self._num_errors = 0, 0
         self._is_closed = False
-        self._process = OwnProcess(name)
+        self._process = ForkGuard(name)
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         if not keys:
