@@ -17,6 +17,7 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.rotation import Rotation as Rotation
 from kvpage.ops import attention as _blocks
 from kvpage.ops import chunks as _chunks
+from kvpage.ops import layer as _layer
 from kvpage.ops import rows as _rows
 from kvpage.ops import traced as _traced
 from kvpage.ops.blend import mix_rows as mix_rows
@@ -46,6 +47,7 @@ __all__ = [
     "store_chunk",
     "swap_blocks",
     "swap_blocks_layers",
+    "write_and_attend",
 ]
 
 _Given = ParamSpec("_Given")
@@ -72,6 +74,7 @@ reshape_and_cache = _or_traced(_traced.reshape_and_cache)(_rows.reshape_and_cach
 gather_cache = _or_traced(_traced.gather_cache)(_rows.gather_cache)
 paged_attention = _or_traced(_traced.paged_attention)(_blocks.paged_attention)
 attend = _or_traced(_traced.attend)(_blocks.attend)
+write_and_attend = _or_traced(_traced.write_and_attend)(_layer.write_and_attend)
 store_chunk = _or_traced(_traced.store_chunk)(_chunks.store_chunk)
 load_chunk = _or_traced(_traced.load_chunk)(_chunks.load_chunk)
 

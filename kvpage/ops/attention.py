@@ -1,9 +1,9 @@
 """Attention over blocks: one way in for tensors, one for caches that are bound, one call for every implementation.
 
-    paged_attention(query, cache, block_tables, seq_lens, layout, scale=...)       tensors: everything is checked
-        └─► attend(query, BoundCache, Sequences, Attention, out)                   a step's layers come in here
-                ├─► cpu.attention.attend       C++
-                └─► cuda.attention.attend      Triton, or the reference
+paged_attention(query, cache, block_tables, seq_lens, layout, scale=...)       tensors: everything is checked
+    └─► attend(query, BoundCache, Sequences, Attention, out)                   a step's layers come in here
+            ├─► cpu.attention.attend       C++
+            └─► cuda.attention.attend      Triton, or the reference
 """
 
 from dataclasses import replace

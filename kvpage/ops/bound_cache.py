@@ -15,7 +15,7 @@ from kvpage.checks.tensors import check_writable
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.token_args import CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
+from kvpage.ops.token_args import BITS, CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
 
 Numbers = tuple[int, ...]
 
@@ -53,6 +53,7 @@ class BoundCache:
         "_geometry",
         "_place",
         "device",
+        "host_forms",
         "is_cuda",
         "is_writable",
         "key",
@@ -75,6 +76,7 @@ class BoundCache:
         self.shape = self.key.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_size
         self._place = tensor.data_ptr(), tensor.shape, tensor.stride()
         self.native = _native(self)
+        self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
         self.is_writable = False  # not known yet
         self._geometry: tuple[Any, ...] | None = None
 
@@ -116,6 +118,13 @@ def bound(cache: torch.Tensor | BoundCache, layout: CacheLayout | None, scales: 
         cache.check()
         return cache
     return BoundCache(cache, layout, scales)  # type: ignore[arg-type]  # None is refused there
+
+
+def _host_forms(cache: BoundCache) -> dict[torch.dtype, tuple[int, int]]:
+    """The row type and codec of rows in host memory, by their dtype: those as they are, or all that are quantised."""
+    if not cache.layout.is_quantized:
+        return {cache.tensor.dtype: (BITS, 0)}
+    return {dtype: (row_type, cache.native.codec) for dtype, row_type in ROW_TYPES.items()}
 
 
 def _native(cache: BoundCache) -> NativeCache:

@@ -14,16 +14,14 @@ from kvpage.checks.tensors import readable
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.bound_cache import BoundCache, bound
+from kvpage.ops.cpu.rows import native_parts
 from kvpage.ops.cuda import rows as cuda
 from kvpage.ops.token_args import (
-    BITS,
-    CODECS,
-    ROW_TYPES,
     Lengths,
     check_device_lengths,
+    check_dtype,
     check_open_out,
     check_out_pair,
-    check_dtype,
     check_pair,
     check_size,
     check_tensor,
@@ -80,7 +78,7 @@ def reshape_and_cache(
         cuda.reshape_and_cache(key, value, held, slots)
         return
     num_blocks, block_size, num_kv_heads, _ = held.shape
-    parts = _native_parts(held, key, value)
+    parts = native_parts(held, key, value)
     _C.reshape_and_cache(
         parts, slots.data_ptr(), num_tokens, num_kv_heads, num_blocks, block_size, torch.get_num_threads()
     )
@@ -159,7 +157,7 @@ def gather_cache(
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
         return out
-    parts = _native_parts(held, *out)
+    parts = native_parts(held, *out)
     _C.gather_cache(parts, tables, starts, lengths, offsets, layout.num_kv_heads, torch.get_num_threads())
     return out
 
@@ -202,20 +200,3 @@ def _new_rows(
     shape = (num_tokens, layout.num_kv_heads, layout.head_size)
     key = cache.tensor.new_empty(shape, dtype=dtype)
     return key, None if cache.value is None else cache.tensor.new_empty(shape, dtype=dtype)
-
-
-def _native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | None) -> list[tuple[int, ...]]:
-    """K's and V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
-    native, stored = cache.native, cache.tensor.dtype
-    given = [(native.key_blocks, key, native.key_scale)]
-    if value is not None:
-        given.append((native.value_blocks, value, native.value_scale))
-    parts = []
-    for blocks, rows, scale in given:
-        item, strides = rows.element_size(), rows.stride()
-        place = rows.data_ptr(), strides[-3] * item, strides[-2] * item
-        if rows.dtype == stored:
-            parts.append((*blocks, *place, BITS, 0, rows.shape[-1], 0, 0))
-        else:
-            parts.append((*blocks, *place, ROW_TYPES[rows.dtype], CODECS[stored], rows.shape[-1], *scale))
-    return parts

@@ -110,9 +110,7 @@ def _upload(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
 
-def _known(
-    name: str, lengths: Lengths, num_seqs: int, most: int, device: torch.device
-) -> list[int] | torch.Tensor:
+def _known(name: str, lengths: Lengths, num_seqs: int, most: int, device: torch.device) -> list[int] | torch.Tensor:
     """Lengths of the host as a list, checked; a tensor on the device as it is, checked for all but its values."""
     if not isinstance(lengths, torch.Tensor) or lengths.device != device:
         return host_lengths(name, lengths, num_seqs, most)
@@ -123,9 +121,7 @@ def _known(
     return lengths
 
 
-def _check_counts(
-    counts: list[int] | torch.Tensor | None, lengths: list[int] | torch.Tensor, num_tokens: int
-) -> None:
+def _check_counts(counts: list[int] | torch.Tensor | None, lengths: list[int] | torch.Tensor, num_tokens: int) -> None:
     """Compare queries with rows and with keys, as far as the host knows them."""
     if not isinstance(counts, list):
         return

@@ -20,8 +20,8 @@ from kvpage.checks.tensors import check_dense
 from kvpage.layout.attention import OPTIONS, Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
-from kvpage.ops import chunks, rows
 from kvpage.ops import attention as attention_ops
+from kvpage.ops import chunks, rows
 from kvpage.ops.bound_cache import BoundCache
 from kvpage.ops.copies import BlockCopier
 from kvpage.ops.sequences import Sequences
@@ -302,6 +302,19 @@ def attend(
         max_query_len=sequences.max_query_len,
         max_seq_len=sequences.max_seq_len,
     )
+
+
+def write_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: BoundCache,
+    slot_mapping: torch.Tensor,
+    sequences: Sequences,
+    attention: Attention,
+) -> torch.Tensor:
+    reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, slot_mapping)
+    return attend(query[0].transpose(0, 1), cache, sequences, attention).unsqueeze(0)
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:

@@ -40,9 +40,7 @@ def case(
         "group": group,
         "queries": queries,
         "value_size": value or size,
-        "options": Attention(
-            1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None
-        ),
+        "options": Attention(1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None),
     }
 
 

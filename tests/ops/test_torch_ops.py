@@ -108,7 +108,8 @@ def test_registration(layout, name):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if layout.dtype == torch.float8_e4m3fn:  # the check of schemas multiplies, which torch does not do for these
         checks.remove("test_schema")
-    torch.library.opcheck(getattr(torch.ops.kvpage, name).default, calls(layout)[name], options(name), test_utils=checks)
+    operation = getattr(torch.ops.kvpage, name).default
+    torch.library.opcheck(operation, calls(layout)[name], options(name), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,6 +58,10 @@ def paged_attention(
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
+    cache, is_plain = step.caches[layer], step.blend is None and step.latents is None
+    if is_plain and step.takes_all_rows and query.dtype == key.dtype == value.dtype and key.dtype in cache.row_dtypes:
+        _check_heads(key.shape[1], cache)
+        return ops.write_and_attend(query, key, value, cache, step.slot_mapping, step.sequences, attention), None
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if step.blend is not None:
         return step.blend.attend(query, key, value, layer, attention).unsqueeze(0), None
@@ -70,13 +74,17 @@ def paged_attention(
 def write_rows(key: torch.Tensor, value: torch.Tensor | None, layer: int, step: Step, slots: torch.Tensor) -> None:
     """Write row i of key and value, [rows, kv heads, size], into slots[i] of the layer's blocks."""
     cache = step.caches[layer]
-    if key.shape[1] != cache.layout.num_kv_heads:
-        raise ValueError(f"every layer must have {cache.layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
+    _check_heads(key.shape[1], cache)
     if key.dtype not in cache.row_dtypes:
         key = key.to(cache.row_dtypes[0])
     if value is not None and value.dtype != key.dtype:
         value = value.to(key.dtype)
     ops.reshape_and_cache(key, value, cache, slots)
+
+
+def _check_heads(num_heads: int, cache: ops.BoundCache) -> None:
+    if num_heads != cache.layout.num_kv_heads:
+        raise ValueError(f"every layer must have {cache.layout.num_kv_heads} KV heads, got one with {num_heads}")
 
 
 def attend_rows(
@@ -89,7 +97,8 @@ def attend_rows(
         return _attend_gathered(query, key, value, layer, step, attention)
     cache = step.caches[layer]
     rows = query if query.dtype in cache.row_dtypes else query.float()
-    return ops.attend(rows, cache, step.sequences, attention).to(query.dtype)
+    output = ops.attend(rows, cache, step.sequences, attention)
+    return output if rows is query else output.to(query.dtype)
 
 
 def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
@@ -120,9 +129,7 @@ def _attend_gathered(
             first = num_keys - num_queries if positions is None else int(positions[0])
             start = 0 if attention.sliding_window is None else max(first - attention.sliding_window + 1, 0)
             positions = None if positions is None else positions - start
-            gathered = ops.gather_cache(
-                step.caches[layer], tables, [num_keys - start], seq_starts=[start], dtype=dtype
-            )
+            gathered = ops.gather_cache(step.caches[layer], tables, [num_keys - start], seq_starts=[start], dtype=dtype)
             found = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
             keys, values = (
                 part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)

@@ -77,7 +77,11 @@ def _tiles(
     positions: Positions, num_keys: int, num_heads: int, attention: Attention, device: torch.device
 ) -> Iterator[Tile]:
     is_whole = len(positions) == num_keys
-    if is_whole and not _needs_products(attention) and (attention.sliding_window is None or attention.sliding_window >= num_keys):
+    if (
+        is_whole
+        and not _needs_products(attention)
+        and (attention.sliding_window is None or attention.sliding_window >= num_keys)
+    ):
         yield Tile(slice(None), slice(None), None, is_causal=True)
         return
     num_rows = MAX_MASK_ENTRIES // num_keys
@@ -107,7 +111,9 @@ def _by_sdpa(
     value_size, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    output = F.scaled_dot_product_attention(query, key, value, tile.mask, is_causal=tile.is_causal, scale=attention.scale)
+    output = F.scaled_dot_product_attention(
+        query, key, value, tile.mask, is_causal=tile.is_causal, scale=attention.scale
+    )
     return output[..., :value_size]
 
 

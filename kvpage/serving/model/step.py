@@ -82,6 +82,7 @@ class Step:
     latents: what is done with latents; None where blocks hold heads' K and V, and outside of a forward pass.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it does not lose to gathering and SDPA even for
         whole prompts.
+    takes_all_rows: besides, whether its rows are the last ones of each sequence.
     sequences: block tables and lengths, checked once for all layers: lengths of the host on a CPU, else of the device.
     """
 
@@ -99,12 +100,14 @@ class Step:
     blend: StepBlend | None = None
     latents: StepLatents | None = None
     attends_in_place: bool = field(init=False)
+    takes_all_rows: bool = field(init=False)
     sequences: Sequences = field(init=False)
 
     def __post_init__(self) -> None:
         on_host = self.slot_mapping.device.type == "cpu"
         knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
         self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
+        self.takes_all_rows = self.attends_in_place and self.query_positions is None
         self.sequences = Sequences(
             next(iter(self.caches.values())),
             sum(self.query_lens),

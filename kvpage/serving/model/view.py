@@ -36,7 +36,9 @@ class ModelView:
         self._model: nn.Module = model
         self._copies: dict[nn.Module, Any] = {}
         self._configs: dict[int, tuple[Any, Any]] = {}  # of each config, by its id: itself, and its copy
-        self._modules_now: list[dict[str, nn.Module | None]] = []  # those of the model, and as they were at the last look
+        self._modules_now: list[
+            dict[str, nn.Module | None]
+        ] = []  # those of the model, and as they were at the last look
         self._modules_before: list[dict[str, nn.Module | None]] = []
         self._build()
         if _implementation(self._copies[model].config.get_text_config(decoder=True)) != IMPLEMENTATION:
