@@ -55,6 +55,9 @@ def test_named_tests_exist(page: Path) -> None:
     """A row such as `tests/a/test_b.py::test_c` names a function of that file."""
     for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
         assert re.search(rf"^ *def {test}\(", (pages.ROOT / path).read_text(), re.MULTILINE), f"{path}::{test}"
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    security = (pages.ROOT / "tests" / "reliability" / "test_security.py").read_text()
+    assert named <= set(re.findall(r"^ *def (\w+)\(", security, re.MULTILINE)), "tests without a file are of security"
 
 
 def test_links_lead_somewhere(page: Path) -> None:
