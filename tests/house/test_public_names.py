@@ -26,7 +26,7 @@ MODULES = [
     "kvpage.serving.loop.store_link",
     "kvpage.extras.slots",
     "kvpage.store",
-    "kvpage.store.tier",
+    "kvpage.store.tiers.tier",
     "kvpage.observe.telemetry",
     "kvpage.extras.token_trie",
     "kvpage.integrations.vllm_ops.ops",
@@ -44,7 +44,7 @@ PRIVATE = {
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
     "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
-    "kvpage.store.load.calls.Calls": "of a KVStore, which makes a LayerLoad",
+    "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpage.store import KVStore, KVStoreBuilder, KVStoreConfig, KVStoreMetadata, Placed, TierError
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 L, H, D, C = 3, 2, 4, 4
 FMTS = ["vllm", "huggingface"]
@@ -327,7 +327,7 @@ class Troubled(MemoryTier):
 
 
 class Between(MemoryTier):
-    """Calls `then` once, within the `number`th call of the method, after its work or before it."""
+    """CallGate `then` once, within the `number`th call of the method, after its work or before it."""
 
     def __init__(self, method: str, number: int = 1, after: bool = True) -> None:
         super().__init__(1 << 20, pin_memory=False, name="between")

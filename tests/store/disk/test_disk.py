@@ -17,12 +17,12 @@ import pytest
 import xxhash
 from support.store_records import get, is_record, key, put, record
 
-from kvpage.store.disk import room as disk_room
+from kvpage.store.disk import allocator as disk_allocator
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.disk.io import Buffers
+from kvpage.store.disk.reader_writer import Buffers
 from kvpage.store.disk.segment import Segment
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.tier import TierError
 
 SEGMENT_BYTES = 32 * SLOT_BYTES
 
@@ -226,7 +226,7 @@ def test_of_two_records_of_a_key_the_newer_counts(tmp_path: Path, monkeypatch) -
     tier = make(tmp_path, SEGMENT_BYTES)
     old, new = record(key(0), 9000, seed=1), record(key(0), 5000, seed=2)
     put(tier, {key(0): old})
-    monkeypatch.setattr(disk_room, "mark_free", lambda entry: None)  # as if the process had died before
+    monkeypatch.setattr(disk_allocator, "mark_free", lambda entry: None)  # as if the process had died before
     put(tier, {key(0): new})
     tier.close()
     monkeypatch.undo()
@@ -333,7 +333,7 @@ def test_records_are_spread_over_directories(tmp_path: Path) -> None:
     tier = DiskTier(paths, 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
     for n in range(9):
         put(tier, {key(n): record(key(n), 2 * SLOT_BYTES)})
-    assert [len(list(directory.entries)) for directory in tier._room.directories] == [3, 3, 3]
+    assert [len(list(directory.entries)) for directory in tier._allocator.directories] == [3, 3, 3]
     tier.close()
     tier = DiskTier(reversed(paths), 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
     assert all(tier.contains([key(n) for n in range(9)]))
@@ -582,7 +582,7 @@ def test_bytes_of_records_that_look_like_headers(tmp_path: Path) -> None:
     """A record made of another slot's header, at the beginning of each of its slots: none is taken for one."""
     tier = make(tmp_path)
     put(tier, {key(0): record(key(0), 9000), key(1): record(key(1), 9000)})
-    segment = tier._room.directories[0].spaces[0].segment
+    segment = tier._allocator.directories[0].spaces[0].segment
     stolen = os.pread(segment._fd, 128, SLOT_BYTES)
     data = b"".join([bytes(SLOT_BYTES - 128), *[stolen.ljust(SLOT_BYTES, b"!")] * 5])
     with tier.create(key(2), len(data)) as writer:

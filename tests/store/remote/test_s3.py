@@ -13,7 +13,7 @@ boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'kvpage[te
 moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'kvpage[test-s3]'")
 
 from kvpage.store.remote.s3 import S3Backend, from_url  # noqa: E402
-from kvpage.store.tier import TierError  # noqa: E402
+from kvpage.store.tiers.tier import TierError  # noqa: E402
 
 K = [key(i) for i in range(10)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}

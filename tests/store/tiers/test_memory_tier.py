@@ -6,10 +6,10 @@ from collections import OrderedDict
 import pytest
 from support.store_records import get, key, put, record
 
-from kvpage.store.extents import Extents
-from kvpage.store.memory import UNIT, MemoryTier
-from kvpage.store.policy import make_policy
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.extents import Extents
+from kvpage.store.tiers.memory_tier import UNIT, MemoryTier
+from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.tier import TierError
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -22,7 +22,7 @@ from kvpage.layout.cache_layout import SCALE_BYTES
 from kvpage.ops.chunks import load_chunk, native_chunk_parts, store_chunk
 from kvpage.store.records.keys import KVStoreMetadata, scales_digest
 from kvpage.store.records.record import Shape
-from kvpage.store.records.stretches import Runs, address_of, digests_of
+from kvpage.store.tiers.stretches import Runs, address_of, digests_of
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -181,15 +181,15 @@ class BlockChunk(ABC):
 
     @abstractmethod
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        """As chunk_io.Source has it."""
+        """As records.payload.Source has it."""
 
     def runs(self) -> Runs | None:
-        """As chunk_io.Source has it."""
+        """As records.payload.Source has it."""
         return None
 
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        """As chunk_io.Sink has it."""
+        """As records.payload.Sink has it."""
 
 
 class HostBlockChunk(BlockChunk):

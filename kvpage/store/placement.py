@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpage.store.config import KVStoreConfig, TierURL, parse_size
-from kvpage.store.tier import Tier
+from kvpage.store.tiers.tier import Tier
 
 Factory = Callable[[TierURL], Tier]
 FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
@@ -23,7 +23,7 @@ class Placed:
 
 
 def _memory(url: TierURL) -> Tier:
-    from kvpage.store.memory import MemoryTier
+    from kvpage.store.tiers.memory_tier import MemoryTier
 
     check_options(url, "size", "policy")
     return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")

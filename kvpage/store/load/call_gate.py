@@ -1,4 +1,4 @@
-"""Calls: what is under way in a store, for which closing waits: nothing writes into anybody's blocks afterwards.
+"""CallGate: what is under way in a store, for which closing waits: nothing writes into anybody's blocks afterwards.
 
 retrieve ─► [ enter ........ leave ]                 a call that comes when it is closing is refused
                          close ─► [ waits ] ─► close the tiers
@@ -9,18 +9,18 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible
-from kvpage.checks.own_process import OwnProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Calls:
+class CallGate:
     """Thread-safe; a context manager, inside of which a call is under way. what: such as "the store"."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._process = what, OwnProcess(what)
+        self._what, self._process = what, ForkGuard(what)
         self._changed = threading.Condition()
         self._num_under_way = 0
         self._is_closed = False
@@ -61,22 +61,22 @@ class Calls:
         self.leave()
 
 
-class HasCalls(Protocol):
+class HasGate(Protocol):
     @property
-    def calls(self) -> Calls: ...
+    def calls(self) -> CallGate: ...
 
 
-S = TypeVar("S", bound=HasCalls)
+S = TypeVar("S", bound=HasGate)
 
 
-def one_call(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def gated(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """A method that counts as a call of its owner while it runs. Ctrl-C is raised behind it: what threads still write
     for it is somebody's blocks.
     """
 
     @functools.wraps(method)
     def counted(self: S, *args: P.args, **named: P.kwargs) -> T:
-        with HeldInterrupts(), self.calls:
+        with HeldInterrupts(), self.gate:
             return method(self, *args, **named)
 
     return counted

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpage.layout.host_memory import zeros
-from kvpage.store.extents import Extents
-from kvpage.store.policy import make_policy
-from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.extents import Extents
+from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 UNIT = 4096
 

@@ -1,4 +1,4 @@
-"""What to tell of a model that Engine refuses: whether KVPageCache serves it, found out by the pool's own check."""
+"""Name KVPageCache in the error by which Engine refuses a model, where the pool's own checks accept the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ NUM_PROBE_BLOCKS = 16
 
 @contextmanager
 def names_alternative(model: PreTrainedModel, cache_config: CacheConfig) -> Iterator[None]:
-    """A ValueError inside, by which the model is refused, says as well if KVPageCache serves the model."""
+    """Inside, a ValueError that refuses the model also says that KVPageCache serves it, if it does."""
     try:
         yield
     except ValueError as error:
@@ -27,10 +27,10 @@ def names_alternative(model: PreTrainedModel, cache_config: CacheConfig) -> Iter
 
 def _is_servable_by_pool(model: PreTrainedModel, cache_config: CacheConfig) -> bool:
     if not isinstance(cache_config, CacheConfig) or cache_config.num_gpu_blocks == 0:
-        return False  # it is not the model that was refused
+        return False  # the config was refused, not the model
     small = replace(cache_config, num_gpu_blocks=NUM_PROBE_BLOCKS, num_cpu_blocks=0, cache_dtype="auto")
     try:
         KVPageCachePool.from_model(model, small)
-    except Exception:  # whatever an unknown model's forward raises: the answer is no
+    except Exception:  # an unknown model's forward may raise anything: the answer is no
         return False
     return True

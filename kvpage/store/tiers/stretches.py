@@ -25,7 +25,7 @@ def digest_of(data: Bytes) -> bytes:
 
 
 def copy_and_digest(to: Bytes, data: Bytes, streaming: bool = False) -> bytes:
-    """Copies as many bytes as both have, which do not overlap, and reads them once; their digest. streaming: past the
+    """RecordCopies as many bytes as both have, which do not overlap, and reads them once; their digest. streaming: past the
     processor's cache.
     """
     if len(to) != len(data):

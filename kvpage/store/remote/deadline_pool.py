@@ -1,4 +1,4 @@
-"""Caller: calls with a deadline that holds, whatever is called.
+"""DeadlinePool: calls with a deadline that holds, whatever is called.
 
     call(function, timeout) ─► an idle thread, or a new one ─► result
              │ too late
@@ -30,7 +30,7 @@ class _Call(Generic[T]):
         self.is_late = False
 
 
-class Caller:
+class DeadlinePool:
     """Threads that make calls. give_up: called with the identity of the thread whose call is late, on yet another
     thread, and again until that call returns: the first may come before there is anything to close. None for nothing.
     Thread-safe.
@@ -58,7 +58,7 @@ class Caller:
         except BaseException:
             self._room.release()
             raise
-        worker.calls.put(call)
+        worker.queue.put(call)
         if not call.done.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
             self._leave(call, worker, timeout)
         return call.future.result()
@@ -68,12 +68,12 @@ class Caller:
         with self._lock:
             self._is_closed, idle, self._idle = True, self._idle, []
         for worker in idle:
-            worker.calls.put(None)
+            worker.queue.put(None)
 
     def _take_worker(self) -> "_Worker":
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the caller is closed")
+                raise RuntimeError("the pool is closed")
             if self._idle:
                 return self._idle.pop()
         worker = _Worker(self)
@@ -119,10 +119,10 @@ def _give_up(give_up: Callable[[int], None], call: _Call[Any], thread_id: int) -
 class _Worker(threading.Thread):
     """A daemon: a call that never returns does not keep the process."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, pool: DeadlinePool) -> None:
         super().__init__(name="kvpage-store-call", daemon=True)
-        self.calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
-        self._caller = caller
+        self.queue: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self._pool = pool
 
     def run(self) -> None:
         while (call := self._next()) is not None:
@@ -130,7 +130,7 @@ class _Worker(threading.Thread):
                 call.future.set_result(call.function())
             except BaseException as error:  # the caller's, who gets it from the future
                 call.future.set_exception(error)
-            if not self._caller._returned(call, self):
+            if not self._pool._returned(call, self):
                 return
             del call  # and the buffers that it holds
 
@@ -138,7 +138,7 @@ class _Worker(threading.Thread):
         """None when there is none for so long that the thread is not worth keeping, nor the caller for its sake."""
         while True:
             try:
-                return self.calls.get(timeout=IDLE_SECONDS)
+                return self.queue.get(timeout=IDLE_SECONDS)
             except Empty:
-                if self._caller._dismissed(self):
+                if self._pool._dismissed(self):
                     return None

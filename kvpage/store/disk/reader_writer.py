@@ -17,8 +17,8 @@ import numpy as np
 
 from kvpage.store.disk.segment import HEADER_BYTES, Run
 from kvpage.store.disk.space import Entry
-from kvpage.store.records.stretches import Runs
-from kvpage.store.tier import Reader, TierError, Writer
+from kvpage.store.tiers.stretches import Runs
+from kvpage.store.tiers.tier import Reader, TierError, Writer
 
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
 MAX_KEPT = 16

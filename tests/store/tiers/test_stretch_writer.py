@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from support import pwritev_hook
 
-from kvpage.store.records.stretches import Runs, write_stretches
+from kvpage.store.tiers.stretches import Runs, write_stretches
 
 PIECE = 1 << 20
 POISON = 0xA5
@@ -161,7 +161,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, file_limit: int, num_threads: 
 FULL = f"""
 import errno, os, sys
 import numpy as np
-from kvpage.store.records.stretches import runs_of, write_stretches
+from kvpage.store.tiers.stretches import runs_of, write_stretches
 data = np.arange({8 * PIECE}, dtype=np.int64).view(np.uint8)[:{8 * PIECE}]
 fd = os.open(sys.argv[1] + "/f", os.O_RDWR | os.O_CREAT)
 try:

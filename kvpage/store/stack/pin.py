@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.store.tier import Reader
+from kvpage.store.tiers.tier import Reader
 
 
 class Pin:

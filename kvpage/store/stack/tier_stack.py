@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from kvpage.store.copies import Change, Copies, Copy
-from kvpage.store.load.chunk_io import RecordKind, Source, copy_record, encoded, write_record
-from kvpage.store.load.chunk_threads import ChunkThreads, num_leading
+from kvpage.store.placement import Placed
+from kvpage.store.records.kinds import RecordKind
+from kvpage.store.records.payload import Source
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
-from kvpage.store.tiers import Placed
+from kvpage.store.records.record_io import copy_record, encoded, write_record
+from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
+from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
 
 WINDOW = 8  # records that are open at once
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class _Back(NamedTuple):
     at: int
     key: Key
     reader: Reader
-    copy: Copy
+    copy: RecordCopy
 
 
 class TierStack:
@@ -40,7 +42,7 @@ class TierStack:
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.threads = ChunkThreads(num_threads)
-        self.copies = Copies(len(self.tiers))
+        self.copies = RecordCopies(len(self.tiers))
         self._replacing = threading.Lock()
 
     # --- writing ---
@@ -305,7 +307,7 @@ class TierStack:
         finally:
             self.copies.end(back.copy)
 
-    def _copy_to(self, at: int, key: Key, reader: Reader, under_way: Copy) -> bool:
+    def _copy_to(self, at: int, key: Key, reader: Reader, under_way: RecordCopy) -> bool:
         one = self.tiers[at]
 
         def copy() -> bool:
@@ -323,7 +325,7 @@ class TierStack:
             return False
 
     def _read_one(
-        self, key: Key, located: int, reader: Reader | None, copy: Copy, read: Callable[[Reader], None]
+        self, key: Key, located: int, reader: Reader | None, copy: RecordCopy, read: Callable[[Reader], None]
     ) -> bool:
         """From the tier where it was seen, or else from a slower one."""
         for at in range(located, len(self.tiers)):
@@ -337,7 +339,7 @@ class TierStack:
                     return True
         return False
 
-    def _promote(self, at: int, key: Key, reader: Reader, copy: Copy) -> None:
+    def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
         for faster in range(at):
             if self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
                 self.count(promoted_chunks=1)

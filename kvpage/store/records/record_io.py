@@ -9,8 +9,10 @@ a core can keep.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
 
+from kvpage.store.records.codec import Codec
+from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.payload import BytesSink, EncodedPayload, Sink, Source
 from kvpage.store.records.record import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -22,97 +24,10 @@ from kvpage.store.records.record import (
     Shape,
     UnreadableRecord,
 )
-from kvpage.store.records.stretches import Runs, copy_and_digest, digest_of, digests_of, runs_of
-from kvpage.store.tier import Reader, Writer
+from kvpage.store.tiers.stretches import digest_of
+from kvpage.store.tiers.tier import Reader, Writer
 
 PIECE_BYTES = 1 << 20
-CODED_STRETCH_BYTES = 1 << 20  # of payloads that a codec has written
-
-
-class Source(Protocol):
-    """A payload to be written. stretch_bytes: of each of its stretches."""
-
-    stretch_bytes: int
-
-    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        """Writes the payload's stretches from the byte `begin` on into the buffer; their digests. streaming: past the
-        CPU's cache, since nobody reads them soon.
-        """
-
-    def runs(self) -> Runs | None:
-        """All of the payload where it lies; None if that is not in memory, or in runs so short that they are better
-        filled into a buffer. Valid as long as the source.
-        """
-
-
-class ShapedSource(Source, Protocol):
-    """A chunk to be written. shape: of its payload."""
-
-    shape: Shape
-
-
-class Sink(Protocol):
-    """What takes a payload. stretch_bytes: of each of its stretches."""
-
-    stretch_bytes: int
-
-    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        """Takes what it wants of the stretches from the byte `begin` on; their digests. What was taken counts only if
-        they are right.
-        """
-
-
-class Codec(Protocol):
-    """How a payload is encoded. name: at most 16 ASCII characters, dtype included. is_lossless: decode gives what
-    encode was given.
-    """
-
-    name: str
-    is_lossless: bool
-
-    def encode(self, raw: memoryview, shape: Shape) -> bytes | memoryview: ...
-
-    def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview: ...
-
-
-class RecordKind(NamedTuple):
-    """What a record must be. shape: of its payload, decoded. codecs: by name those that can be read, None for raw; the
-    first is what is written.
-    """
-
-    key: bytes
-    meta: bytes
-    shape: Shape
-    raw_bytes: int
-    codecs: dict[str, Codec | None]
-
-    def head(self, payload_bytes: int, stretch_bytes: int) -> RecordHead:
-        name = next(iter(self.codecs))
-        return RecordHead(self.key, self.meta, name, self.shape, self.raw_bytes, payload_bytes, stretch_bytes)
-
-
-class Coded:
-    """What a codec made of a chunk: a payload to be written."""
-
-    stretch_bytes = CODED_STRETCH_BYTES
-
-    def __init__(self, payload: memoryview) -> None:
-        self.payload = payload
-
-    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        data = self.payload[begin : begin + len(buffer)]
-        return b"".join(
-            copy_and_digest(buffer[at : at + self.stretch_bytes], data[at : at + self.stretch_bytes], streaming)
-            for at in range(0, len(data), self.stretch_bytes)
-        )
-
-    def runs(self) -> Runs | None:
-        return runs_of(self.payload)
-
-    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        digests = digests_of(piece, self.stretch_bytes, num_threads)
-        self.payload[begin : begin + len(piece)] = piece
-        return digests
 
 
 def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
@@ -122,7 +37,7 @@ def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
         return kind.head(kind.raw_bytes, chunk.stretch_bytes), chunk
     raw = memoryview(bytearray(kind.raw_bytes))
     chunk.fill(0, raw, 1, streaming=False)
-    coded = Coded(memoryview(codec.encode(raw, kind.shape)).cast("B"))
+    coded = EncodedPayload(memoryview(codec.encode(raw, kind.shape)).cast("B"))
     return kind.head(len(coded.payload), coded.stretch_bytes), coded
 
 
@@ -160,7 +75,15 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
     return head, digests
 
 
-def check_kind(head: RecordHead, kind: RecordKind) -> "Codec | None":
+def read_shape(reader: Reader, kinds: RecordKinds, namespace: bytes) -> Shape:
+    """Return the shape of the payload, as the record's head states it.
+
+    Raises CorruptRecord for a shape that cannot be, and UnreadableRecord for a codec that is not here.
+    """
+    return kinds.shape_of(read_head(reader, kinds.keys.meta(namespace))[0])
+
+
+def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
     """The codec that the record is to be read with. CorruptRecord if it is not of this kind; UnreadableRecord if there
     is no such codec here.
     """
@@ -204,7 +127,7 @@ def read_piece(
 
 def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> memoryview:
     """The payload as it was before it was encoded. CorruptRecord; a payload is verified before it is decoded."""
-    coded = Coded(memoryview(bytearray(head.payload_bytes)))
+    coded = EncodedPayload(memoryview(bytearray(head.payload_bytes)))
     if head.stretch_bytes != coded.stretch_bytes:
         raise CorruptRecord(f"stretches must have {coded.stretch_bytes} bytes, got {head.stretch_bytes}")
     for begin, end in pieces(head, reader.is_in_memory):
@@ -221,7 +144,7 @@ def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
     writer.piece(0, head.payload_begin)[:] = header
     for begin, end in pieces(head, is_in_memory=False):
         to = writer.piece(head.payload_begin + begin, head.payload_begin + end)
-        read_piece(reader, head, digests, begin, end, _Copy(to, head.stretch_bytes))
+        read_piece(reader, head, digests, begin, end, BytesSink(to, head.stretch_bytes))
     writer.piece(head.payload_end, head.num_bytes)[:] = digests + _checksum(header, digests)
 
 
@@ -231,21 +154,7 @@ def verify_record(reader: Reader, key: bytes) -> None:
     if head.key != key:
         raise CorruptRecord("the record is another one")
     for begin, end in pieces(head, reader.is_in_memory):
-        read_piece(reader, head, digests, begin, end, _Copy(None, head.stretch_bytes))
-
-
-class _Copy:
-    """Stretches that are copied, or with None hashed alone."""
-
-    def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
-        self._to, self.stretch_bytes = to, stretch_bytes
-
-    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        if self._to is None:
-            return digests_of(piece, self.stretch_bytes, num_threads)
-        size = self.stretch_bytes
-        runs = range(0, len(piece), size)
-        return b"".join(copy_and_digest(self._to[at : at + size], piece[at : at + size]) for at in runs)
+        read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
 
 def pieces(head: RecordHead, is_in_memory: bool) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,10 @@
-"""Whether what a caller gives as a model is one that can be computed with, before anything is asked of it."""
+"""Check that the argument `model` is a loaded, uncompiled model of transformers, before anything else reads it."""
 
 import torch
 
 
 def check_model(model: object) -> None:
-    """TypeError for the name of a model, and for what is none of transformers'; ValueError for a compiled one."""
+    """Raise TypeError for a model's name and for other types than models, ValueError for a compiled model."""
     if isinstance(model, str):
         raise TypeError(
             f"model must be a loaded PreTrainedModel, got the name {model!r}: load it, as "

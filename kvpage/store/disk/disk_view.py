@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvpage.store.disk.directory import SEGMENT_NAME
-from kvpage.store.disk.io import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.lock import DiskOwner, owner_of
+from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
 from kvpage.store.disk.space import Drive, Entry, Space
-from kvpage.store.tier import Key, Reader, RecordGone, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, Tier, TierError, TierStats, Writer
 
 MAX_WALKS = 8
 """Of a segment whose owner writes so much that no two walks find the same places without a header."""

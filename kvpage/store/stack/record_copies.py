@@ -1,4 +1,4 @@
-"""Copies: records on their way from one tier into another, and what ends them: their removal or replacement.
+"""RecordCopies: records on their way from one tier into another, and what ends them: their removal or replacement.
 
     begin([key]) ─► open ─► verify, copy ─► finish(tier): commit, unless a change of the key has come between
     change([key]) ─► what is under way is unwanted, and what begins meanwhile ─► settle(tier) ─► remove, or write anew
@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvpage.store.tier import Key
+from kvpage.store.tiers.tier import Key
 
 
-class Copy:
+class RecordCopy:
     """Records of these keys, on their way. unwanted: those of them that were changed since."""
 
     __slots__ = ("keys", "unwanted")
@@ -32,19 +32,19 @@ class Change:
     def __init__(self, keys: Sequence[Key] | None) -> None:
         self.keys = None if keys is None else frozenset(keys)
 
-    def of(self, copy: Copy) -> set[Key]:
+    def of(self, copy: RecordCopy) -> set[Key]:
         """Which of the copy's keys it changes."""
         return {key for key in copy.keys if self.keys is None or key in self.keys}
 
 
-class Copies:
+class RecordCopies:
     """Thread-safe. No lock is held while a tier works but that of the tier itself: who waits for a slow one is who
     changes what it has.
     """
 
     def __init__(self, num_tiers: int) -> None:
         self._lock = threading.Lock()
-        self._copies: set[Copy] = set()
+        self._copies: set[RecordCopy] = set()
         self._changes: set[Change] = set()
         self._committing = [threading.Lock() for _ in range(num_tiers)]
 
@@ -52,26 +52,26 @@ class Copies:
     def num_under_way(self) -> int:
         return len(self._copies)
 
-    def begin(self, keys: Sequence[Key], change: Change | None = None) -> Copy:
+    def begin(self, keys: Sequence[Key], change: Change | None = None) -> RecordCopy:
         """To be called before the records are opened; `end` it. change: the one that the copy is part of."""
-        copy = Copy(keys)
+        copy = RecordCopy(keys)
         with self._lock:
             for other in self._changes - {change}:
                 copy.unwanted |= other.of(copy)
             self._copies.add(copy)
         return copy
 
-    def end(self, copy: Copy) -> None:
+    def end(self, copy: RecordCopy) -> None:
         with self._lock:
             self._copies.discard(copy)
 
     @contextmanager
-    def finish(self, at: int, copy: Copy, key: Key) -> Iterator[bool]:
+    def finish(self, at: int, copy: RecordCopy, key: Key) -> Iterator[bool]:
         """Whether the record is wanted still; inside, it can be committed to the tier of that number."""
         with self._committing[at]:
             yield self.is_wanted(copy, key)
 
-    def is_wanted(self, copy: Copy, key: Key) -> bool:
+    def is_wanted(self, copy: RecordCopy, key: Key) -> bool:
         with self._lock:
             return key not in copy.unwanted
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from kvpage.store.records.stretches import Runs
+from kvpage.store.tiers.stretches import Runs
 
 __all__ = ["Key", "Reader", "RecordGone", "RecordInfo", "Tier", "TierError", "TierRests", "TierStats", "Writer"]
 

@@ -1,4 +1,4 @@
-"""Room: where on the disks the next record goes, and what has to go for it.
+"""Allocator: where on the disks the next record goes, and what has to go for it.
 
     free room in the directory that has most ─► a new segment ─► what the policy evicts ─► None
     and, where a drive fails on the way, the same without it
@@ -16,7 +16,7 @@ from kvpage.store.disk.directory import Directory
 from kvpage.store.disk.index import Index
 from kvpage.store.disk.segment import Run
 from kvpage.store.disk.space import Drive, Entry, Space
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.tier import TierError
 
 
 class DriveError(TierError):
@@ -27,7 +27,7 @@ class DriveError(TierError):
         self.drive = drive
 
 
-class Room:
+class Allocator:
     """The directories. num_errors: of the operating system, so far."""
 
     def __init__(self, directories: list[Directory], index: Index, lock: threading.Lock) -> None:
