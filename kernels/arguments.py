@@ -42,6 +42,16 @@ class Part(Constants):
     TILE: int
     RUN: int
 
+    @property
+    def EXISTS(self) -> bool:
+        """Whether there is such a part."""
+        return self.SIZE > 0
+
+    @property
+    def IN_RUNS(self) -> bool:
+        """Whether a row is in several runs."""
+        return self.RUN > 0
+
 
 @dataclass(frozen=True, slots=True)
 class RowConstants(Constants):

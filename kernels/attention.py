@@ -65,7 +65,7 @@ def accumulate(largest, total, values, scores, v, value_scales, seen, EDGE: tl.c
         spoilt = tl.min(finite.to(tl.int32), 1) == 0
         weights = tl.where(seen & spoilt[None, :], float("nan"), weights)
     total = total * shrink + tl.sum(weights, 1)
-    if A.value.TOKEN_SCALES and not A.value.SCALE_VALUES:
+    if A.value.SCALE_WEIGHTS:
         weights = tl.where(seen, weights * value_scales[None, :], 0.0)
     values = tl.dot(weights.to(COMPUTE), v, values * shrink[:, None], input_precision=PRECISION)
     return larger, total, values
@@ -110,8 +110,9 @@ def attend(
     scores = scaled(scores, row_factor[:, None], softcap, A.value.SOFTCAP)
     seen = seen_by_rows(key, wanted, position, window, EDGE, A.value.WINDOW)
     scores = tl.where(seen, scores, float("-inf"))
-    v = k
-    if not A.value.SHARED:
+    if A.value.SHARED:
+        v = k
+    else:
         value_row = block_id * value_block_stride + offset * value_offset_stride + kv_head * value_head_stride
         value_row = tl.multiple_of(value_row, VALUE_ALIGN)
         v = load_values(value_ptr, value_row, wanted, value_run_stride, A)
@@ -133,9 +134,10 @@ def start(sink_ptr, head, valid, split, A: tl.constexpr):
     VALUE_TILE: tl.constexpr = A.value.VALUE_TILE
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    if sink_ptr is not None and split == 0:
-        largest = tl.load(sink_ptr + head, mask=valid, other=0.0) * 1.4426950408889634
-        total += 1.0
+    if sink_ptr is not None:
+        if split == 0:
+            largest = tl.load(sink_ptr + head, mask=valid, other=0.0) * 1.4426950408889634
+            total += 1.0
     return largest, total, tl.zeros([TILE_ROWS, VALUE_TILE], tl.float32)
 
 
@@ -172,7 +174,7 @@ def paged_attention_kernel(
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     TOKEN_SCALES: tl.constexpr = A.value.TOKEN_SCALES
     QUERY_ALIGN: tl.constexpr = A.value.QUERY_ALIGN
-    NUM_PHASES: tl.constexpr = 2 if A.value.TILE_TOKENS > 1 else 1
+    NUM_PHASES: tl.constexpr = A.value.NUM_PHASES
     head_tile, kv_head, split, tile = program_of(num_tiles, num_splits, num_kv_heads, A)
     seq, num_queries, first_row, first_query = sequence_of(tile, query_len_ptr, num_seqs, A)
     if seq >= num_seqs:

@@ -58,3 +58,18 @@ class AttentionConstants(Constants):
     MIN_SPLIT_TILES: int
     SEARCH: int = SEARCH
     BIT: int = BAD_BLOCK
+
+    @property
+    def SCALE_WEIGHTS(self) -> bool:
+        """Whether the weights are multiplied by V's scales."""
+        return self.TOKEN_SCALES and not self.SCALE_VALUES
+
+    @property
+    def HAS_EDGES(self) -> bool:
+        """Whether a tile of keys may be seen by some rows only. A tile of one token reads the keys that it sees."""
+        return self.TILE_TOKENS > 1
+
+    @property
+    def NUM_PHASES(self) -> int:
+        """Full tiles of keys, then edges."""
+        return 2 if self.HAS_EDGES else 1

@@ -123,7 +123,7 @@ def keys_of_split(first, last, window, split, num_splits, A: tl.constexpr):
     tiles_of_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_SPLIT_TILES)
     begin = tl.minimum(low_tile + split * tiles_of_split, high_tile)
     end = tl.minimum(begin + tiles_of_split, high_tile)
-    if A.value.TILE_TOKENS > 1:
+    if A.value.HAS_EDGES:
         full_begin = tl.minimum(tl.maximum((full_low + TILE_KEYS - 1) // TILE_KEYS, begin), end)
         full_end = tl.maximum(tl.minimum(tl.maximum(first + 1, 0) // TILE_KEYS, end), full_begin)
     else:  # what is read is seen

@@ -19,11 +19,13 @@ SCALE_BYTES = 4
 class ChunkConstants(Constants):
     """Constants of a chunk's launch, besides those of its rows.
 
-    SCALED: whether the cache has scales. WIDTH: bits of its elements. ALIGNED: its addresses divide by 16.
+    SCALED: whether the cache has scales. SCALES_AS_BYTES: whether they follow each row in the chunk, as they are.
+    WIDTH: bits of the cache's elements. ALIGNED: its addresses divide by 16.
     TURNS: tiles of a program. BIT: of the error word, for a block id out of range.
     """
 
     SCALED: bool
+    SCALES_AS_BYTES: bool
     WIDTH: int
     ALIGNED: bool
     TO_CHUNK: bool
@@ -72,7 +74,7 @@ def move_part(
         out_of_cache(chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, PART, ROWS)
     else:
         into_cache(chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, inside, wanted, PART, ROWS)
-    if CHUNK.value.SCALED and ROWS.value.CODE == "bits":
+    if CHUNK.value.SCALES_AS_BYTES:
         move_scales(chunk_ptr, row + PART.value.SIZE, scale_ptr, scale_at, wanted, CHUNK.value.TO_CHUNK)
 
 
@@ -117,7 +119,7 @@ def chunk_kernel(
         value_scale_address = tl.load(address_ptr + 3 * num_layers + layer)
     for turn in range(0, CHUNK.value.TURNS):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
-        token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.RUN > 0)
+        token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
         position = start + token
         block_id = tl.load(block_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = position % BLOCK_SIZE
@@ -131,7 +133,7 @@ def chunk_kernel(
             chunk_ptr, row, key_address, key_scale_address, place, key_run_stride, scale_at, inside, wanted,
             KEY, ROWS, CHUNK,
         )  # fmt: skip
-        if VALUE.value.SIZE > 0:
+        if VALUE.value.EXISTS:
             place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
             scale_at = at(
                 block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
@@ -231,6 +233,13 @@ def _launch(
         *chunk.stride()[:4],
         *cache_strides(views, scales),
         constants,
-        ChunkConstants(has_scales, 8 * rows.element_size(), is_aligned, to_chunk, num_turns),
+        ChunkConstants(
+            has_scales,
+            has_scales and constants.CODE == "bits",
+            8 * rows.element_size(),
+            is_aligned,
+            to_chunk,
+            num_turns,
+        ),
         **constants.options,
     )

@@ -120,7 +120,7 @@ def gather_cache_kernel(
             check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, LENGTH_BIT)
             return
     tile = program % tiles_per_seq
-    row, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.RUN > 0)
+    row, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
     seq, token, start, length, inside = sequence_of_rows(
         program, row, inside, length_ptr, start_ptr, end_ptr, tiles_per_seq, num_seqs, num_steps
     )
@@ -136,7 +136,7 @@ def gather_cache_kernel(
     place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
     scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
     out_of_cache(key_ptr, out, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, wanted, KEY, ROWS)
-    if VALUE.value.SIZE > 0:
+    if VALUE.value.EXISTS:
         out = at(seq, row, head, value_seq_stride, value_token_stride, value_head_stride)
         place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
         scale_at = at(

@@ -36,7 +36,7 @@ def reshape_and_cache_kernel(
     VALUE: tl.constexpr = ROWS.value.VALUE
     NUM_HEADS: tl.constexpr = ROWS.value.NUM_HEADS
     BLOCK_SIZE: tl.constexpr = ROWS.value.BLOCK_SIZE
-    token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.RUN > 0)
+    token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
     slot = tl.load(slot_ptr + token, mask=inside, other=-1)
     report((slot < -1) | (slot >= num_slots), error_ptr, BIT)
     wanted = (slot >= 0) & (slot < num_slots)
@@ -48,7 +48,7 @@ def reshape_and_cache_kernel(
     into_cache(
         key_ptr, row, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, inside, wanted, KEY, ROWS
     )  # fmt: skip
-    if VALUE.value.SIZE > 0:
+    if VALUE.value.EXISTS:
         row = token * value_token_stride + head * value_head_stride
         place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
         scale_at = at(

@@ -50,6 +50,21 @@ class MixConstants(Constants):
     FRESH_BIT: int = BAD_FRESH_ROW
 
     @property
+    def END(self) -> int:
+        """The element after the pairs."""
+        return self.FIRST + 2 * self.NUM_PAIRS
+
+    @property
+    def ROTATES(self) -> bool:
+        """Whether there are pairs."""
+        return self.NUM_PAIRS > 0
+
+    @property
+    def COPIES(self) -> bool:
+        """Whether there are elements in no pair."""
+        return self.REST > 0
+
+    @property
     def num_warps(self) -> int:
         """Number the warps of a program: each thread has as many elements whatever the tile."""
         width = max(2 * self.PAIRS, self.REST)
@@ -141,7 +156,7 @@ def copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, 
     SIZE: tl.constexpr = MIX.value.SIZE
     REST: tl.constexpr = MIX.value.REST
     FIRST: tl.constexpr = MIX.value.FIRST
-    END: tl.constexpr = MIX.value.FIRST + 2 * MIX.value.NUM_PAIRS
+    END: tl.constexpr = MIX.value.END
     for begin in range(0, SIZE, REST):
         rest = begin + tl.arange(0, REST)[None, :]
         kept = (rest < FIRST) | ((rest >= END) & (rest < SIZE))
@@ -185,9 +200,9 @@ def mix_rows_kernel(
         fresh = fresh_row * fresh_row_stride + head * fresh_head_stride
     row = place_of(slot, head, block_stride, row_stride, head_stride, MIX.value.BLOCK_SIZE)
     place = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, MIX.value.OUT_BLOCK_SIZE)
-    if MIX.value.NUM_PAIRS > 0:
+    if MIX.value.ROTATES:
         rotate_pairs(row_ptr, row, out_ptr, place, fresh_ptr, fresh, cos_ptr, sin_ptr, token, wanted, is_fresh, MIX)
-    if MIX.value.REST > 0:
+    if MIX.value.COPIES:
         copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, MIX)
 
 

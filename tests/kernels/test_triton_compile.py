@@ -85,8 +85,8 @@ def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, sca
     values = {"ROWS": constants, "BIT": 1, "LENGTH_BIT": 4, **kind}
     if kernel is chunk_kernel:
         is_scaled = layout.has_token_scales or (quantized and scaled)
-        to_chunk, turns = kind["TO_CHUNK"], kind["TURNS"]
-        values["CHUNK"] = ChunkConstants(is_scaled, 8 * layout.dtype.itemsize, aligned, to_chunk, turns)
+        as_bytes, to_chunk, turns = is_scaled and not quantized, kind["TO_CHUNK"], kind["TURNS"]
+        values["CHUNK"] = ChunkConstants(is_scaled, as_bytes, 8 * layout.dtype.itemsize, aligned, to_chunk, turns)
     signature, attributes = {}, {}
     for i, argument in enumerate(kernel.arg_names):
         kinds = {**POINTERS, **kind}
