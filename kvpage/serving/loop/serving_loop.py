@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
-from kvpage.checks.own_process import OwnProcess
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.loop.links import Links
@@ -45,7 +45,7 @@ class ServingLoop:
         self.num_arrivals = self.num_finished = self.num_generated_tokens = 0
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
-        self._process = OwnProcess("the engine")
+        self._process = ForkGuard("the engine")
         self._suspects = Suspects()
         scheduler.is_held = links.holds
 
