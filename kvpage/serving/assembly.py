@@ -13,9 +13,10 @@ from kvpage.checks.tokens import Tokens
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.loop.store_link import BlockStore
-from kvpage.serving.model.check import check_config, verify_model, verify_quantized
+from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
+from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.store import KVStore
 

@@ -33,6 +33,7 @@ from kvpage.observe.telemetry import Telemetry
 from kvpage.serving import assembly
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.link import BlendLink
+from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.links import Links
 from kvpage.serving.loop.piece_runner import PieceRunner
 from kvpage.serving.loop.prompts import as_prompts
@@ -40,14 +41,13 @@ from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_link import BlockStore, StoreLink
 from kvpage.serving.loop.token_stream import TokenStream
-from kvpage.serving.model.kind import check_model
+from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.limits import eos_token_ids, limited_model_len, rope_limit, vocab_size
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import Piece
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.defaults import GenerationDefaults, ParamDefaults
 from kvpage.serving.params.sampling import SamplingParams, check_params, params_of_each
-from kvpage.serving.refusal import names_alternative
 from kvpage.serving.requests import Request, RequestOutput, StepOutput
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams

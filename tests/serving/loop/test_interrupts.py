@@ -20,7 +20,7 @@ from kvpage import CacheConfig
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCache, KVPageCachePool, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, MAX_TOKENS = 4, 5
 NUM_TRIALS = 8
