@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = "\n\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 MODULES = [
     "kvpage",
     "kvpage.layout.backends",
@@ -75,12 +76,12 @@ def test_public_names_exist_and_say_what_they_do(module_name):
 
 
 @pytest.mark.parametrize("module_name", MODULES)
-def test_what_the_readme_names_is_public(module_name):
-    """Names that the README imports from a module, and names in a paragraph on it that the module has."""
+def test_what_the_pages_name_is_public(module_name):
+    """Names that a page imports from a module, and names in a paragraph on it that the module has."""
     module, named = load(module_name), set()
-    for names in re.findall(rf"^ *from {re.escape(module_name)} import ([\w, ]+)", README, re.MULTILINE):
+    for names in re.findall(rf"^ *from {re.escape(module_name)} import ([\w, ]+)", PAGES, re.MULTILINE):
         named |= {name.split(" as ")[0].strip() for name in names.split(",")}
-    for paragraph in re.split(r"\n\n|\n(?=- )", README):
+    for paragraph in re.split(r"\n\n|\n(?=- )", PAGES):
         if re.match(rf"(?:- )?`{re.escape(module_name)}`", paragraph):
             named |= {name for name in re.findall(r"`(\w+)", paragraph) if hasattr(module, name)}
     assert {name for name in named if not _is_module(module_name, name)} <= set(module.__all__)
@@ -90,10 +91,10 @@ def _is_module(module_name: str, name: str) -> bool:
     return isinstance(getattr(load(module_name), name, None), types.ModuleType)
 
 
-def test_the_readme_names_operations_and_tries():
+def test_the_pages_name_operations_and_tries():
     """The test above finds them."""
-    assert "`kvpage.ops`: `reshape_and_cache`" in README
-    assert "`kvpage.extras.token_trie` is for" in README
+    assert "`kvpage.ops` has `reshape_and_cache`" in PAGES
+    assert "`kvpage.extras.token_trie` is for" in PAGES
 
 
 def classes_in(hint: object) -> Iterator[type]:
