@@ -35,6 +35,9 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/growth.py": MANAGER,
+    "kvpage/blocks/swaps.py": MANAGER,
+    "kvpage/blocks/sequences.py": MANAGER,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
