@@ -41,6 +41,7 @@ PRIVATE = {
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
+    "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
