@@ -17,7 +17,7 @@ CacheEngine.do_move, before each step:
     allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,13 @@ class BlockManager:
         not done, what the blocks hold is not what the manager takes them for. `do_moves` keeps it until it is.
         """
         return self.space.take_moves()
+
+    def due_moves(self) -> Iterator[BlockMove]:
+        """Return the copies that are due before the next step, in order. Each is done when the next is asked for.
+
+        A loop that ends early, for example by an exception, leaves its last move due, whole, and those after it.
+        """
+        return self.space.due_moves()
 
     def do_moves(self, each: Callable[[BlockMove], object]) -> None:
         """Has what is to be copied done, one move after the other. What `each` raises comes through; then that move and

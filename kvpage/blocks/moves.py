@@ -61,14 +61,21 @@ class BlockMoves:
     def num_blocks(self, kind: Kind) -> int:
         return sum(len(added.pairs) for added in self._added if added.kind == kind)
 
-    def do(self, each: Callable[[BlockMove], object]) -> None:
-        """Does them in their order. One for which `each` raises is to be done still, whole, and so are those behind it:
-        what is written before they are done, or read, is not what the blocks are taken for.
+    def due(self) -> Iterator[BlockMove]:
+        """Yield the moves in their order. Each counts as done when the next is asked for.
+
+        A loop over it that ends early, for example by an exception, leaves its last move due, whole, and those after
+        it. Until they are done, blocks that they read or write do not hold what they are taken for.
         """
         while self._added:
             move, num_added = self._first(0)
-            each(move)
+            yield move
             del self._added[:num_added]
+
+    def do(self, each: Callable[[BlockMove], object]) -> None:
+        """Call `each` for the moves that are due; see `due`."""
+        for move in self.due():
+            each(move)
 
     def __iter__(self) -> Iterator[BlockMove]:
         begin = 0

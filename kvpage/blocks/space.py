@@ -4,7 +4,7 @@ take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demot
 give(m)   a match's blocks from the host come back, the rest is free blocks
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
@@ -99,6 +99,9 @@ class BlockSpace:
     def take_moves(self) -> BlockMoves:
         moves, self._moves = self._moves, BlockMoves()
         return moves
+
+    def due_moves(self) -> Iterator[BlockMove]:
+        return self._moves.due()
 
     def do_moves(self, each: Callable[[BlockMove], object]) -> None:
         self._moves.do(each)

@@ -10,11 +10,13 @@ computed twice.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvpage.serving.requests import Request
+from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
 from kvpage.serving.sampling.philox import uniforms
@@ -27,7 +29,26 @@ PART_SIZE = 2**20
 BELOW_ONE = 1 - 2.0**-53
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+class Sampled(Protocol):
+    """A sequence that gets a next token. The serving loop's Request is one.
+
+    tokens: int32, of which the first num_tokens count. seed: decides every draw. sampled_row: the changes to its
+    logits; None where the likeliest token is taken as it is.
+    """
+
+    request_id: str
+    params: SamplingParams
+    tokens: npt.NDArray[np.int32]
+    num_tokens: int
+    seed: int
+    sampled_row: SampledRow | None
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens it has generated."""
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Sampled]) -> list[int]:
     """One token a row. logits: [len(requests), vocab_size]. LogitsNotFinite, with the rows that hold NaN or +inf, or no
     finite number at all, before or after their processing.
     """
@@ -43,7 +64,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     return tokens.tolist()
 
 
-def _parts(requests: Sequence[Request], vocab_size: int) -> Iterator[list[int]]:
+def _parts(requests: Sequence[Sampled], vocab_size: int) -> Iterator[list[int]]:
     """The rows with more to do than to take the likeliest, those that are drawn apart from the others."""
     rows = [row for row, request in enumerate(requests) if request.sampled_row is not None]
     size = max(PART_SIZE // vocab_size, 1)
@@ -52,7 +73,7 @@ def _parts(requests: Sequence[Request], vocab_size: int) -> Iterator[list[int]]:
         yield from (some[begin : begin + size] for begin in range(0, len(some), size))
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[Request], rows: list[int], tokens: torch.Tensor) -> list[int]:
+def _choose(logits: torch.Tensor, requests: Sequence[Sampled], rows: list[int], tokens: torch.Tensor) -> list[int]:
     """Sets the tokens of these rows; the rows of which nothing is left to choose from."""
     some = [requests[row] for row in rows]
     sampled = [request.sampled_row for request in some if request.sampled_row is not None]
