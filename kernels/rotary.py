@@ -1,4 +1,4 @@
-"""Rows of K or V turned, and mixed with fresh ones, wherever they lie: one launch, one pass over memory.
+"""Rows of K or V rotated, and mixed with fresh ones, wherever they lie: one launch, one pass over memory.
 
 a tile   TILE_ROWS of the rows (token * NUM_HEADS + head) with all their elements:
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 
 LINE = 128  # bytes of memory that are moved together
 BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments
@@ -47,7 +47,7 @@ def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
 
 
 @triton.jit
-def turned(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
+def rotated(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
     """Bits of pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
     a = to_fp32(x, ROW)
     b = to_fp32(y, ROW)
@@ -122,16 +122,16 @@ def mix_rows_kernel(
     if NUM_PAIRS > 0:
         pair = tl.arange(0, PAIRS)[None, :]
         table = token[:, None] * NUM_PAIRS + pair
-        turns = wanted[:, None] & (pair < NUM_PAIRS)
-        cos = tl.load(cos_ptr + table, mask=turns, other=0)
-        sin = tl.load(sin_ptr + table, mask=turns, other=0)
+        is_pair = wanted[:, None] & (pair < NUM_PAIRS)
+        cos = tl.load(cos_ptr + table, mask=is_pair, other=0)
+        sin = tl.load(sin_ptr + table, mask=is_pair, other=0)
         if INTERLEAVED:
             cols = tl.arange(0, 2 * PAIRS)[None, :]
             mask = cols < 2 * NUM_PAIRS
             both = load_either(row_ptr + FIRST, row, fresh_ptr + FIRST if fresh_ptr is not None else None, fresh, cols,
                                wanted, is_fresh, mask)  # fmt: skip
             x, y = tl.split(tl.reshape(both, (TILE_ROWS, PAIRS, 2)))
-            x, y = turned(x, y, cos, sin, is_fresh, ROW)
+            x, y = rotated(x, y, cos, sin, is_fresh, ROW)
             both = tl.reshape(tl.join(x, y), (TILE_ROWS, 2 * PAIRS))
             tl.store(out_ptr + FIRST + place[:, None] + cols, both, mask=wanted[:, None] & mask)
         else:
@@ -140,9 +140,9 @@ def mix_rows_kernel(
             y_cols = FIRST + NUM_PAIRS + pair
             x = load_either(row_ptr, row, fresh_ptr, fresh, x_cols, wanted, is_fresh, mask)
             y = load_either(row_ptr, row, fresh_ptr, fresh, y_cols, wanted, is_fresh, mask)
-            x, y = turned(x, y, cos, sin, is_fresh, ROW)
-            tl.store(out_ptr + place[:, None] + x_cols, x, mask=turns)
-            tl.store(out_ptr + place[:, None] + y_cols, y, mask=turns)
+            x, y = rotated(x, y, cos, sin, is_fresh, ROW)
+            tl.store(out_ptr + place[:, None] + x_cols, x, mask=is_pair)
+            tl.store(out_ptr + place[:, None] + y_cols, y, mask=is_pair)
     if REST > 0:
         for begin in range(0, SIZE, REST):
             rest = begin + tl.arange(0, REST)[None, :]
@@ -154,7 +154,7 @@ def mix_rows_kernel(
 def mix_rows(
     rows: torch.Tensor,
     out: torch.Tensor,
-    turn: Turn | None,
+    rotation: Rotation | None,
     fresh: torch.Tensor | None,
     fresh_rows: torch.Tensor | None,
     slots: torch.Tensor | None,
@@ -165,11 +165,11 @@ def mix_rows(
     num_rows = len(rows) if slots is None else len(slots)
     if num_rows == 0 or rows.shape[-1] * rows.shape[-2] == 0:
         return
-    if turn is None:
+    if rotation is None:
         rows, out, fresh = _whole(rows, out, fresh)
     num_heads, size = rows.shape[-2:]
     first, num_pairs, is_interleaved = (
-        (0, 0, False) if turn is None else (turn.first, turn.num_pairs, turn.is_interleaved)
+        (0, 0, False) if rotation is None else (rotation.first, rotation.num_pairs, rotation.is_interleaved)
     )
     constants = mix_constants(num_heads, size, first, num_pairs, is_interleaved, rows.dtype)
     block_sizes = [0 if ids is None else part.shape[1] for part, ids in ((rows, slots), (out, out_slots))]
@@ -178,8 +178,8 @@ def mix_rows(
         as_bits(out),
         None if fresh is None else as_bits(fresh),
         None if fresh_rows is None else fresh_rows.contiguous(),
-        None if turn is None else turn.cos,
-        None if turn is None else turn.sin,
+        None if rotation is None else rotation.cos,
+        None if rotation is None else rotation.sin,
         None if slots is None else slots.contiguous(),
         None if out_slots is None else out_slots.contiguous(),
         error,

@@ -8,7 +8,7 @@ import math
 import torch
 
 from kvpage import ops
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 
 
 def check_heads(tensor: torch.Tensor, token_dim: int, head_size: int) -> None:
@@ -32,7 +32,7 @@ def mix(
     tensor: torch.Tensor,
     token_dim: int,
     head_size: int | None,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
     fresh: torch.Tensor | None = None,
     fresh_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -43,5 +43,5 @@ def mix(
     out = torch.empty_like(rows)
     if fresh is not None:
         fresh = as_rows(fresh.to(tensor.dtype), token_dim, head_size)
-    ops.mix_rows(rows, out, turn, fresh, fresh_rows)
+    ops.mix_rows(rows, out, rotation, fresh, fresh_rows)
     return out.reshape(tensor.movedim(token_dim, 0).shape).movedim(0, token_dim)

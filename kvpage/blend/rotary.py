@@ -1,4 +1,4 @@
-"""RotaryTables: K turned from the positions where it was computed to those where it is used.
+"""RotaryTables: K rotated from the positions where it was computed to those where it is used.
 
 A rotary embedding turns each pair of a head's dimensions by an angle that grows with the position. From old to new:
 
@@ -19,7 +19,7 @@ import torch
 from kvpage.blend.mixing import check_heads, mix
 from kvpage.checks.tensors import as_device, as_dim, as_floats, as_indices
 from kvpage.checks.values import as_integer, check_flag
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 
 CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """positions int64 [n] -> cos, sin: fp32 [n, rotary_size / 2], the model's own, its scaling included."""
@@ -29,7 +29,7 @@ CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 class RotaryTables:
     """How one kind of layer turns its K.
 
-    head_size: of K. rotary_size: how many dimensions of a head are turned, from `offset` on; even.
+    head_size: of K. rotary_size: how many dimensions of a head are rotated, from `offset` on; even.
     is_interleaved: pairs are neighbours, (0, 1), (2, 3) ..., instead of (0, rotary_size / 2), (1, rotary_size / 2 + 1).
     scaling: `a`.
     """
@@ -70,7 +70,7 @@ class RotaryTables:
         return cls(cos_sin, head_size, 2 * len(frequencies), is_interleaved, scaling)
 
     def difference(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the turn from old to new positions: fp32 [n, rotary_size / 2]."""
+        """cos and sin of the rotation from old to new positions: fp32 [n, rotary_size / 2]."""
         old, new = as_indices("old", old), as_indices("new", new)
         cos_old, sin_old = self.cos_sin(old.long())
         cos_new, sin_new = self.cos_sin(new.long())
@@ -79,15 +79,15 @@ class RotaryTables:
         sin = (sin_new * cos_old - cos_new * sin_old) / square
         return cos, sin
 
-    def turning(self, old: torch.Tensor, new: torch.Tensor, device: torch.device | str = "cpu") -> Turn:
-        """The turn from old to new positions, int64 [n] each: one for all layers of this kind, on `device`."""
+    def rotation(self, old: torch.Tensor, new: torch.Tensor, device: torch.device | str = "cpu") -> Rotation:
+        """The rotation from old to new positions, int64 [n] each: one for all layers of this kind, on `device`."""
         old, new, device = as_indices("old", old), as_indices("new", new), as_device("device", device)
         if len(old) != len(new):
             raise ValueError(f"old and new must be of as many tokens, got {len(old)} and {len(new)}")
         cos, sin = (part.to(device, torch.float32).contiguous() for part in self.difference(old, new))
-        return Turn(cos, sin, self.head_size, self.offset, self.is_interleaved)
+        return Rotation(cos, sin, self.head_size, self.offset, self.is_interleaved)
 
-    def turn(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int = 0) -> torch.Tensor:
+    def rotate(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int = 0) -> torch.Tensor:
         """A new tensor: each token's K as it would be at its new position, in k's dtype.
 
         k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size], its tokens in dimension `token_dim`. old,
@@ -98,4 +98,4 @@ class RotaryTables:
         check_heads(k, token_dim, self.head_size)
         if not len(old) == len(new) == k.shape[token_dim]:
             raise ValueError(f"old and new must be of {k.shape[token_dim]} tokens, got {len(old)} and {len(new)}")
-        return mix(k, token_dim, self.head_size, self.turning(old, new, k.device))
+        return mix(k, token_dim, self.head_size, self.rotation(old, new, k.device))

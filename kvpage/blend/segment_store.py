@@ -59,7 +59,7 @@ class Segment:
     """The leading tokens of a segment, as far as they were found: its own memory.
 
     kv: [layers, parts, num_tokens, heads, size], or [layers, parts, heads, num_tokens, size] in a store of the format
-        "huggingface"; K as it was turned when it was computed. positions: int64 [num_tokens] on kv's device, where that
+        "huggingface"; K as rotated when it was computed. positions: int64 [num_tokens] on kv's device, where that
         was. is_standalone: computed with nothing before it. sensitivity: fp32 [num_tokens] on the CPU, see SegmentKV;
         None where that is not known.
     """

@@ -28,7 +28,7 @@ class SegmentKV:
     """K and V of a segment's tokens as they were computed.
 
     k, v: [num_layers, num_tokens, num_kv_heads, head_size], on any device; nobody writes into them.
-    positions: int64 [num_tokens], on the CPU: where each token's K was turned to.
+    positions: int64 [num_tokens], on the CPU: where each token's K was rotated to.
     is_standalone: nothing came before its first token.
     sensitivity: fp32 [num_tokens], on the CPU, finite and not negative: how much V of each token changes with what
         stands before the segment, see measure_sensitivity. None where that is not known, as of all that are not
@@ -102,7 +102,7 @@ class Reuse(NamedTuple):
     num_tokens: int
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens in one layer, K not turned: views, [num_tokens, num_kv_heads, head_size]."""
+        """K and V of the tokens in one layer, K not rotated: views, [num_tokens, num_kv_heads, head_size]."""
         some = slice(self.begin, self.begin + self.num_tokens)
         return self.segment.k[layer, some], self.segment.v[layer, some]
 

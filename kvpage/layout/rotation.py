@@ -1,4 +1,4 @@
-"""Turn: by which angle each row's pairs of numbers are turned, for kvpage.ops.mix_rows.
+"""Rotation: by which angle each row's pairs of numbers are rotated, for kvpage.ops.mix_rows.
 
 a head     [ ... first | x x x x  y y y y | ... ]     neox: x and y of a pair lie num_pairs apart
                        | x y x y  x y x y |           interleaved: side by side
@@ -13,10 +13,10 @@ from kvpage.checks.values import as_integer, check_flag
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Rotation:
     """x' = x cos - y sin, y' = y cos + x sin, in fp32.
 
-    cos, sin: fp32 [num_rows, num_pairs], contiguous, on the device of the rows. head_size: of what is turned. first:
+    cos, sin: fp32 [num_rows, num_pairs], contiguous, on the device of the rows. head_size: of what is rotated. first:
     where in a head the pairs begin; what lies before and behind them stays.
     """
 
@@ -52,7 +52,7 @@ class Turn:
         return self.cos.shape[1]
 
 
-def check_turn(turn: Turn | None) -> None:
+def check_rotation(rotation: Rotation | None) -> None:
     """TypeError unless it is one, or None."""
-    if turn is not None and not isinstance(turn, Turn):
-        raise TypeError(f"turn must be a Turn or None, got {type(turn).__name__}")
+    if rotation is not None and not isinstance(rotation, Rotation):
+        raise TypeError(f"rotation must be a Rotation or None, got {type(rotation).__name__}")

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from kvpage.layout.cache_layout import CacheLayout
-from kvpage.layout.rotation import Turn as Turn
+from kvpage.layout.rotation import Rotation as Rotation
 from kvpage.ops import chunks as chunk_ops
 from kvpage.ops import rows as token_ops
 from kvpage.ops import traced as torch_ops
@@ -25,7 +25,7 @@ from kvpage.ops.cuda.rows import check_device as check_device
 
 __all__ = [
     "BlockCopier",
-    "Turn",
+    "Rotation",
     "attends_in_place",
     "check_device",
     "copy_blocks",

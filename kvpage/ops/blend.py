@@ -1,10 +1,10 @@
-"""Rows of K and V as blending needs them: turned, mixed with fresh ones, compared; each in one pass over memory.
+"""Rows of K and V as blending needs them: rotated, mixed with fresh ones, compared; each in one pass over memory.
 
-                      rows, or slots of blocks ── turned, or copied ──┐
+                      rows, or slots of blocks ── rotated, or copied ──┐
                                                                       ├──►  out, or slots of blocks
     fresh_rows[i] >= 0:                       fresh rows ── copied ───┘
 
-With neither slots nor fresh rows it turns K; from slots it gathers and turns; into slots it loads what was stored
+With neither slots nor fresh rows it rotates K; from slots it gathers and rotates; into slots it loads what was stored
 elsewhere; with fresh rows it scatters them over what was retrieved.
 """
 
@@ -13,7 +13,7 @@ import torch
 import kvpage._C as _C
 from kvpage.checks.tensors import check_plain, check_writable, readable
 from kvpage.checks.values import as_integer
-from kvpage.layout.rotation import Turn, check_turn
+from kvpage.layout.rotation import Rotation, check_rotation
 from kvpage.ops.cuda import blend as blend_ops_cuda
 from kvpage.ops.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor
 
@@ -21,20 +21,20 @@ from kvpage.ops.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_
 def mix_rows(
     rows: torch.Tensor,
     out: torch.Tensor,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
     fresh: torch.Tensor | None = None,
     fresh_rows: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     out_slots: torch.Tensor | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Each row of `out` becomes that of `rows`, turned, or the fresh one that takes its place.
+    """Each row of `out` becomes that of `rows`, rotated, or the fresh one that takes its place.
 
     rows: [num_rows, heads, size] in fp32, bf16 or fp16; with `slots`, int64 [num_rows], blocks [num_blocks, block_size,
         heads, size], of which the slots are read. Any strides with the last dimension contiguous.
     out: the same, of the same dtype, with `out_slots`: each at most once, and rows of slot -1 are skipped. It may be
         `rows`, each row onto itself; else it must not share memory with what is read.
-    turn: None to copy. fresh: [num_fresh, heads, size]. fresh_rows: int64 [num_rows], the fresh row of each, or -1.
+    rotation: None to copy. fresh: [num_fresh, heads, size]. fresh_rows: int64 [num_rows], the fresh row of each, or -1.
     num_threads: of the host; None for torch's number.
 
     On the CPU done on return, on CUDA ordered on the current stream. TypeError or ValueError for anything else, and for
@@ -50,12 +50,12 @@ def mix_rows(
     _check_place("rows", rows, shape, rows)
     _check_place("out", out, shape, rows)
     _check_fresh(fresh, fresh_rows, num_rows, rows)
-    _check_turn(turn, num_rows, rows)
+    _check_rotation(rotation, num_rows, rows)
     for name, ids in (("slots", slots), ("out_slots", out_slots)):
         if ids is not None:
             check_tensor(name, ids, torch.int64, (num_rows,), rows.device)
     if rows.is_cuda:
-        blend_ops_cuda.mix_rows(rows, out, turn, fresh, fresh_rows, slots, out_slots)
+        blend_ops_cuda.mix_rows(rows, out, rotation, fresh, fresh_rows, slots, out_slots)
         return
     held = [None if ids is None else ids.contiguous() for ids in (slots, out_slots, fresh_rows)]  # until it is over
     _C.mix_rows(
@@ -65,9 +65,9 @@ def mix_rows(
         (0 if held[2] is None else held[2].data_ptr(), 0 if fresh is None else len(fresh)),
         ROW_TYPES[rows.dtype],
         (num_rows, shape[0], shape[1]),
-        (0, 0, 0) if turn is None else (turn.first, turn.num_pairs, int(turn.is_interleaved)),
-        0 if turn is None else turn.cos.data_ptr(),
-        0 if turn is None else turn.sin.data_ptr(),
+        (0, 0, 0) if rotation is None else (rotation.first, rotation.num_pairs, int(rotation.is_interleaved)),
+        0 if rotation is None else rotation.cos.data_ptr(),
+        0 if rotation is None else rotation.sin.data_ptr(),
         _threads(num_threads),
     )
 
@@ -142,16 +142,17 @@ def _check_fresh(
     check_tensor("fresh_rows", fresh_rows, torch.int64, (num_rows,), rows.device)
 
 
-def _check_turn(turn: Turn | None, num_rows: int, rows: torch.Tensor) -> None:
-    check_turn(turn)
-    if turn is None:
+def _check_rotation(rotation: Rotation | None, num_rows: int, rows: torch.Tensor) -> None:
+    check_rotation(rotation)
+    if rotation is None:
         return
-    if turn.num_rows != num_rows or turn.head_size != rows.shape[-1]:
+    if rotation.num_rows != num_rows or rotation.head_size != rows.shape[-1]:
         raise ValueError(
-            f"turn must be of {num_rows} rows with heads of {rows.shape[-1]}, got {turn.num_rows} and {turn.head_size}"
+            f"rotation must be of {num_rows} rows with heads of {rows.shape[-1]}, "
+            f"got {rotation.num_rows} and {rotation.head_size}"
         )
-    if turn.cos.device != rows.device:
-        raise ValueError(f"turn must be on {rows.device}, got {turn.cos.device}")
+    if rotation.cos.device != rows.device:
+        raise ValueError(f"rotation must be on {rows.device}, got {rotation.cos.device}")
 
 
 def _place(rows: torch.Tensor, slots: torch.Tensor | None) -> tuple[int, int, int, int, int, int, int]:

@@ -11,7 +11,7 @@ import torch
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
@@ -271,16 +271,16 @@ def paged_attention(
 def mix_rows(
     rows: torch.Tensor,
     out: torch.Tensor,
-    turn: Turn | None = None,
+    rotation: Rotation | None = None,
     fresh: torch.Tensor | None = None,
     fresh_rows: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     out_slots: torch.Tensor | None = None,
 ) -> None:
-    """out[i] = rows[i], turned, or fresh[fresh_rows[i]]; of rows and out the slots, where given."""
+    """out[i] = rows[i], rotated, or fresh[fresh_rows[i]]; of rows and out the slots, where given."""
     mixed = rows.clone() if slots is None else rows[slots // rows.shape[1], slots % rows.shape[1]]
-    if turn is not None:
-        mixed = turned(mixed, turn)
+    if rotation is not None:
+        mixed = rotated(mixed, rotation)
     if fresh is not None and fresh_rows is not None:
         is_fresh = fresh_rows >= 0
         mixed[is_fresh] = fresh[fresh_rows[is_fresh]]
@@ -291,15 +291,15 @@ def mix_rows(
     out[kept // out.shape[1], kept % out.shape[1]] = mixed[out_slots >= 0]
 
 
-def turned(rows: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """rows [num_rows, heads, size], turned in fp32, in their own dtype."""
-    pairs = rows[..., turn.first : turn.first + 2 * turn.num_pairs].float()
-    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if turn.is_interleaved else pairs.split(turn.num_pairs, dim=-1)
-    cos, sin = turn.cos[:, None], turn.sin[:, None]
+def rotated(rows: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """rows [num_rows, heads, size], rotated in fp32, in their own dtype."""
+    pairs = rows[..., rotation.first : rotation.first + 2 * rotation.num_pairs].float()
+    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if rotation.is_interleaved else pairs.split(rotation.num_pairs, dim=-1)
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     both = x * cos - y * sin, y * cos + x * sin
-    joined = torch.stack(both, -1).flatten(-2) if turn.is_interleaved else torch.cat(both, -1)
+    joined = torch.stack(both, -1).flatten(-2) if rotation.is_interleaved else torch.cat(both, -1)
     out = rows.clone()
-    out[..., turn.first : turn.first + 2 * turn.num_pairs] = joined.to(rows.dtype)
+    out[..., rotation.first : rotation.first + 2 * rotation.num_pairs] = joined.to(rows.dtype)
     return out
 
 

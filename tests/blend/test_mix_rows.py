@@ -1,4 +1,4 @@
-"""Turned, mixed and compared rows against the reference, bit by bit: on the CPU, by the interpreter, on a GPU."""
+"""Rotated, mixed and compared rows against the reference, bit by bit: on the CPU, by the interpreter, on a GPU."""
 
 import itertools
 import os
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpage import _C, ops
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 from kvpage.ops import reference
 from kvpage.ops.token_args import ROW_TYPES
 
@@ -32,9 +32,9 @@ def mix(where, rows, out, *args):
     return error.item()
 
 
-def make_turn(num_rows, size, first, num_pairs, is_interleaved, device="cpu"):
+def make_rotation(num_rows, size, first, num_pairs, is_interleaved, device="cpu"):
     angles = torch.randn(num_rows, num_pairs) * 3
-    return Turn(angles.cos().to(device), angles.sin().to(device), size, first, is_interleaved)
+    return Rotation(angles.cos().to(device), angles.sin().to(device), size, first, is_interleaved)
 
 
 def poisoned(shape, dtype, device="cpu"):
@@ -72,9 +72,9 @@ def check(where, rows, out, *args):
 def test_rows_are_turned(where, dtype, is_interleaved, size, first, num_pairs):
     device = device_of(where)
     for num_rows, heads in ((0, 2), (1, 1), (3, 2), (BLOCK + 1, 3)):
-        turn = make_turn(num_rows, size, first, num_pairs, is_interleaved, device)
+        rotation = make_rotation(num_rows, size, first, num_pairs, is_interleaved, device)
         rows = torch.randn(num_rows, heads, size).to(device, dtype)
-        check(where, rows, poisoned(rows.shape, dtype, device), turn)
+        check(where, rows, poisoned(rows.shape, dtype, device), rotation)
 
 
 @WHERE
@@ -100,8 +100,8 @@ def test_from_anywhere_to_anywhere(where, dtype, is_interleaved, from_blocks, to
             fresh = torch.randn(max(num_rows // 2, 1), heads, size).to(device, dtype)
             fresh_rows = torch.full((num_rows,), -1, device=device)
             fresh_rows[: num_rows // 2] = torch.randperm(num_rows // 2, device=device)
-        for turn in (None, make_turn(num_rows, size, 2, 9, is_interleaved, device)):
-            check(where, rows.to(device, dtype), out.clone(), turn, fresh, fresh_rows, slots, out_slots)
+        for rotation in (None, make_rotation(num_rows, size, 2, 9, is_interleaved, device)):
+            check(where, rows.to(device, dtype), out.clone(), rotation, fresh, fresh_rows, slots, out_slots)
 
 
 @WHERE
@@ -109,7 +109,7 @@ def test_from_anywhere_to_anywhere(where, dtype, is_interleaved, from_blocks, to
 def test_strides(where, dtype):
     """Heads before tokens, slices of a chunk, blocks of the layout HND, fresh rows that are a slice."""
     device = device_of(where)
-    turn = make_turn(7, 16, 0, 8, False, device)
+    rotation = make_rotation(7, 16, 0, 8, False, device)
     chunk = torch.randn(3, 2, 2, 9, 16).to(device, dtype)  # [layers, parts, heads, tokens, size]
     rows = chunk[1, 0].transpose(0, 1)[1:8]
     room = poisoned((4, 2, BLOCK, 24), dtype, device)
@@ -118,8 +118,8 @@ def test_strides(where, dtype):
     fresh = torch.randn(3, 5, 16).to(device, dtype)[:, 1:3]
     fresh_rows = torch.tensor([-1, 2, -1, 0, 0, -1, 1], device=device)
     want = room.clone()
-    reference.mix_rows(rows, want.transpose(1, 2)[..., 4:20], turn, fresh, fresh_rows, None, slots)
-    mix(where, rows, out, turn, fresh, fresh_rows, None, slots)
+    reference.mix_rows(rows, want.transpose(1, 2)[..., 4:20], rotation, fresh, fresh_rows, None, slots)
+    mix(where, rows, out, rotation, fresh, fresh_rows, None, slots)
     assert torch.equal(bits(room), bits(want)), "bytes beside the rows, too"
 
 
@@ -129,14 +129,14 @@ def test_strides(where, dtype):
 def test_in_place(where, dtype, is_interleaved):
     device = device_of(where)
     rows = torch.randn(9, 2, 46).to(device, dtype)
-    turn = make_turn(9, 46, 3, 17, is_interleaved, device)
-    want = reference.turned(rows, turn)
-    mix(where, rows, rows, turn)
+    rotation = make_rotation(9, 46, 3, 17, is_interleaved, device)
+    want = reference.rotated(rows, rotation)
+    mix(where, rows, rows, rotation)
     assert torch.equal(bits(rows), bits(want))
     blocks = torch.randn(3, BLOCK, 2, 46).to(device, dtype)
     slots, want = random_slots(9, 3, device), blocks.clone()
-    reference.mix_rows(blocks.clone(), want, turn, None, None, slots, slots)
-    mix(where, blocks, blocks, turn, None, None, slots, slots)
+    reference.mix_rows(blocks.clone(), want, rotation, None, None, slots, slots)
+    mix(where, blocks, blocks, rotation, None, None, slots, slots)
     assert torch.equal(bits(blocks), bits(want))
 
 
@@ -147,10 +147,10 @@ def test_large_rows_past_the_cache(dtype, is_interleaved, num_threads):
     for heads, size, first, num_pairs in ((8, 128, 0, 64), (2, 576, 512, 32), (16, 80, 0, 20)):
         num_rows = 5 * 2**20 // (heads * size * dtype.itemsize)
         rows = torch.randn(num_rows, heads, size).to(dtype)
-        turn = make_turn(num_rows, size, first, num_pairs, is_interleaved)
+        rotation = make_rotation(num_rows, size, first, num_pairs, is_interleaved)
         fresh_rows = torch.full((num_rows,), -1)
         fresh_rows[::7] = 0
-        for given in (turn, None):
+        for given in (rotation, None):
             want, out = (poisoned(rows.shape, dtype) for _ in range(2))
             reference.mix_rows(rows, want, given, -rows[:1], fresh_rows)
             ops.mix_rows(rows, out, given, -rows[:1], fresh_rows, num_threads=num_threads)
@@ -172,12 +172,12 @@ def test_every_instruction_set(kernel, dtype, is_interleaved):
         pytest.skip(str(error))
     for num_rows, heads, size, first, num_pairs in ((3, 2, 46, 1, 21), (5, 2, 128, 0, 64), (2, 1, 9, 0, 1)):
         rows, other = (torch.randn(num_rows, heads, size).to(dtype) for _ in range(2))
-        turn = make_turn(num_rows, size, first, num_pairs, is_interleaved)
+        rotation = make_rotation(num_rows, size, first, num_pairs, is_interleaved)
         out, shape = poisoned(rows.shape, dtype), (num_rows, heads, size)
         kind, part = ROW_TYPES[dtype], (first, num_pairs, int(is_interleaved))
-        tables = turn.cos.data_ptr(), turn.sin.data_ptr()
+        tables = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         _C.mix_rows(place(rows), place(out), nowhere, (0, 0), kind, shape, part, *tables, 1, kernel=kernel)
-        assert torch.equal(bits(out), bits(reference.turned(rows, turn)))
+        assert torch.equal(bits(out), bits(reference.rotated(rows, rotation)))
         valid, deviation = torch.ones(num_rows, dtype=torch.bool), torch.empty(num_rows)
         given = place(rows), place(other), valid.data_ptr(), deviation.data_ptr()
         _C.row_deviation(*given, kind, shape, 1, kernel=kernel)
@@ -268,7 +268,7 @@ def test_bad_ids_change_nothing(where):
 
 
 def test_bad_arguments():
-    rows, turn = torch.randn(3, 2, 8), make_turn(3, 8, 0, 4, False)
+    rows, rotation = torch.randn(3, 2, 8), make_rotation(3, 8, 0, 4, False)
     blocks, slots = torch.randn(2, BLOCK, 2, 8), torch.tensor([0, 1, 2])
     fresh, fresh_rows = torch.randn(1, 2, 8), torch.tensor([-1, 0, -1])
     cases = [
@@ -287,8 +287,8 @@ def test_bad_arguments():
         (ValueError, "fresh_rows.dtype must be torch.int64", (rows, rows, None, fresh, fresh_rows.int())),
         (ValueError, r"fresh.shape must be \(1, 2, 8\)", (rows, rows, None, fresh[:, :1], fresh_rows)),
         (ValueError, "slots.dtype must be torch.int64", (blocks, rows, None, None, None, slots.int())),
-        (ValueError, "turn must be of 3 rows with heads of 8, got 2 and 8", (rows, rows, make_turn(2, 8, 0, 4, False))),
-        (ValueError, "turn must be of 3 rows with heads of 8, got 3 and 9", (rows, rows, make_turn(3, 9, 0, 4, False))),
+        (ValueError, "with heads of 8, got 2 and 8", (rows, rows, make_rotation(2, 8, 0, 4, False))),
+        (ValueError, "rotation must be of 3 rows with heads of 8, got 3", (rows, rows, make_rotation(3, 9, 0, 4, False))),
     ]  # fmt: skip
     before = rows.clone()
     for error, message, args in cases:
@@ -314,5 +314,5 @@ def test_bad_arguments():
         ("pairs must lie within head_size=8", (table, table, 8, -1)),
     ):
         with pytest.raises(ValueError, match=message):
-            Turn(*fields)
-    assert turn.num_rows == 3 and turn.num_pairs == 4
+            Rotation(*fields)
+    assert rotation.num_rows == 3 and rotation.num_pairs == 4

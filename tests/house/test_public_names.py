@@ -16,6 +16,7 @@ MODULES = [
     "kvpage.layout.backends",
     "kvpage.blend",
     "kvpage.observe.events",
+    "kvpage.integrations.lmcache",
     "kvpage.integrations.prometheus",
     "kvpage.blocks.namespaces",
     "kvpage.ops",

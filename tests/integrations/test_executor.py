@@ -93,7 +93,7 @@ def test_deviation_neither_overflows_nor_sees_invalid_rows(token_dim: int, dtype
 # --- rotary ----------------------------------------------------------------------------------------------------------
 
 
-def naive_turn(k: torch.Tensor, angles: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+def naive_rotation(k: torch.Tensor, angles: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     """Pair by pair in fp64. k: [tokens, heads, size]; angles: [tokens, pairs]."""
     out = k.double().clone()
     half = tables.rotary_size // 2
@@ -111,30 +111,30 @@ def naive_turn(k: torch.Tensor, angles: torch.Tensor, tables: RotaryTables) -> t
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("size, rotary_size, offset", [(8, 8, 0), (8, 4, 0), (12, 6, 4), (46, 46, 0)])
 @pytest.mark.parametrize("scaling", [1.0, 1.3])
-def test_turning_is_a_turn(size: int, rotary_size: int, offset: int, is_interleaved: bool, scaling: float) -> None:
+def test_rotations_add_up(size: int, rotary_size: int, offset: int, is_interleaved: bool, scaling: float) -> None:
     torch.manual_seed(0)
     frequencies = 100.0 ** -(torch.arange(0, rotary_size, 2) / rotary_size)
     plain = RotaryTables.of_frequencies(frequencies, size, scaling, is_interleaved=is_interleaved)
     tables = RotaryTables(plain.cos_sin, size, rotary_size, is_interleaved, scaling, offset)
     old, new = torch.tensor([0, 5, 9, 100, 7]), torch.tensor([3, 5, 2, 101, 0])
     k = torch.randn(5, HEADS, size)
-    expected = naive_turn(k, (new - old)[:, None].double() * frequencies.double(), tables)
+    expected = naive_rotation(k, (new - old)[:, None].double() * frequencies.double(), tables)
     before = k.clone()
     for shaped, token_dim in ((k, 0), (k.flatten(1), 0), (k.transpose(0, 1), 1), (k.flatten(1).t(), 1)):
-        turned = tables.turn(shaped, old, new, token_dim)
-        rows = turned.movedim(token_dim, 0).reshape(5, HEADS, size)
+        rotated = tables.rotate(shaped, old, new, token_dim)
+        rows = rotated.movedim(token_dim, 0).reshape(5, HEADS, size)
         torch.testing.assert_close(rows.double(), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(k, before)
-    assert torch.equal(tables.turn(k, old, old)[..., :offset], k[..., :offset])
+    assert torch.equal(tables.rotate(k, old, old)[..., :offset], k[..., :offset])
 
 
 def test_far_positions_cost_no_precision() -> None:
     frequencies = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
     tables = RotaryTables.of_frequencies(frequencies, 64)
     raw = torch.randn(1, 1, 64)
-    at = [tables.turn(raw, torch.tensor([0]), torch.tensor([position])) for position in (100, 100_100)]
-    turned = tables.turn(at[0], torch.tensor([100]), torch.tensor([100_100]))
-    assert (turned - at[1]).norm() / at[1].norm() < 1e-6
+    at = [tables.rotate(raw, torch.tensor([0]), torch.tensor([position])) for position in (100, 100_100)]
+    rotated = tables.rotate(at[0], torch.tensor([100]), torch.tensor([100_100]))
+    assert (rotated - at[1]).norm() / at[1].norm() < 1e-6
 
 
 def test_bad_tables_and_keys() -> None:
@@ -150,9 +150,9 @@ def test_bad_tables_and_keys() -> None:
     at = torch.zeros(3, dtype=torch.int64)
     for k in (torch.zeros(3, 12), torch.zeros(3, 2, 4), torch.zeros(24)):
         with pytest.raises(ValueError, match="whole heads of 8"):
-            ROTARY.turn(k, at, at)
+            ROTARY.rotate(k, at, at)
     with pytest.raises(ValueError, match="must be of 3 tokens, got 2 and 3"):
-        ROTARY.turn(torch.zeros(3, 16), at[:2], at)
+        ROTARY.rotate(torch.zeros(3, 16), at[:2], at)
 
 
 # --- blend -----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Forward:
         self.fresh = [[torch.randn(count, HIDDEN).to(dtype) for _ in "qkv"] for _ in range(4)]
         self.retrieved = []
         for _, k, v in self.fresh:
-            old = ROTARY.turn(k, self.positions, self.original)
+            old = ROTARY.rotate(k, self.positions, self.original)
             noise = torch.randn(2, count, HIDDEN).to(dtype) * (torch.rand(count) < 0.3)[:, None]
             pair = [old + noise[0], v + noise[1]]
             for part in pair:
@@ -244,7 +244,7 @@ def test_filters_choose_among_what_is_left(ratio: float, token_dim: int, metric:
     forward.blend(executor, 0, torch.tensor(rows))
     for layer, share in ((1, max(0.7, ratio)), (2, max(0.5, ratio)), (3, ratio)):
         output = forward.blend(executor, layer, torch.tensor(rows))
-        k = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+        k = ROTARY.rotate(forward.retrieved[layer][0], forward.original, forward.positions)
         v, fresh = forward.retrieved[layer][1].clone(), forward.fresh[layer]
         parts = [(name, new, old) for name, new, old in (("k", fresh[1], k), ("v", fresh[2], v)) if name in metric]
         deviation = sum((new - old).square().mean(1) for _, new, old in parts)
@@ -282,8 +282,8 @@ def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: in
     output = forward.blend(executor, check_layer, rows)
     fresh, (old_k, old_v) = forward.fresh[check_layer], forward.retrieved[check_layer]
     deviation = torch.zeros(count)
-    turned = ROTARY.turn(old_k, forward.original, forward.positions)
-    for name, new, old in (("k", fresh[1], turned), ("v", fresh[2], old_v)):
+    rotated = ROTARY.rotate(old_k, forward.original, forward.positions)
+    for name, new, old in (("k", fresh[1], rotated), ("v", fresh[2], old_v)):
         if name in metric:
             deviation += (new.float() - old.float()).square().mean(1).nan_to_num()
     expected = naive_selection(deviation.tolist(), forward.valid.tolist(), forward.bounds, 0.25)
@@ -296,7 +296,7 @@ def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: in
     torch.testing.assert_close(executor.selection.deviation, deviation, rtol=1e-3, atol=1e-6)
     for layer in range(check_layer + 1, 4):
         output = forward.blend(executor, layer, torch.tensor(chosen))
-        k = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+        k = ROTARY.rotate(forward.retrieved[layer][0], forward.original, forward.positions)
         v = forward.retrieved[layer][1].clone()
         k[chosen], v[chosen] = forward.fresh[layer][1][chosen], forward.fresh[layer][2][chosen]
         assert torch.equal(output.k, forward.shaped(k)) and torch.equal(output.v, forward.shaped(v))
@@ -369,11 +369,11 @@ def test_encoders_do_what_tables_do() -> None:
         k.nan_to_num_(), v.nan_to_num_()
     executors = [CacheBlendImpl(0.4, metric="kv", rotary=ROTARY), CacheBlendImpl(0.4, metric="kv")]
     zero = torch.zeros_like
-    executors[1].set_positional_encoder(lambda p, q, k: (q, ROTARY.turn(k, zero(p), p)))
+    executors[1].set_positional_encoder(lambda p, q, k: (q, ROTARY.rotate(k, zero(p), p)))
     with pytest.raises(ValueError, match="rotary, or both positional encoders"):
         for layer in range(2):
             forward.blend(executors[1], layer, torch.arange(15))
-    executors[1].set_reverse_positional_encoder(lambda p, q, k: (q, ROTARY.turn(k, p, zero(p))))
+    executors[1].set_reverse_positional_encoder(lambda p, q, k: (q, ROTARY.rotate(k, p, zero(p))))
     outputs = []
     for executor in executors:
         rows = torch.arange(15)
@@ -418,7 +418,7 @@ def test_no_tokens_and_no_requests() -> None:
 
 
 def test_positions_that_change_from_layer_to_layer_are_seen() -> None:
-    """The turn is made once for layers of the same positions, and anew for others, were they the same tensor."""
+    """The rotation is made once for layers of the same positions, and anew for others, were they the same tensor."""
     forward = Forward(13, [9])
     executor = CacheBlendImpl(0.3, rotary=ROTARY)
     rows = torch.arange(9)
@@ -428,13 +428,13 @@ def test_positions_that_change_from_layer_to_layer_are_seen() -> None:
         output = forward.blend(executor, layer, rows)
         rows = output.local_indices if layer == 1 else rows
         if layer > 1:
-            expected = ROTARY.turn(forward.retrieved[layer][0], forward.original, forward.positions)
+            expected = ROTARY.rotate(forward.retrieved[layer][0], forward.original, forward.positions)
             expected[rows] = forward.fresh[layer][1][rows]
             assert torch.equal(output.k, expected)
 
 
 def test_latents_are_blended_without_values() -> None:
-    """MLA: one head, of which the last part is turned; V has no elements."""
+    """MLA: one head, of which the last part is rotated; V has no elements."""
     torch.manual_seed(0)
     frequencies = 100.0 ** -(torch.arange(0, 4, 2) / 4)
     plain = RotaryTables.of_frequencies(frequencies, 4)
@@ -447,7 +447,7 @@ def test_latents_are_blended_without_values() -> None:
             layer, k, nothing, valid, old, fresh[rows], fresh[rows], nothing[rows], new[rows], torch.tensor([0, 6])
         )
         rows = output.local_indices if layer == 1 else rows
-    want = naive_turn(k[:, None], (new - old)[:, None].double() * frequencies.double(), tables)[:, 0].float()
+    want = naive_rotation(k[:, None], (new - old)[:, None].double() * frequencies.double(), tables)[:, 0].float()
     want[rows] = fresh[rows]
     torch.testing.assert_close(output.k, want, rtol=1e-5, atol=1e-5)
     assert output.v.shape == (6, 0) and 0 < len(rows) < 6

@@ -222,10 +222,10 @@ def test_results_are_the_callers_own():
 def test_what_is_retrieved_is_blended(fmt):
     """Two segments in the other order than they were computed in: K comes out as if computed where it stands now."""
     tables = RotaryTables.of_frequencies(100.0 ** -(torch.arange(0, D, 2) / D), D)
-    texts, bare = ([1, 2, 3, 9], [4, 5, 6, 7, 9]), torch.randn(L, 2, 9, H, D)  # K before it is turned
+    texts, bare = ([1, 2, 3, 9], [4, 5, 6, 7, 9]), torch.randn(L, 2, 9, H, D)  # K before it is rotated
 
     def at(rows, positions):
-        return tables.turn(rows, torch.zeros_like(positions), positions)
+        return tables.rotate(rows, torch.zeros_like(positions), positions)
 
     with make(fmt) as store, SPTBlendRetriever([9], SegmentStore(store), META[fmt]) as retriever:
         for text, begin in zip(texts, (0, 4), strict=True):

@@ -1,4 +1,4 @@
-"""kvpage.blend: boundaries, indices, turns, the executor, segments and their stores, and retrievers."""
+"""kvpage.blend: boundaries, indices, rotations, the executor, segments and their stores, and retrievers."""
 
 import random
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from kvpage.integrations.lmcache import (
     CacheBlendImpl,
     SegmentBlendRetriever,
     SPTBlendRetriever,
-    gather_turned,
-    load_turned,
+    gather_rotated,
+    load_rotated,
 )
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 HEADS, SIZE, LAYERS, CHUNK, BLOCKS = 2, 8, 3, 4, 5
@@ -85,9 +85,9 @@ class BlendMathWorld:
 
     def case(self, rng: random.Random) -> Case:
         makers = (
-            self._index, self._to_mask, self._to_indices, self._deviation, self._select, self._rotary, self._turn,
-            self._turning, self._frequencies, self._boundaries, self._cuts, self._config, self._spans, self._segment,
-            self._sensitivity, self._executor, self._blend, self._blend, self._blend,
+            self._index, self._to_mask, self._to_indices, self._deviation, self._select, self._rotary, self._rotation,
+            self._rotation_between, self._frequencies, self._boundaries, self._cuts, self._config, self._spans,
+            self._segment, self._sensitivity, self._executor, self._blend, self._blend, self._blend,
         )  # fmt: skip
         return rng.choice(makers)()
 
@@ -129,7 +129,7 @@ class BlendMathWorld:
 
         return Case("blend.select_tokens", select_tokens, args, judge=judge)
 
-    # --- turns ---
+    # --- rotations ---
 
     def _rotary(self) -> Case:
         args = {"cos_sin": ROTARY.cos_sin, "head_size": 8, "rotary_size": 4, "is_interleaved": False}
@@ -139,16 +139,16 @@ class BlendMathWorld:
         args = {"frequencies": FREQUENCIES.clone(), "head_size": 8, "scaling": 1.0, "is_interleaved": True}
         return Case("RotaryTables.of_frequencies", RotaryTables.of_frequencies, args)
 
-    def _turn(self) -> Case:
+    def _rotation(self) -> Case:
         args = {"k": self.k, "old": self.old, "new": self.new, "token_dim": 0}
 
-        def judge(turned: torch.Tensor) -> None:
-            torch.testing.assert_close(ROTARY.turn(turned, self.new, self.old), self.k, atol=1e-4, rtol=1e-4)
+        def judge(rotated: torch.Tensor) -> None:
+            torch.testing.assert_close(ROTARY.rotate(rotated, self.new, self.old), self.k, atol=1e-4, rtol=1e-4)
 
-        return Case("RotaryTables.turn", ROTARY.turn, args, judge=judge)
+        return Case("RotaryTables.rotate", ROTARY.rotate, args, judge=judge)
 
-    def _turning(self) -> Case:
-        return Case("RotaryTables.turning", ROTARY.turning, {"old": self.old, "new": self.new, "device": "cpu"})
+    def _rotation_between(self) -> Case:
+        return Case("RotaryTables.rotation", ROTARY.rotation, {"old": self.old, "new": self.new, "device": "cpu"})
 
     # --- boundaries ---
 
@@ -229,9 +229,9 @@ def small_mask(indices: Any, size: Any) -> Any:
 
 
 class BlendRowsWorld(ArenaWorld):
-    """ops.mix_rows, ops.row_deviation, load_turned and gather_turned: every byte of an arena is known."""
+    """ops.mix_rows, ops.row_deviation, load_rotated and gather_rotated: every byte of an arena is known."""
 
-    covers = (*names("load_turned", "gather_turned"), "kvpage.ops.mix_rows", "kvpage.ops.row_deviation")
+    covers = (*names("load_rotated", "gather_rotated"), "kvpage.ops.mix_rows", "kvpage.ops.row_deviation")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.arena = rng, Arena(1 << 16)
@@ -244,7 +244,7 @@ class BlendRowsWorld(ArenaWorld):
         self.rows, self.out, self.fresh = (self.filled((self.count, HEADS, SIZE)) for _ in range(3))
         self.kv = self.filled((LAYERS, 2, self.count, HEADS, SIZE))
         angles = torch.rand(self.count, SIZE // 2, generator=self.torch_rng)
-        self.turn = Turn(self.arena.copy(angles.cos()), self.arena.copy(angles.sin()), SIZE)
+        self.rotation = Rotation(self.arena.copy(angles.cos()), self.arena.copy(angles.sin()), SIZE)
 
     def filled(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self.arena.copy(torch.randn(shape, generator=self.torch_rng).to(self.dtype))
@@ -255,23 +255,23 @@ class BlendRowsWorld(ArenaWorld):
     def slots(self) -> torch.Tensor:
         return torch.tensor(self.rng.sample(range(4 * BLOCKS), self.count), dtype=torch.int64)
 
-    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
         x, y = rows.float().chunk(2, -1)
-        cos, sin = self.turn.cos[:, None], self.turn.sin[:, None]
+        cos, sin = self.rotation.cos[:, None], self.rotation.sin[:, None]
         return torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
 
     def _mix(self) -> Case:
         places = torch.tensor(
             [self.rng.choice((-1, self.rng.randrange(max(self.count, 1)))) for _ in range(self.count)]
         )
-        has_fresh, turn = self.count > 0 and self.rng.random() < 0.5, self.rng.choice((None, self.turn))
-        args: dict[str, Any] = {"rows": self.rows, "out": self.out, "turn": turn}
+        has_fresh, rotation = self.count > 0 and self.rng.random() < 0.5, self.rng.choice((None, self.rotation))
+        args: dict[str, Any] = {"rows": self.rows, "out": self.out, "rotation": rotation}
         args |= {"fresh": self.fresh, "fresh_rows": places.long()} if has_fresh else {}
         args |= {"num_threads": 1}
         before = self.rows.clone()
 
         def judge(_: object) -> None:
-            wanted = before.float() if turn is None else self._turned(before)
+            wanted = before.float() if rotation is None else self._rotated(before)
             if has_fresh:
                 wanted = torch.where((places >= 0)[:, None, None], self.fresh[places.clamp(min=0)].float(), wanted)
             torch.testing.assert_close(self.out.float(), wanted, atol=2e-2, rtol=2e-2)
@@ -291,13 +291,13 @@ class BlendRowsWorld(ArenaWorld):
 
     def _load(self) -> Case:
         args = {"kv": self.kv, "caches": self.caches, "slots": self.slots(), "layout": self.layout}
-        args |= {"turns": self.rng.choice((None, self.turn, [self.turn] * LAYERS)), "scales": None}
-        return Case("blend.load_turned", load_turned, args, judge=lambda _: self.arena.check())
+        args |= {"rotations": self.rng.choice((None, self.rotation, [self.rotation] * LAYERS)), "scales": None}
+        return Case("blend.load_rotated", load_rotated, args, judge=lambda _: self.arena.check())
 
     def _gather(self) -> Case:
-        turn = self.rng.choice((None, self.turn))
-        args = {"cache": self.caches[0], "slots": self.slots(), "layout": self.layout, "turn": turn}
-        return Case("blend.gather_turned", gather_turned, args)
+        rotation = self.rng.choice((None, self.rotation))
+        args = {"cache": self.caches[0], "slots": self.slots(), "layout": self.layout, "rotation": rotation}
+        return Case("blend.gather_rotated", gather_rotated, args)
 
 
 class SegmentWorld:

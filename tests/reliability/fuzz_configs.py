@@ -21,7 +21,7 @@ from kvpage import (
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
-from kvpage.ops import Turn
+from kvpage.ops import Rotation
 from kvpage.serving import BeamSearchParams, SamplingParams
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
@@ -46,7 +46,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "KVScales.of": (KVScales.of, {"key": 0.5, "value": [1.0, 2.0], "device": "cpu"}),
     "KVScales.from_rows": (KVScales.from_rows,
                            {"key": ROWS, "value": ROWS, "dtype": torch.float8_e5m2, "per_head": True}),
-    "Turn": (Turn, {"cos": torch.ones(3, 2), "sin": torch.zeros(3, 2), "head_size": 8, "first": 2}
+    "Rotation": (Rotation, {"cos": torch.ones(3, 2), "sin": torch.zeros(3, 2), "head_size": 8, "first": 2}
              | {"is_interleaved": True}),
     "HostPolicy": (HostPolicy, {"after_hits": 2}),
     "LoadOrCompute": (LoadOrCompute, {"block_bytes": 1 << 16, "block_size": 4, "bytes_per_second": 1e9}
@@ -90,7 +90,7 @@ class ConfigWorld:
         ]
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
-    covers += ("kvpage.ops.Turn", "kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
+    covers += ("kvpage.ops.Rotation", "kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

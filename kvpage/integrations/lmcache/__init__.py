@@ -1,6 +1,6 @@
 """CacheBlend in the shape of LMCache's blender: an executor and retrievers of segments, for loops written for it."""
 
-from kvpage.integrations.lmcache.blocks import gather_turned, load_turned
+from kvpage.integrations.lmcache.blocks import gather_rotated, load_rotated
 from kvpage.integrations.lmcache.executor import CacheBlendImpl
 from kvpage.integrations.lmcache.interfaces import (
     BlendExecutor,
@@ -29,6 +29,6 @@ __all__ = [
     "SegmentBlendRetriever",
     "SegmentRetrieverTask",
     "SegmentSource",
-    "gather_turned",
-    "load_turned",
+    "gather_rotated",
+    "load_rotated",
 ]

@@ -1,9 +1,9 @@
-"""Segments into an engine's blocks, K turned to where the segment now stands, and K and V out of them again.
+"""Segments into an engine's blocks, K rotated to where the segment now stands, and K and V out of them again.
 
-    segment  [layers, parts, tokens, heads, size]  ── K turned, V copied, one pass ──►  slots of every layer's blocks
+    segment  [layers, parts, tokens, heads, size]  ── K rotated, V copied, one pass ──►  slots of every layer's blocks
 
 Where a cache keeps rows in the dtype they are computed in, and in one run, nothing lies between; where it quantises
-them, or packs them, K is turned first and written as any other K.
+them, or packs them, K is rotated first and written as any other K.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from kvpage.checks.values import as_list
 from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.layout.rotation import Turn, check_turn
+from kvpage.layout.rotation import Rotation, check_rotation
 from kvpage.ops.token_args import check_cache, check_given_scales
 
 
-def load_turned(
+def load_rotated(
     kv: torch.Tensor,
     caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
     layout: CacheLayout,
-    turns: Turn | Sequence[Turn | None] | None,
+    rotations: Rotation | Sequence[Rotation | None] | None,
     scales: Sequence[KVScales] | None = None,
 ) -> None:
     """Each token of a segment is written to its slot, in all layers.
 
     kv: [num_layers, parts, num_tokens, heads, size] ("vllm"; transpose(2, 3) of "huggingface"), fp32, bf16 or fp16, on
         the caches' device. caches: one a layer. slots: int64 [num_tokens], each at most once; -1 to skip a token.
-    turns: of K, in all layers, or one a layer; None to copy. scales: of 8-bit floats, one a layer.
+    rotations: of K, in all layers, or one a layer; None to copy. scales: of 8-bit floats, one a layer.
 
     ValueError or TypeError as of kvpage.ops.mix_rows and reshape_and_cache. What is wrong in any layer is found before
     anything is written.
@@ -43,18 +43,18 @@ def load_turned(
         raise ValueError(f"kv must be [{len(caches)}, parts, num_tokens, heads, size], got shape {list(kv.shape)}")
     for cache in caches:
         check_cache(cache, layout)
-    each, each_scales = _turns(kv, turns), _scales(scales, caches, layout)
+    each, each_scales = _rotations(kv, rotations), _scales(scales, caches, layout)
     if len({layout.num_blocks(cache) for cache in caches}) > 1:
         raise ValueError(f"caches must be of as many blocks, got {[layout.num_blocks(cache) for cache in caches]}")
-    for layer, (parts, cache, turn) in enumerate(zip(kv, caches, each, strict=True)):
+    for layer, (parts, cache, rotation) in enumerate(zip(kv, caches, each, strict=True)):
         views = layout.views(cache)
         num_parts = sum(view is not None for view in views)
         if len(parts) != num_parts:
             raise ValueError(f"kv must have {num_parts} parts a layer, got {len(parts)}")
         if all(_is_plain(view, parts.dtype) for view in views if view is not None):
-            _write(parts, views, slots, turn)
+            _write(parts, views, slots, rotation)
             continue
-        key = parts[0] if turn is None else _turned(parts[0], turn)
+        key = parts[0] if rotation is None else _rotated(parts[0], rotation)
         value = parts[1] if num_parts == 2 else None
         ops.reshape_and_cache(key, value, cache, slots, layout, each_scales[layer])
 
@@ -73,39 +73,43 @@ def _scales(
     return each
 
 
-def _turns(kv: torch.Tensor, turns: Turn | Sequence[Turn | None] | None) -> list[Turn | None]:
+def _rotations(kv: torch.Tensor, rotations: Rotation | Sequence[Rotation | None] | None) -> list[Rotation | None]:
     """One for each layer. ValueError for one that does not fit the rows."""
-    each = list(turns) if isinstance(turns, Sequence) else [turns] * len(kv)
+    each = list(rotations) if isinstance(rotations, Sequence) else [rotations] * len(kv)
     if len(each) != len(kv):
-        raise ValueError(f"turns must be one for each of {len(kv)} layers, got {len(each)}")
-    for turn in each:
-        check_turn(turn)
-        if turn is not None and (turn.num_rows, turn.head_size) != (kv.shape[2], kv.shape[4]):
+        raise ValueError(f"rotations must be one for each of {len(kv)} layers, got {len(each)}")
+    for rotation in each:
+        check_rotation(rotation)
+        if rotation is not None and (rotation.num_rows, rotation.head_size) != (kv.shape[2], kv.shape[4]):
             raise ValueError(
-                f"turns must be of {kv.shape[2]} rows with heads of {kv.shape[4]}, "
-                f"got {turn.num_rows} and {turn.head_size}"
+                f"rotations must be of {kv.shape[2]} rows with heads of {kv.shape[4]}, "
+                f"got {rotation.num_rows} and {rotation.head_size}"
             )
     return each
 
 
-def _write(parts: torch.Tensor, views: tuple[KVView, KVView | None], slots: torch.Tensor, turn: Turn | None) -> None:
-    for part, view, its_turn in zip(parts, views, (turn, None), strict=False):
+def _write(
+    parts: torch.Tensor, views: tuple[KVView, KVView | None], slots: torch.Tensor, rotation: Rotation | None
+) -> None:
+    for part, view, its_rotation in zip(parts, views, (rotation, None), strict=False):
         assert view is not None
-        ops.mix_rows(part, view.rows[..., 0, : part.shape[-1]], its_turn, out_slots=slots)
+        ops.mix_rows(part, view.rows[..., 0, : part.shape[-1]], its_rotation, out_slots=slots)
 
 
 def _is_plain(view: KVView, dtype: torch.dtype) -> bool:
     return view.rows.dtype == dtype and view.rows.shape[3] == 1 and view.scales is None
 
 
-def _turned(key: torch.Tensor, turn: Turn) -> torch.Tensor:
+def _rotated(key: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     out = torch.empty_like(key)
-    ops.mix_rows(key, out, turn)
+    ops.mix_rows(key, out, rotation)
     return out
 
 
-def gather_turned(cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout, turn: Turn | None) -> torch.Tensor:
-    """K of these slots of one layer, turned: [num_tokens, heads, head_size], a new tensor.
+def gather_rotated(
+    cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout, rotation: Rotation | None
+) -> torch.Tensor:
+    """K of these slots of one layer, rotated: [num_tokens, heads, head_size], a new tensor.
 
     ValueError for a cache that quantises K or packs it, and as of kvpage.ops.mix_rows.
     """
@@ -117,5 +121,5 @@ def gather_turned(cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout,
         raise ValueError(f"K must lie in one run and its own dtype, got {layout.backend} of {layout.dtype}")
     blocks = view.rows[..., 0, : layout.head_size]
     out = torch.empty(len(slots), *blocks.shape[2:], dtype=blocks.dtype, device=blocks.device)
-    ops.mix_rows(blocks, out, turn, slots=slots)
+    ops.mix_rows(blocks, out, rotation, slots=slots)
     return out

@@ -2,7 +2,7 @@
 
     layer 0 .. check layer - 1    everything is computed; nothing is blended
     check layer                   everything is computed; the rows that deviate most are chosen, only they go on
-    later layers                  retrieved K and V, turned to their positions; the chosen rows' fresh ones in place of
+    later layers                  retrieved K and V, rotated to their positions; the chosen rows' fresh ones in place of
                                   theirs
 
 With filters several layers choose: the first among all rows, each behind it among those that are left.
@@ -31,10 +31,10 @@ from kvpage.blend.selection import (
 from kvpage.checks.tensors import as_bounds, as_dim, as_floats, as_indices, as_ratio
 from kvpage.checks.values import as_integer, as_list
 from kvpage.integrations.lmcache.interfaces import BlendExecutor, BlendOutput
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(positions, q, k) -> (q, k), turned to the positions, or back from them."""
+"""(positions, q, k) -> (q, k), rotated to the positions, or back from them."""
 
 
 class CacheBlendImpl(BlendExecutor):
@@ -44,7 +44,7 @@ class CacheBlendImpl(BlendExecutor):
         the request's own where that is larger; layers rise, ratios fall.
     seam: how much more rows count near the begin of a segment, see seam_weights; 0 for all alike.
 
-    K is turned by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
+    K is rotated by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CacheBlendImpl(BlendExecutor):
         self.selection: Selection | None = None
         """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
         self._next_layer = 0
-        self._last_turn: tuple[torch.Tensor, torch.Tensor, Turn] | None = None
+        self._last_rotation: tuple[torch.Tensor, torch.Tensor, Rotation] | None = None
         self._encode: Encoder | None = None
         self._decode: Encoder | None = None
 
@@ -125,7 +125,7 @@ class CacheBlendImpl(BlendExecutor):
         if len(positions) != num_fresh:
             raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
         if layer_id == 0:
-            self.selection, self._next_layer, self._last_turn = None, 0, None
+            self.selection, self._next_layer, self._last_rotation = None, 0, None
         fresh, retrieved = (fresh_q, fresh_k, fresh_v), (retrieved_k, retrieved_v, valid, original_positions)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:
@@ -179,7 +179,7 @@ class CacheBlendImpl(BlendExecutor):
             valid, original = valid[left], original.to(left.device)[left]
         deviation = torch.zeros(len(left), device=valid.device)
         if "k" in self.metric:
-            deviation = token_deviation(fresh[1], self._turned(k, original, positions, token_dim), valid, token_dim)
+            deviation = token_deviation(fresh[1], self._rotated(k, original, positions, token_dim), valid, token_dim)
         if "v" in self.metric:
             deviation = deviation + token_deviation(fresh[2], v, valid, token_dim)
         return deviation
@@ -196,30 +196,30 @@ class CacheBlendImpl(BlendExecutor):
         fresh_q, fresh_k, fresh_v = fresh
         fresh_rows = self.selection.places
         if self.rotary is None:
-            turned, turn, head_size = self._turned(k, original, self._positions, token_dim), None, None
+            rotated, rotation, head_size = self._rotated(k, original, self._positions, token_dim), None, None
         else:
-            turned, turn, head_size = k, self._turn(original, self._positions, k.device), self.rotary.head_size
-        mixed_k = mix(turned, token_dim, head_size, turn, fresh_k.to(k.dtype), fresh_rows)
+            rotated, rotation, head_size = k, self._rotation(original, self._positions, k.device), self.rotary.head_size
+        mixed_k = mix(rotated, token_dim, head_size, rotation, fresh_k.to(k.dtype), fresh_rows)
         mixed_v = mix(v, token_dim, None, None, fresh_v.to(v.dtype), fresh_rows)
         return BlendOutput(fresh_q, mixed_k, mixed_v, positions, _all(len(positions), positions), None)
 
-    def _turned(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
+    def _rotated(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
         if self.rotary is not None:
-            return mix(k, token_dim, self.rotary.head_size, self._turn(old, new, k.device))
+            return mix(k, token_dim, self.rotary.head_size, self._rotation(old, new, k.device))
         if self._encode is None or self._decode is None:
-            raise ValueError("rotary, or both positional encoders, must be set before K can be turned")
+            raise ValueError("rotary, or both positional encoders, must be set before K can be rotated")
         old, rows = old.to(k.device), k.movedim(token_dim, 0)
         nothing = torch.zeros_like(rows)
-        turned = self._encode(new, nothing, self._decode(old, nothing, rows)[1])[1]
-        return turned.movedim(0, token_dim)
+        rotated = self._encode(new, nothing, self._decode(old, nothing, rows)[1])[1]
+        return rotated.movedim(0, token_dim)
 
-    def _turn(self, old: torch.Tensor, new: torch.Tensor, device: torch.device) -> Turn:
+    def _rotation(self, old: torch.Tensor, new: torch.Tensor, device: torch.device) -> Rotation:
         """That of the layer before if the positions are the same, which on a device takes the same tensors."""
         assert self.rotary is not None
-        last = self._last_turn
+        last = self._last_rotation
         if last is None or not (_is_same(last[0], old) and _is_same(last[1], new)):
-            last = _kept(old), _kept(new), self.rotary.turning(old, new, device)
-            self._last_turn = last
+            last = _kept(old), _kept(new), self.rotary.rotation(old, new, device)
+            self._last_rotation = last
         return last[2]
 
     def _ratios(self, num_requests: int) -> list[float]:

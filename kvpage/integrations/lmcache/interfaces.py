@@ -36,7 +36,7 @@ class BlendRetrieverResult:
 
     k, v: [num_tokens, hidden] each; None if nothing was found. What stands in invalid rows means nothing.
     valid_mask: bool [num_tokens], on k's device. original_positions: int64 [num_tokens] there: where each row's K was
-        turned to; 0 for invalid rows. head_shape: (heads, head_size), of which hidden is the product; None if nothing
+        rotated to; 0 for invalid rows. head_shape: (heads, head_size), of which hidden is the product; None if nothing
         was found, or the retriever does not know. reason: where nothing was found, where it was looked for; else None.
     """
 

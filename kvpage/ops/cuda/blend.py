@@ -6,7 +6,7 @@ them, skips what is bad, and sets a bit of the device's error word (`check_devic
 
 import torch
 
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 from kvpage.ops import reference
 from kvpage.ops.cuda.rows import _check_if_debugging, _error_word, _has_triton
 
@@ -14,7 +14,7 @@ from kvpage.ops.cuda.rows import _check_if_debugging, _error_word, _has_triton
 def mix_rows(
     rows: torch.Tensor,
     out: torch.Tensor,
-    turn: Turn | None,
+    rotation: Rotation | None,
     fresh: torch.Tensor | None,
     fresh_rows: torch.Tensor | None,
     slots: torch.Tensor | None,
@@ -24,12 +24,12 @@ def mix_rows(
         _check_range("slots", slots, 0, rows.shape[0] * rows.shape[1])
         _check_range("out_slots", out_slots, -1, out.shape[0] * out.shape[1])
         _check_range("fresh_rows", fresh_rows, -1, 0 if fresh is None else len(fresh))
-        reference.mix_rows(rows, out, turn, fresh, fresh_rows, slots, out_slots)
+        reference.mix_rows(rows, out, rotation, fresh, fresh_rows, slots, out_slots)
         return
     from kvpage.kernels import rotary
 
     with torch.cuda.device(rows.device):
-        rotary.mix_rows(rows, out, turn, fresh, fresh_rows, slots, out_slots, _error_word(rows.device))
+        rotary.mix_rows(rows, out, rotation, fresh, fresh_rows, slots, out_slots, _error_word(rows.device))
         _check_if_debugging(rows.device)
 
 

@@ -7,7 +7,7 @@
 
 The check layer chooses, of the reused tokens of each prompt, those of the largest sensitivity, as far as the segments
 know it; of the others those whose K or V differ most from what the segments say: of both kinds the same share. Behind
-it, a layer's blocks first get the segments' rows, K turned to where the tokens stand now, then the fresh rows over
+it, a layer's blocks first get the segments' rows, K rotated to where the tokens stand now, then the fresh rows over
 these; a chosen row attends to all keys up to its own position. With filters several layers choose, each among what is
 left. Other sequences of the same pass are computed as ever; which layer chooses for a prompt does not depend on them.
 What layer 0 need not look for is chosen before it, and there is nothing that is computed for all.
@@ -28,7 +28,7 @@ from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segments import Reuse
 from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
-from kvpage.layout.rotation import Turn
+from kvpage.layout.rotation import Rotation
 from kvpage.serving.model.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.model.dense_attention import AttentionOptions
 from kvpage.serving.model.row_hooks import RowHooks, RowsChosen
@@ -45,7 +45,7 @@ class BlendCounts(NamedTuple):
 
 
 class BlendPass:
-    """See above. layers: the decoder's, whose hooks it sets. rotary: of each of them, None where K is not turned."""
+    """See above. layers: the decoder's, whose hooks it sets. rotary: of each of them, None where K is not rotated."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BlendPass:
         self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
         self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
         self._stages = _stages(pieces, config, len(layers))
-        self._turns: dict[RotaryTables | None, list[Turn | None]] = {}
+        self._rotations: dict[RotaryTables | None, list[Rotation | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
         self._narrowed = step  # of the rows that are computed: in the end, of those that were chosen
@@ -137,8 +137,8 @@ class BlendPass:
         if caches is None:
             write_rows(*self._retrieved(index, like), layer, step, step.slot_mapping[self._rows])
             return
-        for one, turn, slots in zip(self._reuses, self._turns_of(index), self._open_slots, strict=True):
-            for rows, cache, how in zip(one.rows(index), caches, (turn, None), strict=True):
+        for one, rotation, slots in zip(self._reuses, self._rotations_of(index), self._open_slots, strict=True):
+            for rows, cache, how in zip(one.rows(index), caches, (rotation, None), strict=True):
                 ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
 
     def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -151,25 +151,25 @@ class BlendPass:
         return key.rows[..., 0, : rows.shape[-1]], value.rows[..., 0, : rows.shape[-1]]
 
     def _retrieved(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, turned, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
+        """K, rotated, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
         dtype = row_dtype(like.dtype, self._step.layout)
         keys, values = [], []
-        for one, turn in zip(self._reuses, self._turns_of(index), strict=True):
+        for one, rotation in zip(self._reuses, self._rotations_of(index), strict=True):
             key, value = (rows.to(like.device, dtype) for rows in one.rows(index))
-            keys.append(key if turn is None else mix(key, 0, key.shape[-1], turn))
+            keys.append(key if rotation is None else mix(key, 0, key.shape[-1], rotation))
             values.append(value)
         return torch.cat(keys), torch.cat(values)
 
-    def _turns_of(self, index: int) -> list[Turn | None]:
+    def _rotations_of(self, index: int) -> list[Rotation | None]:
         """Of each reused run, from where its K was computed to where it is: the same in all layers of a kind."""
         rotary = self._rotary[index]
-        if rotary not in self._turns:
-            self._turns[rotary] = [None if rotary is None else self._turn(rotary, one) for one in self._reuses]
-        return self._turns[rotary]
+        if rotary not in self._rotations:
+            self._rotations[rotary] = [None if rotary is None else self._rotation(rotary, one) for one in self._reuses]
+        return self._rotations[rotary]
 
-    def _turn(self, rotary: RotaryTables, one: Reuse) -> Turn:
+    def _rotation(self, rotary: RotaryTables, one: Reuse) -> Rotation:
         old = one.segment.positions[one.begin : one.begin + one.num_tokens]
-        return rotary.turning(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
+        return rotary.rotation(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
 
     def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
         slots = self._step.slot_mapping.clone()

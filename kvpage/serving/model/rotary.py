@@ -51,7 +51,7 @@ def rotary_of_layers(
     found: list[RotaryTables | None] = []
     for layer, ((key, value), (key_there, value_there)) in enumerate(zip(at_zero, shifted, strict=True)):
         errors: list[tuple[float, RotaryTables | None]] = [(_error(key, key_there), None)]
-        errors += [(_turn_error(one, key, key_there, shift), one) for one in _candidates(tables, key.shape[-1])]
+        errors += [(_rotation_error(one, key, key_there, shift), one) for one in _candidates(tables, key.shape[-1])]
         error, best = min(errors, key=lambda one: one[0])
         if not max(error, _error(value, value_there)) <= limit:
             raise ValueError(
@@ -62,9 +62,9 @@ def rotary_of_layers(
     return found
 
 
-def _turn_error(rotary: RotaryTables, key: torch.Tensor, expected: torch.Tensor, shift: int) -> float:
+def _rotation_error(rotary: RotaryTables, key: torch.Tensor, expected: torch.Tensor, shift: int) -> float:
     old = torch.arange(len(key), device=key.device)
-    return _error(rotary.turn(key, old, old + shift), expected)
+    return _error(rotary.rotate(key, old, old + shift), expected)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
