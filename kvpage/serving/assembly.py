@@ -4,6 +4,7 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from transformers import PreTrainedModel
@@ -17,9 +18,9 @@ from kvpage.checks.tokens import Tokens
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.telemetry import Telemetry
+from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.core import EngineParts
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.check import check_config, verify_model, verify_quantized
 from kvpage.serving.model.kind import check_model
@@ -30,6 +31,27 @@ from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.refusal import names_alternative
 from kvpage.store import KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of one engine, which are made before it.
+
+    max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
+    rule: whether blocks of the host are loaded or computed; None for always loaded.
+    store_rule: the same of a store, whose speed differs. blender: None without blending.
+    """
+
+    runner: ModelRunner
+    cache: CacheEngine
+    manager: BlockManager
+    telemetry: Telemetry
+    defaults: ParamDefaults
+    max_model_len: int
+    window: int | None
+    rule: LoadOrCompute | None
+    store_rule: LoadOrCompute | None
+    blender: Blender | None
 
 
 def assemble(model: PreTrainedModel, config: EngineConfig) -> EngineParts:

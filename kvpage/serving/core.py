@@ -7,7 +7,7 @@ EngineCore ─► Intake: prompts are checked, and become requests
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,48 +36,39 @@ from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats import EngineStats
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of one engine, which are made before it.
-
-    max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
-    rule: whether blocks of the host are loaded or computed; None for always loaded.
-    store_rule: the same of a store, whose speed differs. blender: None without blending.
-    """
-
-    runner: ModelRunner
-    cache: CacheEngine
-    manager: BlockManager
-    telemetry: Telemetry
-    defaults: ParamDefaults
-    max_model_len: int
-    window: int | None
-    rule: LoadOrCompute | None
-    store_rule: LoadOrCompute | None
-    blender: Blender | None
-
-
 class EngineCore:
     """The parts of an engine, and the calls that concern the engine as a whole. See Engine."""
 
-    def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
-        self.config, self.defaults = config, parts.defaults
-        self.cache, self.manager, self.telemetry = parts.cache, parts.manager, parts.telemetry
-        self._runner, self._connectors = parts.runner, Connectors()
-        self._transfers = BlockTransfers(self.cache, self.manager, parts.rule)
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        manager: BlockManager,
+        telemetry: Telemetry,
+        *,
+        defaults: ParamDefaults,
+        max_model_len: int,
+        window: int | None,
+        rule: LoadOrCompute | None,
+    ) -> None:
+        """Put the parts together; see EngineParts."""
+        self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
+        self.cache, self.manager, self.telemetry = cache, manager, telemetry
+        self._runner, self._connectors = runner, Connectors()
+        self._transfers = BlockTransfers(self.cache, self.manager, rule)
         self.scheduler = Scheduler(
             self.manager,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            parts.window,
+            window,
             is_held=self._connectors.holds,
             reclaimers=[self._connectors.reclaim],
         )
-        self._batch_runner = BatchRunner(parts.runner, self.cache, self.manager, self._transfers)
-        self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, parts.rule)
-        self._intake = Intake(parts.runner.model, self.manager, parts.defaults, parts.max_model_len)
-        self.max_model_len, self.vocab_size = parts.max_model_len, self._intake.vocab_size
-        self.eos_token_ids = self._intake.eos_token_ids
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers)
+        self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
+        self._intake = Intake(runner.model, self.manager, defaults, max_model_len)
+        self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
 
     def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
         """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.
@@ -186,7 +177,7 @@ class EngineCore:
     # --- for Branches, and whatever else steers sequences of its own -------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Return the tokens as int32. ValueError for none, and for ids outside of the vocabulary; TypeError for text."""
+        """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
         return self._intake.check_tokens(tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:

@@ -84,7 +84,17 @@ class Engine(EngineCore):
         parts = assemble(model, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")
-        engine = cls(parts, config)
+        engine = cls(
+            config,
+            parts.runner,
+            parts.cache,
+            parts.manager,
+            parts.telemetry,
+            defaults=parts.defaults,
+            max_model_len=parts.max_model_len,
+            window=parts.window,
+            rule=parts.rule,
+        )
         if store is not None:
             engine.use_store(store, parts.store_rule)
         if config.blend is not None and parts.blender is not None:

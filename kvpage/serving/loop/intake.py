@@ -58,7 +58,7 @@ class Intake:
         self._num_slots = manager.num_blocks * manager.block_size
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Return the tokens as an array. ValueError for none, and for others than the vocabulary's; TypeError for text."""
+        """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")

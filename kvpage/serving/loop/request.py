@@ -10,6 +10,8 @@ a decoding request has one token, its newest, that has no room yet: num_room = n
 
 A request for n samples is computed as one until its prompt is done. Then it is forked into n requests, which share the
 prompt's blocks and a SampleGroup, and go their own ways from the first token on.
+
+A step computes a Batch: a Portion of each of some requests.
 """
 
 import secrets
@@ -17,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -229,3 +232,33 @@ class Request:
             num_reused_tokens=0 if blending is None else blending.num_reused_tokens,
             num_recomputed_tokens=0 if blending is None else blending.num_recomputed_tokens,
         )
+
+
+class Portion(NamedTuple):
+    """The tokens [start, end) of a request, which one step computes."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the logits of its last row give the request's next token."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The portions that one step computes, once the manager's moves are done: decodes first, then prefills."""
+
+    portions: list[Portion]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens all portions have."""
+        return sum(portion.num_tokens for portion in self.portions)

@@ -22,45 +22,13 @@ Every request finishes:
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.request import Batch, Portion, Request
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
-
-
-class Portion(NamedTuple):
-    """The tokens [start, end) of a request, which one step computes."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it has."""
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the logits of its last row give the request's next token."""
-        return self.end == self.request.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The portions that one step computes, once the manager's moves are done: decodes first, then prefills."""
-
-    portions: list[Portion]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all portions have."""
-        return sum(portion.num_tokens for portion in self.portions)
 
 
 class Scheduler:
@@ -187,7 +155,7 @@ class Scheduler:
                 self.manager.release(request.seq_id)
 
     def preempt_youngest(self) -> None:
-        """Take the blocks of the running request that arrived last; it waits again. If that fails, it runs as before."""
+        """Take the blocks of the running request that arrived last; it waits again. If that fails, it still runs."""
         youngest = max(self.running, key=_arrival)
         self._give_back(youngest)
         self.num_preemptions += 1

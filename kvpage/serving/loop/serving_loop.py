@@ -25,8 +25,8 @@ from kvpage.serving.loop.batch_runner import BatchRunner
 from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.request import Request
-from kvpage.serving.loop.scheduler import Batch, Portion, Scheduler
+from kvpage.serving.loop.request import Batch, Portion, Request
+from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
 from kvpage.serving.model.step import Piece
 

@@ -348,7 +348,7 @@ class StoreConnector:
         return 0
 
     def _stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a context for a thread: on a GPU a stream of its own, after all that this thread has started by now."""
+        """Return a context for a thread: on a GPU a stream of its own, after all that this thread has started."""
         device = self._cache.device
         if device.type != "cuda":
             return nullcontext
