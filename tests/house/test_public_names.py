@@ -23,7 +23,7 @@ MODULES = [
     "kvpage.tools.replay",
     "kvpage.serving",
     "kvpage.serving.stats",
-    "kvpage.serving.loop.store_link",
+    "kvpage.serving.loop.store_connector",
     "kvpage.extras.slots",
     "kvpage.store",
     "kvpage.store.tier",

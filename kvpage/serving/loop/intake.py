@@ -21,7 +21,8 @@ from kvpage.serving.loop.outputs import StepOutput
 from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.serving.params.sampling import SamplingParams, check_params, is_int
+from kvpage.serving.params.field_checks import is_int
+from kvpage.serving.params.sampling import SamplingParams, check_params
 
 
 class Prompt(NamedTuple):

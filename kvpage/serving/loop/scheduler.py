@@ -62,7 +62,7 @@ class Scheduler:
         self.num_swaps = 0  # preemptions that kept on the host what was computed
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
         self._is_held = is_held
-        self._reclaimers = list(reclaimers)
+        self.reclaimers = list(reclaimers)
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError if it would not fit even if it had all blocks, or all places, for itself."""
@@ -79,12 +79,12 @@ class Scheduler:
 
     def add_reclaimer(self, reclaimer: Reclaimer) -> None:
         """Ask one more for blocks, after the others."""
-        self._reclaimers.append(reclaimer)
+        self.reclaimers.append(reclaimer)
 
     def remove_reclaimer(self, reclaimer: Reclaimer) -> None:
         """Ask it no more. Removing one that is not there does nothing."""
-        if reclaimer in self._reclaimers:
-            self._reclaimers.remove(reclaimer)
+        if reclaimer in self.reclaimers:
+            self.reclaimers.remove(reclaimer)
 
     def schedule(self, tried: Sequence[Request] = ()) -> Batch:
         """Return the next step. The blocks of its portions are allocated.
@@ -246,7 +246,7 @@ class Scheduler:
         return True
 
     def _reclaim(self) -> bool:
-        return any(reclaim() for reclaim in self._reclaimers)
+        return any(reclaim() for reclaim in self.reclaimers)
 
     def _allocate_by_reclaiming(self, request: Request) -> None:
         """Allocate with nothing running: all blocks are free but for those that others hold, or OutOfBlocks."""

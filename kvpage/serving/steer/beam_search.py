@@ -205,7 +205,7 @@ def _search_group(engine: SteerableEngine, prompts: Sequence[_Prompt], namespace
 def _run(branches: Branches, searches: Sequence[_Search]) -> None:
     while running := [branch for search in searches for branch in search.running]:
         try:
-            logits = branches.compute(running).split([len(search.running) for search in searches])
+            logits = torch.split(branches.compute(running), [len(search.running) for search in searches])
         except LogitsNotFinite as error:
             bad = {running[row] for row in error.rows}
             for search in searches:

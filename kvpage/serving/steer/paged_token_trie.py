@@ -27,7 +27,7 @@ import torch
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.params.sampling import is_int
+from kvpage.serving.params.field_checks import is_int
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.steer.branches import Branch, Branches
 from kvpage.serving.steer.steerable import SteerableEngine
@@ -245,7 +245,7 @@ class PagedTokenTrie:
             in_use.update(branches)
             nodes = self._nodes_on_the_way(queries, branches, asked)
             logits = self._logits(queries, branches, nodes)
-            rows = logits.float().log_softmax(dim=-1).cpu().split(1)
+            rows = torch.split(logits.float().log_softmax(dim=-1).cpu(), 1)
         for query, branch in zip(queries, branches, strict=True):
             self._by_use[branch] = query.end
             self._by_use.move_to_end(branch)

@@ -7,13 +7,15 @@ import torch
 from support.models import VOCAB, make_model, make_prompts
 
 from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Engine, PagedTokenTrie, SamplingParams
+from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams
 
 B = 4
 
 
 def make_engine(num_blocks: int = 128, kind: str = "llama", **options: object) -> Engine:
-    engine = Engine.from_model(make_model(kind), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    engine = Engine.from_model(
+        make_model(kind), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    )
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine
