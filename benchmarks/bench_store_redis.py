@@ -31,7 +31,7 @@ import xxhash
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.store.records.record import RecordHead
 from kvpage.store.remote.redis import from_url
-from kvpage.store.tier import Tier, TierError
+from kvpage.store.tiers.tier import Tier, TierError
 
 SIZES = (1 << 16, 1 << 20, 32 << 20)
 BATCH = {1 << 16: 64, 1 << 20: 16, 32 << 20: 1}  # records a call

@@ -1,28 +1,69 @@
-"""README.md's table of numbers, made of the results of benchmarks/runs.py. No number is written by hand.
+"""The tables of numbers, made of the results of benchmarks/runs.py. No number is written by hand.
 
-Each is a median, with the quartiles after it.
+docs/benchmarks.md has all rows, README.md those with a headline. Each number is a median, with the quartiles after it.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
+from kvpage.benchmarks.number_cells import (
+    CHUNKS,
+    ROWS,
+    Result,
+    first_token,
+    first_token_beside,
+    generated,
+    generated_beside,
+    is_8bit,
+    is_plain,
+    lost,
+    peers,
+    pool_beside,
+    pool_cell,
+    quality_beside,
+    row_of,
+    served,
+    shares,
+    slots_beside,
+    speeds,
+    store_bound,
+    stored,
+    text,
+    threads,
+    tree,
+    tree_beside,
+    trie,
+    us,
+)
 from kvpage.benchmarks.runs import RUNS
 
-Result = dict[str, Any]
 Results = dict[str, Result]
 
 
 class Number(NamedTuple):
-    """One row: its text, what is measured, what it is beside, and the run that gave it."""
+    """One row.
+
+    Args:
+        what: its words in the full table.
+        measured: the cell with the number, from the run's result.
+        beside: the cell with bounds and peers.
+        run: the name of the run that gave it.
+        headline: its words in the short table; None for a row of the full table alone.
+    """
 
     what: str
     measured: Callable[[Result], str]
     beside: Callable[[Result], str]
     run: str
+    headline: str | None = None
 
 
-def table(results: Results) -> str:
-    """Args: results: the line of JSON of each run, by name."""
+def full_table(results: Results) -> str:
+    """Return all rows, with the commands that gave them.
+
+    Args:
+        results: the line of JSON of each run, by name.
+    """
     lines = ["| what | median (quartiles) | beside | command |", "|---|---|---|---|"]
     last = ""
     for number in NUMBERS:
@@ -33,183 +74,28 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def text(figure: dict[str, float], digits: int = 2) -> str:
-    """Of a figure from JSON: "3.35 (3.30-3.52)"."""
-    return "{median:,.{n}f} ({low:,.{n}f}-{high:,.{n}f})".format(
-        **{key: figure[key] for key in ("median", "low", "high")}, n=digits
-    )
+def short_table(results: Results) -> str:
+    """Return the rows with a headline.
 
-
-def row_of(result: Result, rows: str, **wanted: Any) -> Result:
-    """The one row that has these values."""
-    (row,) = (row for row in result[rows] if all(row.get(key) == value for key, value in wanted.items()))
-    return row
-
-
-def span(figures: Iterable[dict[str, float]], digits: int = 2) -> str:
-    """From the least to the largest median of many rows."""
-    medians = sorted(figure["median"] for figure in figures)
-    return f"{medians[0]:.{digits}f} to {medians[-1]:.{digits}f}"
-
-
-def moved(result: Result, operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> list[Result]:
-    """Rows of bench_reshape_gather over large inputs, of these operations and kinds of cache."""
-    return [
-        row for row in result["results"]
-        if row["operation"] in operations and is_wanted(row["case"]) and row["tokens"] >= 8192
-    ]  # fmt: skip
-
-
-def speeds(operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> Callable[[Result], str]:
-    return lambda result: f"{span((row['GB/s'] for row in moved(result, operations, is_wanted)), 0)} GB/s"
-
-
-def shares(operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> Callable[[Result], str]:
-    return lambda result: f"{span(row['of copy'] for row in moved(result, operations, is_wanted))} of one `copy_`"
-
-
-ROWS, CHUNKS = ("reshape_and_cache", "gather_cache"), ("store_chunk device", "load_chunk device")
-
-
-def is_plain(case: str) -> bool:
-    return case.endswith("bfloat16") and not case.startswith("DeepSeek")
-
-
-def is_8bit(case: str) -> bool:
-    return "bfloat16" not in case
-
-
-def us(rows: str, beside: str = "", **wanted: Any) -> Callable[[Result], str]:
-    """Microseconds of a row of bench_slots, and what they are beside."""
-    return lambda result: f"{text(row_of(result, rows, **wanted)['us'])} us{beside}"
-
-
-def slots_beside(result: Result) -> str:
-    row = row_of(result, "rows", what="find, int32")
-    return f"{text(row['bound_us'])} us: memcmp; {text(row['python_us'], 0)} us: a trie of dicts"
-
-
-def trie(what: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
-    def beside(result: Result) -> str:
-        row = row_of(result, "rows", what=what)
-        made = "bare nodes and clones" if what.endswith(", K and V") else "bare nodes"
-        bound = f"{text(row['bound_ms'], 1)} ms: {made}"
-        return bound + (f"; {text(row['quadratic_ms'], 0)} ms: stamping all ancestors" if "quadratic_ms" in row else "")
-
-    return lambda result: f"{text(row_of(result, 'rows', what=what)['ms'], 1)} ms", beside
-
-
-def stored(operation: str) -> Callable[[Result], str]:
-    return lambda result: f"{text(row_of(result, 'results', operation=operation)['GB/s'], 1)} GB/s"
-
-
-def store_bound(*operations: str) -> Callable[[Result], str]:
-    def beside(result: Result) -> str:
-        rows = [row_of(result, "results", operation=operation) for operation in operations]
-        return "; ".join(f"{text(row['bound GB/s'], 1)}: {row['bound']}" for row in rows)
-
-    return beside
-
-
-def served(workload: str, name: str) -> Callable[[Result], str]:
-    return lambda result: f"{text(row_of(result, 'results', workload=workload)['tokens_per_s'][name], 0)} tokens/s"
-
-
-PEERS = {
-    "generate_copies": "`generate` with a copy of the prefix's cache for each",
-    "generate_prefix": "one `generate` over the prefix's cache",
-    "generate": "`model.generate`",
-    "generate_batch": "`generate_batch`",
-    "vllm": "vLLM's CPU build",
-    "bound": "its matrix products",
-}
-
-
-def peers(workload: str) -> Callable[[Result], str]:
-    def beside(result: Result) -> str:
-        found = row_of(result, "results", workload=workload)["tokens_per_s"]
-        return "; ".join(f"{text(found[name], 0)}: {peer}" for name, peer in PEERS.items() if name in found)
-
-    return beside
-
-
-def generated(num_prefix: int, name: str) -> Callable[[Result], str]:
-    """Of bench_generate_cache, one row at a time."""
-
-    def cell(result: Result) -> str:
-        return f"{text(row_of(result, 'results', prefix=num_prefix, batch=1)[f'{name} ms'], 0)} ms"
-
-    return cell
-
-
-def generated_beside(num_prefix: int, *names: str) -> Callable[[Result], str]:
-    said = {"prefix for nothing": "the prefix for nothing", "generate": "without it"}
-    return lambda result: "; ".join(f"{generated(num_prefix, name)(result)}: {said[name]}" for name in names)
-
-
-def first_token(method: str, ratio: float | None) -> Callable[[Result], str]:
-    return lambda result: f"{text(row_of(result, 'speed', method=method, ratio=ratio)['seconds'])} s"
-
-
-def first_token_beside(result: Result) -> str:
-    full, prefix = (row_of(result, "speed", method=method) for method in ("full", "prefix"))
-    ceiling = full["seconds"]["median"] / row_of(result, "speed", method="blend", ratio=0.15)["ceiling"]
-    return (
-        f"{text(full['seconds'])} s: full recompute; {text(prefix['seconds'])} s: the first segment cached; "
-        f"{ceiling:.2f} s: by its arithmetic"
-    )
-
-
-def lost(method: str, ratio: float = 0.15, check: tuple[int, ...] = (1,)) -> Callable[[Result], str]:
-    def cell(result: Result) -> str:
-        row = row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
-        mean, low, high = (100 * value for value in row["lost"])
-        return f"{mean:.1f} ({low:.1f}-{high:.1f})"
-
-    return cell
-
-
-def quality_beside(result: Result) -> str:
-    others = {
-        "plain reuse": lost("v", 0.0),
-        "a check layer chooses": lost("v at seams"),
-        "that, without `seam`": lost("v"),
-    }
-    others |= {"random tokens": lost("random"), "an oracle": lost("oracle deviation")}
-    return "0: full recompute; " + "; ".join(f"{cell(result)}: {name}" for name, cell in others.items())
-
-
-def pool_cell(batch: int | str, kind: str = "pool") -> Callable[[Result], str]:
-    """Nanoseconds of a cycle; of a batch, of each block."""
-
-    def cell(result: Result) -> str:
-        figure = row_of(result, "rows", batch=batch)[f"{kind}_ns"]
-        num_blocks = batch if isinstance(batch, int) else 1
-        each = {name: figure[name] / num_blocks for name in ("median", "low", "high")}
-        return f"{text(each, 1 if num_blocks > 1 else 0)} ns"
-
-    return cell
-
-
-def pool_beside(batch: int | str) -> Callable[[Result], str]:
-    peers = {"array": "slices of a numpy array", "list": "a Python list"}
-    return lambda result: "; ".join(f"{pool_cell(batch, kind)(result)}: {peer}" for kind, peer in peers.items())
-
-
-def tree(key: str) -> Callable[[Result], str]:
-    return lambda result: f"{text(result[key])} us"
-
-
-def tree_beside(**bounds: str) -> Callable[[Result], str]:
-    return lambda result: "; ".join(f"{text(result[key])} us: {what}" for key, what in bounds.items())
-
-
-def threads(case: str, num: int) -> Callable[[Result], str]:
-    return lambda result: f"{text(row_of(result, 'threads', case=case, threads=num)['ratio'])} of one thread"
+    Args:
+        results: the line of JSON of each run, by name.
+    """
+    lines = ["| what | median (quartiles) | beside |", "|---|---|---|"]
+    for number in NUMBERS:
+        if number.headline is not None:
+            result = results[number.run]
+            lines.append(f"| {number.headline} | {number.measured(result)} | {number.beside(result)} |")
+    return "\n".join(lines)
 
 
 NUMBERS: list[Number] = [
-    Number("pool: allocate and release 100 blocks, each", pool_cell(100), pool_beside(100), "pool"),
+    Number(
+        "pool: allocate and release 100 blocks, each",
+        pool_cell(100),
+        pool_beside(100),
+        "pool",
+        headline="allocate and release a block, in batches of 100",
+    ),
     Number("pool: `allocate(1)` and release", pool_cell(1), pool_beside(1), "pool"),
     Number("pool: `allocate_one` and release", pool_cell("one"), pool_beside("one"), "pool"),
     Number(
@@ -217,6 +103,7 @@ NUMBERS: list[Number] = [
         tree("match_us"),
         tree_beside(match_memcmp_us="memcmp, all in cache"),
         "prefix",
+        headline="find the 6,144 cached tokens of a prompt of 8,192",
     ),
     Number(
         "the same prompts wholly cached, cold in the CPU's cache",
@@ -256,12 +143,14 @@ NUMBERS: list[Number] = [
         lambda r: f"{text(r['results']['separate']['scattered']['gb_per_s'], 1)} GB/s",
         lambda r: f"{text(r['results']['separate']['copy_']['gb_per_s'], 1)} GB/s: one `copy_`",
         "swap_host",
+        headline="swap 4,096 scattered blocks of 8 layers, host to host",
     ),
     Number(
         "write and gather 32,768 tokens of Llama-3-8B's shape, bf16, one thread: NHD, HND, `paged`",
         speeds(ROWS, is_plain),
         shares(ROWS, is_plain),
         "reshape_gather_one_thread",
+        headline="write and gather 32,768 tokens, bf16, one thread",
     ),
     Number("the same in fp8 and int8", speeds(ROWS, is_8bit), shares(ROWS, is_8bit), "reshape_gather_one_thread"),
     Number(
@@ -277,6 +166,7 @@ NUMBERS: list[Number] = [
         stored("memory store"),
         store_bound("memory store"),
         "store",
+        headline="store 256 MiB of blocks in memory, checksums made, one thread",
     ),
     Number("and back, digests checked", stored("memory retrieve"), store_bound("memory retrieve"), "store"),
     Number(
@@ -306,15 +196,21 @@ NUMBERS: list[Number] = [
         served("separate", "kvpage"),
         peers("separate"),
         "serving",
+        headline="serve 32 requests that share nothing, small Llama, fp32, two threads",
     ),
     Number(
-        "serve 32 requests with a shared prefix of 1,024 tokens", served("shared", "kvpage"), peers("shared"), "serving"
+        "serve 32 requests with a shared prefix of 1,024 tokens",
+        served("shared", "kvpage"),
+        peers("shared"),
+        "serving",
+        headline="serve 32 requests that share a prefix of 1,024 tokens",
     ),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
         generated(1024, "prefix found"),
         generated_beside(1024, "prefix for nothing", "generate"),
         "generate_cache",
+        headline="`model.generate` over `KVPageCache`: 1,024 of 1,056 tokens found, 32 generated",
     ),
     Number(
         "the same, nothing found",
@@ -336,6 +232,7 @@ NUMBERS: list[Number] = [
         first_token("blend", 0.15),
         first_token_beside,
         "blend_speed_2048",
+        headline="first token of a blended prompt of 2,080 tokens, 15 % computed again",
     ),
     Number(
         "to warm a segment of 512 tokens, once",
@@ -349,5 +246,6 @@ NUMBERS: list[Number] = [
         lost("behind itself", check=(0,)),
         quality_beside,
         "blend_quality",
+        headline="answers lost to blending at 15 %, of 100, a small trained Llama (95 % interval)",
     ),
 ]

@@ -1,7 +1,9 @@
-"""Keeps what benchmarks print, and writes the numbers of README.md from it: from this commit's sources, or not at all.
+"""Keep what benchmarks print, and write the tables of numbers from it: from this commit's sources, or not at all.
 
     python benchmarks/record.py run [NAME ...] [-- ARGUMENT ...]     measures into benchmarks/results/NAME.txt
-    python benchmarks/record.py numbers                              writes README.md's table from the results
+    python benchmarks/record.py numbers                              writes the tables from the results
+
+The tables: all numbers in docs/benchmarks.md, ten of them in README.md.
 
 `run` refuses a tree that differs from its commit, and an installed kvpage that differs from the tree. `numbers` refuses
 a result whose sources have changed since. What follows -- goes to each benchmark, such as --vllm PYTHON.
@@ -20,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
-from kvpage.benchmarks.number_table import table
+from kvpage.benchmarks.number_table import Results, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- numbers: written by benchmarks/record.py -->", "<!-- end of numbers -->"
 RESULTS = "benchmarks/results"
+TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table}
 
 
 class Refused(Exception):
@@ -37,9 +40,9 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def check_tree(root: Path) -> None:
-    """Raises: Refused: something besides results is not committed."""
+    """Raises: Refused: a file is not committed, and neither a result nor a page with a table."""
     changed = [line[3:] for line in git(root, "status", "--porcelain").splitlines()]
-    changed = [name for name in changed if not name.startswith((RESULTS, "README.md"))]
+    changed = [name for name in changed if not name.startswith((RESULTS, *TABLES))]
     if changed:
         raise Refused(f"the tree must be as committed, these files are not: {', '.join(changed[:5])}")
 
@@ -134,26 +137,45 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
     return commit, json.loads(lines[-1])
 
 
-def read_results(root: Path) -> dict[str, dict[str, Any]]:
-    """The lines of JSON of all results that README.md's table is made of."""
+def read_results(root: Path) -> Results:
+    """Return the line of JSON of each result that the tables are made of, by name."""
     return {name: read_result(root, name)[1] for name in RUNS}
 
 
-def with_numbers(readme: str, numbers: str) -> str:
-    """`readme` with its table replaced."""
-    before, _, rest = readme.partition(BEGIN)
+def commits_of(root: Path) -> str:
+    """Return a sentence that names the commit of each result, one for all where all are of one."""
+    names: dict[str, list[str]] = {}
+    for name in RUNS:
+        names.setdefault(read_result(root, name)[0], []).append(name)
+    if len(names) == 1:
+        return f"All were measured at commit `{next(iter(names))}`."
+    return " ".join(f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items())
+
+
+def with_numbers(page: str, numbers: str) -> str:
+    """Return `page` with its table replaced."""
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not after:
-        raise Refused(f"README.md must hold the lines {BEGIN!r} and {END!r}")
+        raise Refused(f"a page with numbers must hold the lines {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n{numbers}\n{END}{after}"
+
+
+def pages_with_numbers(root: Path) -> dict[str, str]:
+    """Return each page's text with the table that the results make, by the page's path."""
+    results, commits = read_results(root), commits_of(root)
+    return {
+        name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
+        for name, table in TABLES.items()
+    }
 
 
 def write_numbers(root: Path) -> None:
     """Raises: Refused: a result is of other sources than this commit's."""
     for name, run in RUNS.items():
         check_result(root, run, read_result(root, name)[0])
-    path = root / "README.md"
-    path.write_text(with_numbers(path.read_text(), table(read_results(root))))
+    for name, text in pages_with_numbers(root).items():
+        (root / name).write_text(text)
 
 
 def main() -> None:

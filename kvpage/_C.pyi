@@ -1,4 +1,4 @@
-"""The native core: addresses, sizes and stream handles in; no torch."""
+"""The native core: it takes addresses, sizes and stream handles, and knows nothing of torch."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -216,101 +216,167 @@ _Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64] | Sequence[int] | Any
 
 @final
 class BlockPool:
-    """The block ids of one tier: a reference count each, and a stack of the free ones.
+    """The block ids of one tier: a reference count for each, and a stack of the free ones.
 
-    A fresh pool hands out ascending ids; what is released together is handed out in the same order again. A block that
-    a PrefixTree has cached has one reference, the tree's; nobody else can share or release it. Safe to use from several
-    threads.
+    A fresh pool hands out ascending ids. Blocks that are released together are handed out in the same order again.
+    A block that a PrefixTree has cached has one reference, which belongs to the tree. No other caller can share or
+    release it. Safe to use from several threads.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """ValueError unless 0 <= num_blocks < 2**31."""
-    def allocate(self, n: int) -> npt.NDArray[np.int32]:
-        """`n` blocks with one reference each, the caller's: int32 ids [n] in a new array.
+        """Make a pool whose blocks are all free.
 
-        OutOfBlocks if fewer are free; ValueError if `n` is negative.
+        Args:
+            num_blocks: Blocks of the tier.
+
+        Raises:
+            ValueError: Unless 0 <= num_blocks < 2**31.
+        """
+    def allocate(self, n: int) -> npt.NDArray[np.int32]:
+        """Take `n` free blocks, with one reference each.
+
+        Args:
+            n: How many blocks to take.
+
+        Returns:
+            The ids, int32 [n], in a new array. The references belong to the caller.
+
+        Raises:
+            OutOfBlocks: Fewer than `n` blocks are free.
+            ValueError: `n` is negative.
         """
     def allocate_one(self) -> int:
-        """One block with one reference, faster than allocate(1). OutOfBlocks if none is free."""
-    def share(self, ids: _Integers) -> None:
-        """One more reference on each. ValueError for an id that is out of range, free, or cached by a tree."""
-    def release(self, ids: _Integers) -> None:
-        """One reference less, for every time that an id is named; a block without references becomes free.
+        """Take one free block, with one reference. It is faster than allocate(1).
 
-        ValueError for an id that is out of range, free, named more often than it has references, or cached by a tree.
+        Returns:
+            The block's id.
+
+        Raises:
+            OutOfBlocks: No block is free.
+        """
+    def share(self, ids: _Integers) -> None:
+        """Add one reference to each block.
+
+        Args:
+            ids: Block ids.
+
+        Raises:
+            ValueError: An id is out of range, free, or cached by a tree.
+        """
+    def release(self, ids: _Integers) -> None:
+        """Take one reference from a block for each time that its id is named. A block without references becomes free.
+
+        Args:
+            ids: Block ids.
+
+        Raises:
+            ValueError: An id is out of range, free, cached by a tree, or named more often than it has references.
         """
     def release_one(self, block_id: int, /) -> None:
-        """As release([block_id]), faster."""
+        """Do the same as release([block_id]), faster.
+
+        Args:
+            block_id: The block.
+
+        Raises:
+            ValueError: As in `release`.
+        """
     def ref_count(self, block_id: int) -> int:
-        """References on the block: 0 if it is free, 1 if it is cached. ValueError if out of range."""
+        """Return the block's number of references: 0 if it is free, 1 if it is cached.
+
+        Args:
+            block_id: The block.
+
+        Raises:
+            ValueError: The id is out of range.
+        """
     @property
     def num_free(self) -> int:
-        """Blocks without a reference, which allocate can hand out."""
+        """Number of blocks without a reference, which `allocate` can hand out."""
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tier; their ids are 0 to num_blocks - 1."""
+        """Number of blocks of the tier. Their ids are 0 to num_blocks - 1."""
     def check(self) -> None:
-        """RuntimeError that names what is broken, if anything is: for tests. O(num_blocks)."""
+        """Check the pool's invariants, for tests. It takes time in proportion to the blocks.
+
+        Raises:
+            RuntimeError: An invariant is broken; the message names it.
+        """
 
 @final
 class Match:
-    """A pinned path in a PrefixTree, from the start of a prompt to a block's end.
+    """A pinned path in a PrefixTree, from the start of a prompt to the end of a block.
 
-    It has to be given back by PrefixTree.release, or passed on as insert's `after`. One that is merely forgotten stays
+    Give it back by PrefixTree.release, or pass it on as `after` of insert. A match that is merely dropped stays
     pinned as long as the tree lives. It keeps the tree alive.
     """
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks of the path, in whichever tier."""
+        """Number of whole blocks in the path, in either tier."""
     @property
     def num_tokens(self) -> int:
-        """num_blocks * block_size."""
+        """Number of tokens in the path: num_blocks * block_size."""
     @property
     def num_device_blocks(self) -> int:
-        """How many of the path's blocks are on the device: the first ones. ValueError if the match is released."""
+        """Number of the path's blocks that are on the device: the first ones.
+
+        Raises:
+            ValueError: The match is released.
+        """
     @property
     def priority(self) -> int:
-        """The one that it was made with, 0 to 7."""
+        """The priority that the match was made with, 0 to 7."""
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """The device ids of the whole path: int32 [num_blocks], a new array. They are the tree's, and stay in the path
-        until the match is released. ValueError if it is released, or not wholly on the device.
+        """Device ids of the whole path, int32 [num_blocks], in a new array.
+
+        The blocks belong to the tree, and stay in the path until the match is released.
+
+        Raises:
+            ValueError: The match is released, or not wholly on the device.
         """
     def block_ids_from(self, start_block: int) -> npt.NDArray[np.int32]:
-        """The ids from that block of the path on, int32, without walking what comes before.
+        """Return the device ids from one block of the path on, without a walk over the blocks before it.
 
-        ValueError if it is not between 0 and num_blocks, or if the match is released or not wholly on the device.
+        Args:
+            start_block: Index of the first block in the path, 0 to num_blocks.
+
+        Returns:
+            The ids, int32 [num_blocks - start_block].
+
+        Raises:
+            ValueError: `start_block` is out of range, or the match is released or not wholly on the device.
         """
     @property
     def is_released(self) -> bool:
-        """Whether it was released or consumed by insert; num_blocks and num_tokens remain."""
+        """Whether the match was released or consumed by insert. Its num_blocks and num_tokens remain."""
 
 @final
 class PartMatch:
-    """The first tokens of a block of another path, which a prompt shares beyond its whole cached blocks.
+    """The first tokens of a block of another path, which a prompt shares after its whole cached blocks.
 
-    What they have in common is copied; the block stays the tree's.
+    The shared tokens are copied. The block stays the tree's.
     """
 
     @property
     def match(self) -> Match:
-        """Pins the other path; to be given to PrefixTree.release once the block is copied."""
+        """A match that pins the other path. Give it to PrefixTree.release once the block is copied."""
     @property
     def num_tokens(self) -> int:
-        """At least 1, fewer than a block's."""
+        """Number of shared tokens: at least 1, and fewer than a block holds."""
     @property
     def block_id(self) -> int:
-        """Of the device tier if is_on_device, otherwise of the host tier."""
+        """The block's id, in the device tier if is_on_device, otherwise in the host tier."""
     @property
     def is_on_device(self) -> bool:
         """Whether the block is on the device."""
 
 @final
 class TreeEntry:
-    """A run of blocks that a PrefixTree has cached, as PrefixTree.entries found it: a copy, which keeps nothing.
+    """A run of blocks that a PrefixTree has cached, as PrefixTree.entries found it. It is a copy and pins nothing.
 
-    Where paths part, or a match ended, one entry ends and others go on from it.
+    Where paths part, or where a match ended, one entry ends and others go on from it.
     """
 
     @property
@@ -318,100 +384,154 @@ class TreeEntry:
         """The namespace that the entry is in."""
     @property
     def parent(self) -> int | None:
-        """The index, in the list that entries() returned, of the entry that it goes on from; None: of none."""
+        """Index, in the list that `entries` returned, of the entry that this one goes on from.
+
+        None at a path's start.
+        """
     @property
     def start(self) -> int:
-        """Tokens of the path before its own."""
+        """Number of tokens in the path before the entry's own."""
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Its own tokens, whole blocks of them, as a new array."""
+        """The entry's own tokens, int32, whole blocks of them, in a new array."""
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """Its device blocks, as a new array: of all its blocks, or of the first where the rest is on the host."""
+        """Ids of the entry's device blocks, int32, in a new array.
+
+        Blocks at its end that are only on the host have none.
+        """
     @property
     def host_block_ids(self) -> npt.NDArray[np.int32]:
-        """Its host blocks, as a new array: an id for each of its blocks, or -1; empty without a host tier."""
+        """Ids of the entry's host blocks, int32, in a new array: one for each block, or -1.
+
+        Empty without a host tier.
+        """
     @property
     def num_pins(self) -> int:
-        """Live matches that pass through it, or end at it."""
+        """Number of live matches that pass through the entry or end at it."""
     @property
     def priority(self) -> int:
-        """0 to 7; lower ones are evicted first."""
+        """The entry's priority, 0 to 7. Entries of lower priority are evicted first."""
     @property
     def last_used(self) -> int | None:
-        """When the last match of it was released, on a clock of the tree: larger is later. None while it is pinned.
+        """When the entry's last match was released, on a clock of the tree: larger is later. None while it is pinned.
 
-        Of one priority the smallest is evicted first; of equal ones, which share a path, the one that ends it.
+        Of one priority, the entry with the smallest value is evicted first. Entries with equal values share a path;
+        then the one at the path's end goes first.
         """
 
 @final
 class PrefixTree:
-    """Which tokens have their K and V in which blocks: a radix tree of whole blocks, compared token by token.
+    """A radix tree of whole blocks that maps tokens to the blocks with their K and V. It compares token by token.
 
-    The tree holds the only reference on every block that it caches. What no Match pins is evicted in order of last use,
-    a prefix never before what continues it. Namespaces (bytes: a tenant's salt, a LoRA's name) share nothing. Safe to
-    use from several threads. When the tree goes, its blocks become free.
+    The tree holds the only reference to every block that it caches. Blocks that no Match pins are evicted in order
+    of last use; a prefix is never evicted before its continuation. Namespaces (bytes, such as a tenant's salt or a
+    LoRA's name) share nothing. Safe to use from several threads. When the tree is deleted, its blocks become free.
 
-    With a host pool there are two tiers: a block is on the device, on the host, or in both, and on every path those on
-    the device come first. The tree moves no bytes. What has to be copied comes back as int64 [num_pairs, 2]; the caller
-    does these copies in the order of the calls, before anything else is written.
+    With a host pool there are two tiers. A block is on the device, on the host, or in both. On every path the device
+    blocks come first. The tree moves no bytes. It returns the copies to make, int64 [num_pairs, 2]. The caller makes
+    them in the order of the calls, before anything else is written.
     """
 
     def __init__(
         self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None, *, _hash_mask: int = ...
     ) -> None:
-        """ValueError unless block_size is positive and under 2**31, and if the two pools are one."""
+        """Make an empty tree.
+
+        Args:
+            pool: The device tier.
+            block_size: Tokens of a block.
+            host_pool: The host tier; None for a tree without one.
+
+        Raises:
+            ValueError: Unless 0 < block_size < 2**31, or if the two pools are the same.
+        """
     @property
     def has_host_tier(self) -> bool:
         """Whether there is a host pool."""
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
     @property
     def num_cached(self) -> int:
-        """Device blocks in the tree."""
+        """Number of device blocks in the tree."""
     @property
     def num_evictable(self) -> int:
-        """Device blocks that evict() would free, exactly."""
+        """Number of device blocks that `evict` could free, exactly."""
     @property
     def num_host_cached(self) -> int:
-        """Host blocks in the tree."""
+        """Number of host blocks in the tree."""
     @property
     def num_host_evictable(self) -> int:
-        """Host blocks that evict_host() would free, exactly."""
+        """Number of host blocks that `evict_host` could free, exactly."""
     @property
     def num_nodes(self) -> int:
-        """Edges: what a path's cost grows with. A conversation that grew block by block is one."""
+        """Number of edges, with which a path's cost grows. A conversation that grew block by block is one edge."""
     @property
     def num_matches(self) -> int:
-        """Matches that are neither released nor consumed: what does not go back to 0 has been forgotten."""
+        """Number of matches that are neither released nor consumed.
+
+        If it does not return to 0, a caller has dropped some.
+        """
     def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0, num_left_over: int = 1) -> Match:
-        """Pins the longest run of cached whole blocks, in whichever tier, that `tokens` begin with.
+        """Pin the longest run of cached whole blocks, in either tier, with which `tokens` begin.
 
-        priority: 0 to 7. The path's becomes at least that; lower ones are evicted first.
-        num_left_over: as many of the tokens at least are left to compute. 1: a model needs one for the next token's
-            logits. 0 finds tokens that are cached to their last one.
+        Args:
+            tokens: Token ids of the prompt. Tokens after the first block that is not cached are not read. A list is
+                converted as a whole, to 64 bits.
+            namespace: Where to search.
+            priority: 0 to 7. The path's priority becomes at least this.
+            num_left_over: How many tokens, at least, are left to compute. A model needs 1 for the next token's logits.
+                0 also finds a prompt that is cached to its last token.
 
-        The Match is the caller's to release. ValueError if a number is out of range, or if the first block that is not
-        cached holds an id outside of 32 bits. Later tokens are not read (a list is converted as a whole, to 64 bits).
+        Returns:
+            The match. The caller releases it.
+
+        Raises:
+            ValueError: A number is out of range, or the first block that is not cached has an id outside of 32 bits.
         """
     def match_part(self, match: Match, tokens: _Integers, num_left_over: int = 1) -> PartMatch | None:
-        """The longest part of the block after `match` that a path below it shares with `tokens`, the whole prompt's.
+        """Find the longest part of the next block that a path below `match` shares with the prompt.
 
-        num_left_over: as for `match`. None if not even one token is shared. O(log of the paths that part there).
-        ValueError if it is negative, or if `match` is released or another tree's.
+        It takes time in proportion to the logarithm of the paths that part there.
+
+        Args:
+            match: The prompt's whole cached blocks.
+            tokens: Token ids of the whole prompt.
+            num_left_over: As in `match`.
+
+        Returns:
+            The part, or None if not even one token is shared.
+
+        Raises:
+            ValueError: `num_left_over` is negative, or `match` is released or belongs to another tree.
         """
     def num_pinned_only_by(self, matches: Sequence[Match]) -> int:
-        """How many device blocks no other match pins: what releasing these, each given once, would make evictable.
+        """Return how many device blocks these matches alone pin: those that become evictable when they are released.
 
-        ValueError if one is released or another tree's.
+        Args:
+            matches: Live matches, each named once.
+
+        Raises:
+            ValueError: A match is released or belongs to another tree.
         """
     def pin(self, match: Match) -> Match:
-        """A second Match of the same path. ValueError if `match` is released or another tree's."""
-    def release(self, match: Match) -> None:
-        """Unpins the path; blocks that nobody pins any more become the most recently used ones.
+        """Return a second match of the same path.
 
-        ValueError if `match` is released already or another tree's.
+        Args:
+            match: The match whose path is pinned again.
+
+        Raises:
+            ValueError: `match` is released or belongs to another tree.
+        """
+    def release(self, match: Match) -> None:
+        """Unpin the path. Blocks that no other match pins become the most recently used ones.
+
+        Args:
+            match: The match, which is released after this.
+
+        Raises:
+            ValueError: `match` is released already or belongs to another tree.
         """
     def insert(
         self,
@@ -421,118 +541,252 @@ class PrefixTree:
         after: Match | None = None,
         priority: int = 0,
     ) -> Match:
-        """Caches `tokens`, block_size a block, and pins the path to their end.
+        """Cache `tokens`, block_size a block, and pin the path to their end.
 
-        They start at the namespace's beginning, or go on where `after` ends; then `after` is consumed, its pins pass to
-        the returned Match, and the cost is that of the new tokens. The caller's reference on every new block passes to
-        the tree. Where the tokens are on the device already, the path has the tree's block, and the caller's is
-        released; the tree's own id may be named there, too, and then nothing is. Where they are on the host only, the
-        caller's block becomes their device block.
+        The tokens start at the namespace's beginning, or go on where `after` ends. Then `after` is consumed, its pins
+        pass to the returned match, and the cost is that of the new tokens alone.
 
-        ValueError if there are not exactly block_size tokens a block; if an id does not fit into 32 bits; if `after` is
-        released, another tree's, not wholly on the device, or given with a namespace or a priority; if a new block is
-        not the caller's alone (its count is not 1, it is cached elsewhere, or named twice); if a duplicate cannot be
-        released.
+        The caller's reference to every new block passes to the tree. Where the tokens are on the device already, the
+        path keeps the tree's block and the caller's block is released. The caller may also name the tree's own id
+        there; then no block is released. Where the tokens are on the host only, the caller's block becomes their device
+        block.
+
+        Args:
+            tokens: Token ids, a whole number of blocks.
+            block_ids: Device blocks, one for each block of tokens.
+            namespace: Where to insert. Not given together with `after`.
+            after: The path to go on from.
+            priority: 0 to 7. Not given together with `after`.
+
+        Returns:
+            The match of the whole path. The caller releases it.
+
+        Raises:
+            ValueError: There are not exactly block_size tokens a block, or an id does not fit into 32 bits. `after` is
+                released, belongs to another tree, is not wholly on the device, or came with a namespace or a priority.
+                A new block is not the caller's alone: its count is not 1, it is cached elsewhere, or it is named twice.
+                A duplicate cannot be released.
         """
     def trim(self, match: Match) -> None:
-        """Shortens the match to what of it is on the device; the rest becomes the most recently used.
+        """Shorten the match to its device blocks. The rest becomes the most recently used.
 
-        ValueError if it is released or another tree's.
+        Args:
+            match: The match to shorten.
+
+        Raises:
+            ValueError: `match` is released or belongs to another tree.
         """
     def promote(self, match: Match, block_ids: _Integers) -> npt.NDArray[np.int64]:
-        """Gives device blocks, the caller's own, to the first host-only blocks of the path: the (host, device) pairs.
+        """Give device blocks to the first host-only blocks of the path.
 
-        ValueError for more ids than such blocks, and for one that is not the caller's alone.
+        Args:
+            match: The path.
+            block_ids: Device blocks that are the caller's alone. They pass to the tree.
+
+        Returns:
+            The copies to make, int64 [num_pairs, 2]: (host block, device block).
+
+        Raises:
+            ValueError: There are more ids than host-only blocks, or a block is not the caller's alone.
         """
     def write_out(self, match: Match, min_hits: int = 0) -> npt.NDArray[np.int64]:
-        """Gives host blocks to the path's device blocks that have none, from its start on, as far as there is room or
-        can be made: the (device, host) pairs. Only to blocks on edges that `min_hits` matches have found.
+        """Give host blocks to the path's device blocks that have none, from its start on, as far as there is room.
+
+        Host blocks are evicted for it where that makes room.
+
+        Args:
+            match: The path.
+            min_hits: Only blocks on edges that so many matches have found get a host block.
+
+        Returns:
+            The copies to make, int64 [num_pairs, 2]: (device block, host block).
         """
     def evict(self, num_blocks: int) -> int:
-        """Frees up to that many unpinned device blocks: of the lowest priority, least recently used, a path's last
-        block first. What is not on the host as well is forgotten, with the host-only blocks behind it.
+        """Free up to `num_blocks` unpinned device blocks.
 
-        Returns how many. ValueError if negative.
+        Blocks of the lowest priority go first, among them the least recently used, and a path's last block before the
+        others. A block without a host copy is forgotten, together with the host-only blocks after it.
+
+        Args:
+            num_blocks: How many blocks to free at most.
+
+        Returns:
+            How many blocks were freed.
+
+        Raises:
+            ValueError: `num_blocks` is negative.
         """
     def demote(self, num_blocks: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """As evict, but what has no host block gets one, and host blocks are evicted for it: how many device blocks are
-        free, and the (device, host) pairs to copy. What finds no room on the host is forgotten.
+        """Free up to `num_blocks` unpinned device blocks as `evict` does, and give host blocks to those that have none.
+
+        Host blocks are evicted for it. A block that finds no room on the host is forgotten.
+
+        Args:
+            num_blocks: How many blocks to free at most.
+
+        Returns:
+            How many device blocks were freed, and the copies to make, int64 [num_pairs, 2]: (device block, host block).
+
+        Raises:
+            ValueError: `num_blocks` is negative.
         """
     def evict_host(self, num_blocks: int) -> int:
-        """Frees up to that many unpinned host blocks, in the order of evict. What is not on the device is forgotten."""
+        """Free up to `num_blocks` unpinned host blocks, in the order of `evict`. A block without a device copy is
+        forgotten.
+
+        Args:
+            num_blocks: How many blocks to free at most.
+
+        Returns:
+            How many blocks were freed.
+
+        Raises:
+            ValueError: `num_blocks` is negative.
+        """
     def drop(self, tokens: _Integers, namespace: bytes = b"") -> int:
-        """Forgets the blocks of `tokens`, from the last cached one up to the first that is pinned or that another path
-        goes on from; how many tokens they held.
+        """Forget the blocks of `tokens`, from the last cached one back to the first that is still in use.
+
+        A block is in use if it is pinned, or if another path goes on from it.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+
+        Returns:
+            How many tokens the forgotten blocks held.
         """
     def clear(self) -> int:
-        """Frees every unpinned block, in both tiers; returns how many on the device."""
-    def entries(self, limit: int, namespace: bytes | None = None) -> list[TreeEntry]:
-        """What is cached now, pinned or not, as a copy: at most `limit` entries, of all namespaces or of one.
+        """Free every unpinned block, in both tiers.
 
-        They come in the order of namespaces and tokens, each after the one that it goes on from. Nothing is pinned or
-        counts as used by it. Other calls wait meanwhile, some 0.1 ms for a million tokens. ValueError if the limit is
-        negative.
+        Returns:
+            How many device blocks were freed.
+        """
+    def entries(self, limit: int, namespace: bytes | None = None) -> list[TreeEntry]:
+        """Return a copy of the cached entries, pinned or not.
+
+        They come in the order of namespaces and tokens, each after the entry that it goes on from. The call pins
+        nothing and does not count as a use. Other calls wait meanwhile, about 0.1 ms for a million tokens.
+
+        Args:
+            limit: The largest number of entries to return.
+            namespace: The namespace to list; None lists all.
+
+        Returns:
+            The entries.
+
+        Raises:
+            ValueError: `limit` is negative.
         """
     def check(self, owned_ids: _Integers | None = None, owned_host_ids: _Integers | None = None) -> None:
-        """RuntimeError that names the broken invariant, if one is: for tests. O(tree).
+        """Check the tree's invariants, for tests. It takes time in proportion to the tree.
 
-        `owned_ids`: the references held outside of the tree, an id once for each. Then also every count must agree with
-        them, and free, cached and owned blocks must make up the pool.
+        Args:
+            owned_ids: References to device blocks outside of the tree; an id is named once for each. If given, every
+                count must agree with them, and free, cached and owned blocks must add up to the pool.
+            owned_host_ids: The same for host blocks.
+
+        Raises:
+            RuntimeError: An invariant is broken; the message names it.
         """
 
-    # What happens to cached blocks, for TreeWatch: (is_restart, now, changes, tokens, namespaces), see there.
+    # The log of changes, which TreeWatch reads.
     def log_changes(self, max_bytes: int) -> None:
-        """Keeps a log from now on, of at most so many bytes; 0 ends it. ValueError if negative."""
+        """Keep a log of changes from now on.
+
+        Args:
+            max_bytes: The log's limit in bytes; 0 ends it.
+
+        Raises:
+            ValueError: `max_bytes` is negative.
+        """
     def take_changes(
         self,
     ) -> tuple[bool, int, npt.NDArray[np.int64], npt.NDArray[np.int32], list[bytes]]:
-        """What has happened since the last call, or, at first and where that was lost, all that is cached.
+        """Return the changes since the last call. At first, and where the log overflowed, return all that is cached.
 
-        ValueError if no log is kept.
+        Returns:
+            (is_restart, now, changes, tokens, namespaces); see TreeChanges in kvpage/observe/tree_watch.py.
+
+        Raises:
+            ValueError: The tree keeps no log.
         """
     def lose_changes(self) -> None:
-        """Makes the next answer of take_changes all that is cached."""
+        """Drop the log, so that the next take_changes returns all that is cached."""
 
 # Whole-sequence slots.
 
 @final
 class SlotAllocator:
-    """Which slots of a cache with one slot a sequence are free, and how often each has been handed out.
+    """Slots of a cache with one slot a sequence: which are free, and how often each has been handed out.
 
-    All calls take constant time: a bitmap of two levels for 4,096 slots, and one level more for 64 times as many. A
-    slot's version is the number of times that `alloc` has given it out; while it is the same, nobody was given the slot
-    to write something else. Safe to use from several threads.
+    Every call takes constant time. The slots are a bitmap of two levels for 4,096 slots, and one level more for 64
+    times as many. A slot's version is the number of times that `alloc` has handed it out. While the version stays the
+    same, no new owner has written the slot. Safe to use from several threads.
     """
 
     def __init__(self, max_slots: int) -> None:
-        """All slots are free, with version 0. ValueError unless 0 <= max_slots < 2**31."""
-    def alloc(self) -> int:
-        """The lowest free slot, with a new version; -1 if none is free."""
-    def free(self, slot: int, /) -> None:
-        """Its version stays, and so does what it holds, until it is handed out again.
+        """Make an allocator whose slots are all free, with version 0.
 
-        ValueError if it is out of range or free; OverflowError beyond 64 bits.
+        Args:
+            max_slots: How many slots there are.
+
+        Raises:
+            ValueError: Unless 0 <= max_slots < 2**31.
+        """
+    def alloc(self) -> int:
+        """Take the lowest free slot and give it a new version.
+
+        Returns:
+            The slot, or -1 if none is free.
+        """
+    def free(self, slot: int, /) -> None:
+        """Free a slot. Its version and its contents stay until it is handed out again.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range or free already.
+            OverflowError: The number does not fit into 64 bits.
         """
     def occupy(self, slot: int) -> None:
-        """Takes a free slot as it is, without a new version: to go on with what it holds.
+        """Take a free slot as it is, without a new version, to go on with its contents.
 
-        ValueError if it is out of range or taken.
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range or taken.
         """
     def is_free(self, slot: int) -> bool:
-        """Whether `alloc` may hand it out. ValueError if out of range."""
+        """Return whether `alloc` may hand the slot out.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range.
+        """
     def version(self, slot: int) -> int:
-        """How often `alloc` has given it out. ValueError if out of range."""
+        """Return how often `alloc` has handed the slot out.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range.
+        """
     @property
     def free_count(self) -> int:
-        """How many slots are free."""
+        """Number of free slots."""
     @property
     def max_slots(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
 
 _SlotMatch = tuple[int, int, int] | tuple[int, None, None]  # prefix_len, slot, slot_ver
 
 class SlotTree:
-    """What kvpage.extras.slots.PrefixCacheManager documents. Safe to use from several threads."""
+    """The tree inside kvpage.extras.slots.PrefixCacheManager, which documents it. Safe to use from several threads."""
 
     def __init__(self, max_capacity: int) -> None: ...
     def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int: ...

@@ -75,7 +75,7 @@ void bind_hashes(py::module_& m) {
         }
         return bytes_of(digests.data(), digests.size());
       },
-      "See kvpage.store.records.stretches.");
+      "See kvpage.store.tiers.stretches.");
   m.def(
       "copy_and_xxh3_128",
       [](int64_t data, int64_t to, int64_t num_bytes, bool streaming) {
@@ -89,8 +89,8 @@ void bind_hashes(py::module_& m) {
         }
         return bytes_of(&digest, 1);
       },
-      "See kvpage.store.records.stretches.");
-  m.def("write_stretches", &write_stretches_of, "See kvpage.store.records.stretches.");
+      "See kvpage.store.tiers.stretches.");
+  m.def("write_stretches", &write_stretches_of, "See kvpage.store.tiers.stretches.");
   // (address and number of block ids, start, max_threads, streaming)
   using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
   const auto place_of = [](const Place& place) {
@@ -101,7 +101,7 @@ void bind_hashes(py::module_& m) {
     check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
     return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
   };
-  py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.load.block_io, which checks what needs a tensor.")
+  py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.load.block_chunks, which checks what needs a tensor.")
       .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
         return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
       }))

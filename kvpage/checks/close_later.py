@@ -1,7 +1,7 @@
-"""close_later: the end of what is forgotten, beside the thread that the garbage collector happens to run on.
+"""close_later: closes a forgotten object on another thread than the one that the garbage collector runs on.
 
-The collector runs a finalizer within any allocation, on a thread that may hold any lock by then, those of `threading`
-among them, as while a thread starts. Whoever waits there, for a lock or for the end of a thread, may wait for himself.
+The collector runs a finalizer within any allocation. Its thread may hold any lock then, also those of `threading`, as
+while a thread starts. A finalizer that waits for a lock, or for the end of a thread, may wait for its own thread.
 """
 
 import _thread
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 
 def close_later(close: Callable[[], object]) -> None:
-    """Has `close` called on a thread of its own, for which the interpreter's end waits; at that end it is called here.
+    """Call `close` on a thread of its own, for which the interpreter's end waits. At that end, call it on this thread.
 
-    Takes no lock: for finalizers.
+    It takes no lock, so finalizers may use it.
     """
     if threading.main_thread().is_alive():
         _thread.start_new_thread(_start, (close,))  # threading.Thread.start takes locks

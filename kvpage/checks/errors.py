@@ -1,10 +1,12 @@
-"""The one error of the domain. Everything else that a caller does wrong is a ValueError or a TypeError."""
+"""OutOfBlocks: the one error of the domain. Every other misuse is a ValueError or a TypeError."""
 
 
 class OutOfBlocks(RuntimeError):
-    """A pool lacks blocks for a call that gives all or nothing; nothing has been changed.
+    """A pool lacks blocks for a call that allocates all or nothing. The call has changed nothing.
 
-    Attributes: `needed`, the blocks that the call wanted; `free`, those it could have had.
+    Attributes:
+        needed: Blocks that the call asked for.
+        free: Blocks that it could have had.
     """
 
     def __init__(self, needed: int, free: int) -> None:

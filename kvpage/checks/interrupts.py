@@ -1,13 +1,13 @@
-"""Ctrl-C amid what must not be left half done: it waits for the end of it.
+"""Ctrl-C during work that must not be left half done: the interrupt waits for the work's end.
 
-    with HeldInterrupts():          Ctrl-C here is raised behind it,
+    with HeldInterrupts():          Ctrl-C here is raised after the block,
         schedule()
         with interruptible():
             model(tokens)           here at once,
-        commit()                    and a second one anywhere: nothing is promised then
+        commit()                    and a second Ctrl-C at once anywhere: then nothing is promised
 
-As asyncio does it: only in the main thread, where KeyboardInterrupt is raised, and only in place of Python's own
-handler. Whoever has another one, as most servers have, is not concerned.
+It works as in asyncio: only in the main thread, where KeyboardInterrupt is raised, and only in place of Python's own
+handler. A program with a handler of its own, as most servers have, is not affected.
 """
 
 import functools
@@ -19,7 +19,7 @@ from signal import SIGINT
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-# What `signal` wraps, which makes an enum of every number and handler: 3 us a call in place of 0.3.
+# `signal` wraps this module and makes an enum of every number and handler: 3 us a call in place of 0.3.
 try:
     import _signal as signals  # type: ignore[import-not-found]
 except ImportError:
@@ -30,8 +30,9 @@ Result = TypeVar("Result")
 
 
 class HeldInterrupts:
-    """For one `with`: inside, Ctrl-C waits, and KeyboardInterrupt is raised when it ends. One within another does
-    nothing.
+    """A context manager in which Ctrl-C waits. KeyboardInterrupt is raised when the block ends.
+
+    One within another does nothing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class HeldInterrupts:
         handler = _Handler(self)
         try:
             signals.signal(SIGINT, handler)
-        except ValueError:  # Python within another program, which has begun it in another thread
+        except ValueError:  # another program has started Python in another thread
             return
         self._handler = handler
 
@@ -53,21 +54,23 @@ class HeldInterrupts:
         self.raise_pending()
 
     def let_go(self) -> None:
-        """Ctrl-C does what it did before, unless somebody has decided otherwise meanwhile."""
+        """Restore Python's own handler, unless another handler was set meanwhile."""
         if self._handler and signals.getsignal(SIGINT) is self._handler:
             signals.signal(SIGINT, signals.default_int_handler)
         self._handler = None
 
     def raise_pending(self) -> None:
-        """KeyboardInterrupt if Ctrl-C has come."""
+        """Raise KeyboardInterrupt if Ctrl-C has come."""
         if self.is_pending:
             self.is_pending = False
             raise KeyboardInterrupt
 
 
 class _Handler:
-    """For one HeldInterrupts. Where it has outlived that, because somebody kept it and put it back, or the
-    process was forked, it does what Python's own does.
+    """The signal handler of one HeldInterrupts.
+
+    It can outlive that object, where a program keeps it and sets it again, or after a fork. Then it does the same as
+    Python's own handler.
     """
 
     def __init__(self, held: HeldInterrupts) -> None:
@@ -81,14 +84,14 @@ class _Handler:
         held = self.held
         if held is None:
             raise KeyboardInterrupt
-        if held.is_pending:  # somebody who will not wait
+        if held.is_pending:  # a second Ctrl-C does not wait
             held.let_go()
             held.raise_pending()
         held.is_pending = True
 
 
 class interruptible:
-    """Inside, Ctrl-C is raised at once, one that has come before included: for long work that may end anywhere."""
+    """A context manager for work that may end anywhere: Ctrl-C is raised at once, also one that has come before."""
 
     def __enter__(self) -> None:
         self._handler = signals.getsignal(SIGINT) if _is_main_thread() else None
@@ -108,8 +111,9 @@ class interruptible:
 
 
 def made_or_undone(make: Callable[[], Result], undo: Callable[[Result], object]) -> Result:
-    """What `make` returns, which Ctrl-C does not interrupt. If it comes meanwhile, what was made is undone: nobody
-    would have it.
+    """Return the result of `make`, which Ctrl-C does not interrupt. If Ctrl-C comes meanwhile, undo the result.
+
+    No caller would receive it then.
     """
     made: list[Result] = []
     try:
@@ -123,7 +127,7 @@ def made_or_undone(make: Callable[[], Result], undo: Callable[[Result], object])
 
 
 def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, all of it in HeldInterrupts."""
+    """Return the function with its whole body in HeldInterrupts."""
 
     @functools.wraps(function)
     def whole(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:

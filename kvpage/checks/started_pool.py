@@ -1,8 +1,8 @@
 """started_pool: a pool of threads that all run from the beginning.
 
-A pool of the standard library starts its threads when they are needed. Where the system has no more to give, `submit`
-then raises, and the job stays queued all the same: it would run when whoever has asked for it has given up, and write
-into memory that is somebody else's by then.
+A pool of the standard library starts its threads when they are needed. Where the system can start no more, `submit`
+raises, and yet the job stays queued. It would run after its caller has given up, and write into memory that belongs to
+another owner by then.
 """
 
 import threading
@@ -10,7 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def started_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """RuntimeError if the threads cannot be had; then there are none."""
+    """Return a pool whose threads have all been started.
+
+    Raises:
+        RuntimeError: The threads cannot be started. Then none is left running.
+    """
     pool, started = ThreadPoolExecutor(num_threads, thread_name_prefix=name), threading.Event()
     try:
         for _ in range(num_threads):

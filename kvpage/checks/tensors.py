@@ -1,7 +1,7 @@
-"""What is asked of any tensor whose memory is read or written by its address.
+"""Checks of tensors whose memory is read or written by its address.
 
-Torch may see other numbers than lie there: views like `torch.imag(x.conj())` are negated or conjugated when torch reads
-them, and say so in a bit of the tensor.
+Torch may see other numbers than the memory holds. Views like `torch.imag(x.conj())` are negated or conjugated when
+torch reads them; a bit of the tensor says so.
 """
 
 import numbers
@@ -16,9 +16,14 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """TypeError unless it is a tensor, ValueError unless its elements lie in memory, by its strides.
+    """Raise unless it is a tensor whose elements are in memory, by its strides.
 
-    Sparse and nested tensors have none; one that a framework has off-loaded or sharded may have a shape and no memory.
+    Sparse and nested tensors have no strides. A tensor that a framework has off-loaded or sharded may have a shape and
+    no memory.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It has no strides or no memory.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -30,14 +35,19 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def check_plain(name: str, tensor: Any) -> None:
-    """Besides, ValueError unless the numbers that torch sees in it are those in its memory."""
+    """Raise as check_dense does, and ValueError unless torch sees the same numbers that the memory holds."""
     check_dense(name, tensor)
     if _is_lazy(tensor):
         raise ValueError(f"{name} must not be a view that torch negates or conjugates")
 
 
 def tensor_list(name: str, tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors, or one's slices. Raises what check_dense raises, and TypeError for what does not list any."""
+    """Return the tensors as a list; of one tensor, its slices.
+
+    Raises:
+        TypeError: They cannot be listed, or one of them is no tensor.
+        ValueError: As in check_dense.
+    """
     if isinstance(tensors, torch.Tensor):
         check_dense(name, tensors)
     listed = list(tensors)
@@ -47,10 +57,10 @@ def tensor_list(name: str, tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def check_writable(name: str, tensor: Any) -> None:
-    """Besides, ValueError unless no two of its elements share memory, by its strides.
+    """Raise as check_plain does, and ValueError if two of the elements share memory, by the strides.
 
-    Taken from the smallest, each stride must step over all that the smaller ones reach; so it is in every tensor that
-    slices, splits and transposes make.
+    Taken from the smallest, each stride must step over all that the smaller ones reach. This holds for every tensor
+    made by slices, splits and transposes.
     """
     check_plain(name, tensor)
     if tensor.is_contiguous():
@@ -67,13 +77,14 @@ def check_writable(name: str, tensor: Any) -> None:
 
 
 def readable(name: str, tensor: Any) -> torch.Tensor:
-    """`tensor`, or a copy that holds what torch sees in it. Raises what check_dense raises."""
+    """Return `tensor`, or a copy that holds the numbers that torch sees in it. Raise as check_dense does."""
     check_dense(name, tensor)
-    if not _is_lazy(tensor):
-        return tensor
+    found: torch.Tensor = tensor
+    if not _is_lazy(found):
+        return found
     try:
-        return tensor.resolve_conj().resolve_neg()
-    except NotImplementedError as error:  # of 8-bit floats, which torch does not negate
+        return found.resolve_conj().resolve_neg()
+    except NotImplementedError as error:  # torch does not negate 8-bit floats
         raise ValueError(f"{name} must not be a view that torch cannot negate, got {tensor.dtype}") from error
 
 
@@ -82,37 +93,53 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def as_numbers(name: str, tensor: Any, num_dims: int | None = None) -> torch.Tensor:
-    """The tensor, as torch sees it. Its numbers are in the memory of a CPU or a CUDA device."""
-    tensor = readable(name, tensor)
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
-    if num_dims is not None and tensor.dim() != num_dims:
-        raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
-    return tensor
+    """Return the tensor with the numbers that torch sees, in the memory of a CPU or a CUDA device.
+
+    Args:
+        name: The argument's name in errors.
+        tensor: The tensor.
+        num_dims: The number of dimensions that it must have; None for any.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It is on another device, or has another number of dimensions.
+    """
+    found = readable(name, tensor)
+    if found.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {found.device}")
+    if num_dims is not None and found.dim() != num_dims:
+        raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(found.shape)}")
+    return found
 
 
 def as_floats(name: str, tensor: Any, num_dims: int | None = None) -> torch.Tensor:
-    """Besides, of a floating point type that has arithmetic."""
-    tensor = as_numbers(name, tensor, num_dims)
-    if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
-        raise ValueError(f"{name} must be of a floating point type, got {tensor.dtype}")
-    return tensor
+    """Return the tensor as as_numbers does. Raise ValueError unless its type is a float of 16 bits or more."""
+    found = as_numbers(name, tensor, num_dims)
+    if not found.dtype.is_floating_point or found.element_size() == 1:
+        raise ValueError(f"{name} must be of a floating point type, got {found.dtype}")
+    return found
 
 
 def as_indices(name: str, tensor: Any) -> torch.Tensor:
-    """One-dimensional, of integers."""
-    tensor = as_numbers(name, tensor, 1)
-    if tensor.dtype not in INTEGERS and tensor.numel():
-        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
-    return tensor
+    """Return the tensor as as_numbers does. Raise ValueError unless it is one-dimensional and holds integers."""
+    found = as_numbers(name, tensor, 1)
+    if found.dtype not in INTEGERS and found.numel():
+        raise ValueError(f"{name} must be integers, got {found.dtype}")
+    return found
 
 
 def as_selection(name: str, selection: Any, num_rows: int) -> list[int]:
-    """Rows as a tensor is indexed with: integers, negative ones from the last on, or a mask of all rows."""
+    """Return the selected rows as integers of at least 0.
+
+    Args:
+        name: The argument's name in errors.
+        selection: Integers, where negative ones count from the last row, or a mask with one flag a row.
+        num_rows: How many rows there are.
+    """
     if not isinstance(selection, torch.Tensor):
         try:
             selection = torch.as_tensor(as_list(name, selection))
-        except RuntimeError as error:  # torch's, of what it cannot read
+        except RuntimeError as error:  # torch cannot read it
             raise TypeError(f"{name} must be integers or flags, got {type(selection).__name__}") from error
     selection = as_numbers(name, selection, 1)
     if selection.dtype != torch.bool:
@@ -124,7 +151,7 @@ def as_selection(name: str, selection: Any, num_rows: int) -> list[int]:
 
 
 def as_bounds(name: str, bounds: torch.Tensor | Sequence[int], num_tokens: int) -> list[int]:
-    """Where each request begins, and the end: ascending from 0 to num_tokens."""
+    """Return the bounds of requests as integers. Raise ValueError unless they ascend from 0 to `num_tokens`."""
     found = as_indices(name, bounds).tolist() if isinstance(bounds, torch.Tensor) else as_list(name, bounds)
     found = [as_integer(name, bound) for bound in found]
     if not found or found[0] != 0 or found[-1] != num_tokens or found != sorted(found):
@@ -133,7 +160,7 @@ def as_bounds(name: str, bounds: torch.Tensor | Sequence[int], num_tokens: int) 
 
 
 def as_dim(name: str, dim: int, tensor: torch.Tensor) -> int:
-    """One of the tensor's dimensions, not counted from its end."""
+    """Return the dimension, counted from the first. Raise ValueError unless the tensor has it."""
     dim = as_integer(name, dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{name} must be a dimension of shape {tuple(tensor.shape)}, got {dim}")
@@ -141,14 +168,14 @@ def as_dim(name: str, dim: int, tensor: torch.Tensor) -> int:
 
 
 def as_ratio(name: str, ratio: float) -> float:
-    """A number from 0 to 1."""
+    """Return a number from 0 to 1 as a float. Raise ValueError for any other value."""
     if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= ratio <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {ratio!r}")
     return float(ratio)
 
 
 def as_device(name: str, device: torch.device | str) -> torch.device:
-    """Return the device; ValueError unless it is a CPU, or a CUDA device of this machine."""
+    """Return the device. Raise ValueError unless it is a CPU, or a CUDA device of this machine."""
     found = parse_device(name, device)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{name} must be a device of this machine, got {device!r}")
@@ -156,7 +183,7 @@ def as_device(name: str, device: torch.device | str) -> torch.device:
 
 
 def parse_device(name: str, device: torch.device | str) -> torch.device:
-    """Return the device, whether this machine has it or not; ValueError unless it is a CPU or a CUDA device."""
+    """Return the device, also one that this machine lacks. Raise ValueError unless it is a CPU or a CUDA device."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

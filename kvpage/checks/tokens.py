@@ -1,4 +1,4 @@
-"""Token ids as the rest of the library takes them: one-dimensional int32 arrays."""
+"""Token ids in the form that the rest of the library takes: one-dimensional int32 arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,22 +7,31 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | Any
-"""A list, or anything numpy reads as a one-dimensional integer array: numpy, array.array, a torch CPU tensor."""
+"""A list, or anything that numpy reads as a one-dimensional integer array, such as a torch CPU tensor."""
 
 
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
-    """`values` as numpy reads them. ValueError where it cannot, as of a tensor on a device or with a gradient."""
+    """Return `values` as a numpy array.
+
+    Raises:
+        ValueError: numpy cannot read them, as with a tensor on a device or with a gradient.
+    """
     try:
         return np.asarray(values)
-    except RuntimeError as error:  # torch's, which has many reasons
+    except RuntimeError as error:  # torch has many reasons
         raise ValueError(f"{name} must be readable as an array: {error}") from error
 
 
 def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
-    """`tokens` as a contiguous int32 array; the same memory if it is one already.
+    """Return `tokens` as a contiguous int32 array [num_tokens]. An array of that form is returned as it is.
 
-    ValueError if it is not one-dimensional, not of integers, or holds an id that does not fit into 32 bits. TypeError
-    for text, and for all that a tokenizer has made of it.
+    Args:
+        tokens: Token ids.
+        name: The argument's name in errors.
+
+    Raises:
+        ValueError: They are not one-dimensional or not integers, or an id does not fit into 32 bits.
+        TypeError: They are text, or the mapping that a tokenizer returns.
     """
     array = as_array(tokens, name)
     if array.dtype == np.int32 and array.ndim == 1:

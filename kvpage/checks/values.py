@@ -1,4 +1,4 @@
-"""The arguments of operations on sequences: checked, and as plain integers and arrays."""
+"""Checks of plain arguments: numbers, flags, lists, namespaces, and one number for each sequence."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from kvpage.checks.tokens import as_array
 
-MAX_NAMESPACE_BYTES = 4096  # whole namespaces stand in every record of a store
+MAX_NAMESPACE_BYTES = 4096  # every record of a store holds its whole namespace
 
 
 def check_namespace(namespace: bytes) -> None:
-    """TypeError unless it is bytes, ValueError for more than MAX_NAMESPACE_BYTES."""
+    """Raise TypeError unless it is bytes, and ValueError if it is longer than MAX_NAMESPACE_BYTES."""
     if not isinstance(namespace, bytes):
         raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
     if len(namespace) > MAX_NAMESPACE_BYTES:
@@ -21,7 +21,7 @@ def check_namespace(namespace: bytes) -> None:
 
 
 def as_integer(name: str, value: SupportsIndex) -> int:
-    """`value` as an int. TypeError for a float, or what else is no integer."""
+    """Return `value` as an int. Raise TypeError for a float or any other value that is no integer."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -29,21 +29,25 @@ def as_integer(name: str, value: SupportsIndex) -> int:
 
 
 def as_list(name: str, values: Iterable[Any]) -> list[Any]:
-    """TypeError for what cannot be gone through."""
+    """Return `values` as a list. Raise TypeError if they cannot be iterated over."""
     try:
         return list(values)
-    except (TypeError, RuntimeError) as error:  # torch's, of a tensor without rows
+    except (TypeError, RuntimeError) as error:  # torch raises it for a tensor without rows
         raise TypeError(f"{name} must be a sequence, got {type(values).__name__}") from error
 
 
 def check_flag(name: str, value: bool) -> None:
-    """TypeError unless it is True or False."""
+    """Raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
 def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int]:
-    """One integer a sequence: `counts` itself, or the same for all. TypeError for what are no integers."""
+    """Return one integer for each sequence: `counts` itself, or the same number for all.
+
+    Raises:
+        TypeError: A count is no integer.
+    """
     try:
         if isinstance(counts, Iterable):
             return [operator.index(count) for count in counts]
@@ -53,7 +57,12 @@ def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int
 
 
 def as_positions(name: str, positions: Sequence[int], num_seqs: int) -> npt.NDArray[np.int64]:
-    """One position a sequence. ValueError for another number of them, TypeError for what are no integers."""
+    """Return one position for each sequence, int64 [num_seqs].
+
+    Raises:
+        ValueError: There is another number of positions.
+        TypeError: They are not integers.
+    """
     array = as_array(positions, name)
     if array.shape != (num_seqs,):
         raise ValueError(f"{name} must have one entry for each of {num_seqs} sequences, got shape {array.shape}")

@@ -21,15 +21,16 @@ from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.store_connector import BlockStore
-from kvpage.serving.model.check import check_config, verify_model, verify_quantized
-from kvpage.serving.model.kind import check_model
+from kvpage.serving.model.argument_check import check_model
+from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.serving.refusal import names_alternative
 from kvpage.store import KVStore
 
 

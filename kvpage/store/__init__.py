@@ -3,14 +3,14 @@
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
-from kvpage.store.load.block_io import metadata_of
+from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.layer_load import LayerLoad
-from kvpage.store.pin import Pin
+from kvpage.store.placement import Placed, register_tier
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.summary import RecordSummary
+from kvpage.store.stack.pin import Pin
 from kvpage.store.stats import KVStoreStats
-from kvpage.store.tier import Tier, TierError, TierRests, TierStats
-from kvpage.store.tiers import Placed, register_tier
+from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [
     "KVStore",

@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.disk.view import DiskView
-from kvpage.store.load.chunk_io import verify_record
+from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.placement import paths_of, place_tiers
 from kvpage.store.records.record import CorruptRecord
+from kvpage.store.records.record_io import verify_record
 from kvpage.store.records.summary import RecordSummary, summaries
-from kvpage.store.tier import Reader, RecordGone, Tier, TierError
-from kvpage.store.tiers import paths_of, place_tiers
+from kvpage.store.tiers.tier import Reader, RecordGone, Tier, TierError
 
 __all__ = [
     "RecordSummary",

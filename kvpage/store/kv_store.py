@@ -21,17 +21,15 @@ from kvpage.checks.interrupts import made_or_undone, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, check_flag, check_namespace
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.load.block_io import BlockChunks, ChunkPlans
+from kvpage.store.load.block_chunks import BlockChunks, ChunkPlans
 from kvpage.store.load.block_load import BlockLoad
-from kvpage.store.load.calls import Calls, one_call
-from kvpage.store.load.chunk_io import RecordKind, ShapedSource, Source
-from kvpage.store.load.chunk_threads import num_leading
+from kvpage.store.load.call_gate import CallGate, gated
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_load import TensorLoad
-from kvpage.store.pin import Pin
+from kvpage.store.placement import Placed, place_tiers
 from kvpage.store.records.keys import KVStoreMetadata
-from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.kv_tensors import (
     KVTensors,
     TensorChunk,
@@ -42,11 +40,13 @@ from kvpage.store.records.kv_tensors import (
     token_dim,
     tokens_of,
 )
+from kvpage.store.records.payload import ShapedSource, Source
 from kvpage.store.records.summary import RecordSummary, summaries
+from kvpage.store.stack.chunk_threads import num_leading
+from kvpage.store.stack.pin import Pin
+from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stats import KVStoreStats
-from kvpage.store.tier import Key, Tier
-from kvpage.store.tier_stack import TierStack
-from kvpage.store.tiers import Placed, place_tiers
+from kvpage.store.tiers.tier import Key, Tier
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -72,7 +72,7 @@ class KVStore:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._plans = ChunkPlans()
-        self.calls = Calls("the store")
+        self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
 
     @property
@@ -82,7 +82,7 @@ class KVStore:
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
 
-    @one_call
+    @gated
     def store(
         self,
         tokens: Tokens,
@@ -126,7 +126,7 @@ class KVStore:
 
         return _done(run()) if blocking else self._tiers.later(run)
 
-    @one_call
+    @gated
     def retrieve(
         self,
         tokens: Tokens,
@@ -162,7 +162,7 @@ class KVStore:
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
-    @one_call
+    @gated
     def store_blocks(
         self,
         tokens: Tokens,
@@ -183,7 +183,7 @@ class KVStore:
         self._put(self._dtype.settle(engine.layout.dtype), array, 0, blocks.chunk, skip_existing, namespace)
         return self._lookup(array, namespace)
 
-    @one_call
+    @gated
     def load_blocks(
         self,
         tokens: Tokens,
@@ -220,7 +220,7 @@ class KVStore:
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
-    @one_call
+    @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """How many leading tokens the store has, or had a moment ago."""
         return self._lookup(self._checked(tokens, namespace), namespace)
@@ -240,14 +240,14 @@ class KVStore:
             raise ValueError("kv_dtype must be known before there are keys, got None, and nothing stored or found")
         return kinds.keys.of(array, namespace)
 
-    @one_call
+    @gated
     def keys(self) -> list[Key]:
         """Of all records in any tier, of every model and namespace, each once; those of the fastest tier come first. A
         tier that cannot list its records, or is in trouble, adds none and is counted in `stats().tier_errors`.
         """
         return list(dict.fromkeys(info.key for found in self._tiers.infos() for info in found))
 
-    @one_call
+    @gated
     def records(self) -> list[RecordSummary]:
         """What lies in each tier, as the records tell of themselves. A look into each, which counts as a use, and for
         which a remote tier fetches it whole. A tier in trouble adds none and is counted.
@@ -255,24 +255,24 @@ class KVStore:
         found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
         return [one for each in found if each is not None for one in each]
 
-    @one_call
+    @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Forgets the tokens' chunks in every tier; how many there were in the one that had most."""
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
-    @one_call
+    @gated
     def clear(self) -> None:
         """Forgets everything, of every model, in every tier."""
         self._tiers.clear()
 
-    @one_call
+    @gated
     def flush(self, sync: bool = False) -> None:
         """Waits for what is written in the background; with `sync`, until it would survive a loss of power."""
         check_flag("sync", sync)
         self._tiers.flush(sync)
 
     def stats(self) -> KVStoreStats:
-        self.calls.check()
+        self.gate.check()
         return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
 
     @uninterrupted
@@ -281,7 +281,7 @@ class KVStore:
         anything but `stats` and `unpin` afterwards, and meanwhile, raises ValueError. In a forked process nothing
         happens: the tiers are the parent's.
         """
-        if self.calls.close():
+        if self.gate.close():
             with self._closing:
                 self._tiers.drain()
                 if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
@@ -316,15 +316,15 @@ class KVStore:
 
         return self._tiers.put(keys, record, skip_existing)
 
-    @one_call
+    @gated
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
         array = self._checked(tokens, namespace)
         readers = [reader for _, reader in self._tiers.open_leading(self._found_keys(array, namespace))]
         return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
 
-    @one_call
+    @gated
     def _begin_layers(self, *load: Any) -> LayerLoad:
-        return self._load(*load).by_layers(self._tiers, self.calls)
+        return self._load(*load).by_layers(self._tiers, self.gate)
 
     def _load(
         self,

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage.serving import RequestOutput
-from kvpage.store.tier import TierStats
+from kvpage.store.tiers.tier import TierStats
 
 NUM_SHOWN, PROMPT_CHARACTERS = 4, 160
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

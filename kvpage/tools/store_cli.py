@@ -15,8 +15,8 @@ from rich.table import Table
 
 from kvpage.store import inspection
 from kvpage.store.config import parse_size
-from kvpage.store.disk.view import DiskView
-from kvpage.store.tier import Tier, TierError
+from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.tiers.tier import Tier, TierError
 
 store_app = typer.Typer(no_args_is_help=True, help="Looks into a store of chunks, by a tier's URL.")
 Url = Annotated[str, typer.Argument(help="such as disk:///var/kv, disk:kv (relative) or redis://host:6379/0")]

@@ -19,8 +19,8 @@ from support.redis_server import MISSING  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
-from kvpage.store.load.chunk_io import verify_record  # noqa: E402
-from kvpage.store.memory import MemoryTier  # noqa: E402
+from kvpage.store.records.record_io import verify_record  # noqa: E402
+from kvpage.store.tiers.memory_tier import MemoryTier  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
 
 ONCE = ["--rounds", "1"]

@@ -1,4 +1,4 @@
-"""Figures come from this commit's sources, or are refused; README.md's table is the one that the results make."""
+"""Figures come from this commit's sources, or are refused; the pages' tables are those that the results make."""
 
 import json
 import subprocess
@@ -110,11 +110,35 @@ def test_the_extension_knows_what_it_was_compiled_from() -> None:
     assert kvpage.build_info()["sources"] == record.digest(ROOT)
 
 
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
 @needs_sources
-def test_every_number_of_the_readme_is_measured() -> None:
-    """The table is made of the results that are kept, and of nothing else."""
-    readme = (ROOT / "README.md").read_text()
-    assert record.with_numbers(readme, number_table.table(record.read_results(ROOT))) == readme
+def test_ten_numbers_are_in_the_short_table() -> None:
+    """Each is in the full table, too: the same number, beside the same peers."""
+    results = record.read_results(ROOT)
+    short, full = rows_of(number_table.short_table(results)), rows_of(number_table.full_table(results))
+    assert len(short) == 10 and len(full) == len(number_table.NUMBERS)
+    assert all(row[1:3] in [of[1:3] for of in full] for row in short)
+
+
+def test_the_commits_of_results_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence where all are of one commit, one for each commit otherwise."""
+    (tmp_path / record.RESULTS).mkdir(parents=True)
+    monkeypatch.setattr(record, "RUNS", {name: runs.Run(name, (f"benchmarks/{name}.py",)) for name in ("a", "b", "c")})
+    for name, measured_at in (("a", "1111"), ("b", "1111"), ("c", "1111")):
+        (tmp_path / record.RESULTS / f"{name}.txt").write_text(f"commit {measured_at}\n\n{{}}")
+    assert record.commits_of(tmp_path) == "All were measured at commit `1111`."
+    (tmp_path / record.RESULTS / "b.txt").write_text("commit 2222\n\n{}")
+    assert record.commits_of(tmp_path) == "Measured at commit `1111`: a, c. Measured at commit `2222`: b."
+
+
+@needs_sources
+def test_every_number_of_the_pages_is_measured() -> None:
+    """The tables are made of the results that are kept, and of nothing else."""
+    for name, text in record.pages_with_numbers(ROOT).items():
+        assert text == (ROOT / name).read_text(), name
     for name, run in runs.RUNS.items():
         assert (ROOT / run.script).is_file(), name
         assert json.dumps(record.read_result(ROOT, name)[1])

@@ -1,4 +1,4 @@
-"""The examples do what they say, and the README's does too."""
+"""The examples of `examples/` do what they say; test_page_examples.py has those of the pages."""
 
 import importlib.util
 import re
@@ -40,33 +40,6 @@ def test_own_loop_gives_the_tokens_of_generate(capsys):
     assert "32 of 34 tokens found" in capsys.readouterr().out
     assert got == [generate(tiny_llama("eager"), prompt, 12) for prompt in prompts]
     assert len({token for tokens in got for token in tokens}) > 10, "the model repeats itself; the test shows little"
-
-
-def run_readme_example(index: int) -> dict:
-    """Each example runs after the first, whose names it may use."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
-    names: dict = {"__name__": "readme"}
-    for block in (blocks[0], blocks[index]) if index else blocks[:1]:
-        exec(compile(block, "README.md", "exec"), names)
-    return names
-
-
-def test_readme_example_of_serving(capsys):
-    run_readme_example(0)
-    assert re.search(r"\[\d+(, \d+)+\]", capsys.readouterr().out)
-
-
-def test_readme_example_of_generate(capsys):
-    names = run_readme_example(1)
-    printed = capsys.readouterr().out.splitlines()[-2:]
-    assert printed == ["0 of 42 tokens are not computed again", "40 of 41 tokens are not computed again"]
-    assert names["output"].shape[1] > 41
-
-
-def test_readme_example_of_blending(capsys):
-    run_readme_example(2)
-    assert "102 of 124 tokens reused" in capsys.readouterr().out
 
 
 def test_particles_estimate_what_enumeration_finds_and_compute_each_token_once(capsys):

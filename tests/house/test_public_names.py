@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = "\n\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 MODULES = [
     "kvpage",
     "kvpage.layout.backends",
@@ -26,7 +27,7 @@ MODULES = [
     "kvpage.serving.loop.store_connector",
     "kvpage.extras.slots",
     "kvpage.store",
-    "kvpage.store.tier",
+    "kvpage.store.tiers.tier",
     "kvpage.observe.telemetry",
     "kvpage.extras.token_trie",
     "kvpage.integrations.vllm_ops.ops",
@@ -44,7 +45,7 @@ PRIVATE = {
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
     "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
-    "kvpage.store.load.calls.Calls": "of a KVStore, which makes a LayerLoad",
+    "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
 }
@@ -75,12 +76,12 @@ def test_public_names_exist_and_say_what_they_do(module_name):
 
 
 @pytest.mark.parametrize("module_name", MODULES)
-def test_what_the_readme_names_is_public(module_name):
-    """Names that the README imports from a module, and names in a paragraph on it that the module has."""
+def test_what_the_pages_name_is_public(module_name):
+    """Names that a page imports from a module, and names in a paragraph on it that the module has."""
     module, named = load(module_name), set()
-    for names in re.findall(rf"^ *from {re.escape(module_name)} import ([\w, ]+)", README, re.MULTILINE):
+    for names in re.findall(rf"^ *from {re.escape(module_name)} import ([\w, ]+)", PAGES, re.MULTILINE):
         named |= {name.split(" as ")[0].strip() for name in names.split(",")}
-    for paragraph in re.split(r"\n\n|\n(?=- )", README):
+    for paragraph in re.split(r"\n\n|\n(?=- )", PAGES):
         if re.match(rf"(?:- )?`{re.escape(module_name)}`", paragraph):
             named |= {name for name in re.findall(r"`(\w+)", paragraph) if hasattr(module, name)}
     assert {name for name in named if not _is_module(module_name, name)} <= set(module.__all__)
@@ -90,10 +91,10 @@ def _is_module(module_name: str, name: str) -> bool:
     return isinstance(getattr(load(module_name), name, None), types.ModuleType)
 
 
-def test_the_readme_names_operations_and_tries():
+def test_the_pages_name_operations_and_tries():
     """The test above finds them."""
-    assert "`kvpage.ops`: `reshape_and_cache`" in README
-    assert "`kvpage.extras.token_trie` is for" in README
+    assert "`kvpage.ops` has `reshape_and_cache`" in PAGES
+    assert "`kvpage.extras.token_trie` is for" in PAGES
 
 
 def classes_in(hint: object) -> Iterator[type]:

@@ -14,8 +14,8 @@ from support.disk_faults import SEGMENT_BYTES, FaultyOS, replace_os
 from support.redis_server import MISSING, RedisServer
 
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.memory import MemoryTier
-from kvpage.store.tiers import Placed
+from kvpage.store.placement import Placed
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, None)
 RATES = (0.0, 0.0, 0.0, 0.01, 0.1, 1.0)  # of the disk's calls that fail

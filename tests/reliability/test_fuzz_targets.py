@@ -40,7 +40,7 @@ EXCEPTIONS = {
     "kvpage._C._Xxh3": "addresses and sizes of tests, which nothing can check",
     "kvpage._C.ChunkPlan": "addresses of a store's own; its refusals are in tests/store/test_store_blocks.py",
     "kvpage._C.copy_and_xxh3_128": "addresses of a store's own, which nothing can check",
-    "kvpage._C.write_stretches": "addresses of a store's own; its refusals are in tests/store/test_stretch_writer.py",
+    "kvpage._C.write_stretches": "addresses of a store's own; see tests/store/tiers/test_stretch_writer.py",
     "kvpage._C.xxh3_128_of_stretches": "addresses of a store's own, which nothing can check",
     "kvpage.blend.BlendExecutor": "an abstract class",
     "kvpage.blend.BlendOutput": RESULTS,

@@ -22,11 +22,11 @@ from kvpage import BlockManager, CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.memory import MemoryTier
 from kvpage.store.records.record import HEADER, CorruptRecord, RecordHead
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 ROOT = Path(kvpage.__file__).parent
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -20,7 +20,13 @@ from kvpage.serving import (
 
 CONFIG = CacheConfig(block_size=4, num_gpu_blocks=64)
 PARAMS = SamplingParams(max_tokens=2)
-MAKE = pytest.mark.parametrize("make", [Engine.from_model, KVPageCachePool.from_model])
+
+
+def make_engine(model: object, cache_config: CacheConfig) -> Engine:
+    return Engine.from_model(model, EngineConfig(cache_config))
+
+
+MAKE = pytest.mark.parametrize("make", [make_engine, KVPageCachePool.from_model])
 
 
 @MAKE

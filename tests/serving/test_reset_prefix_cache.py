@@ -10,7 +10,7 @@ from kvpage import BlockManager, CacheConfig
 from kvpage.blend import BlendConfig, MemorySegments
 from kvpage.serving import Branches, Engine, EngineConfig, KVPageCache, KVPageCachePool, PagedTokenTrie, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, NUM_TOKENS = 4, 6
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)

@@ -7,7 +7,7 @@ import torch
 from support.store_engines import B, make_engine
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 L, H, D, C = 2, 2, 4, 4
 TOKENS = list(range(2 * C + 3))

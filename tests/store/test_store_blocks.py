@@ -6,8 +6,8 @@ from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, token
 
 from kvpage import CacheEngine, KVScales, ops
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
-from kvpage.store.load.block_io import BlockChunks
-from kvpage.store.memory import MemoryTier
+from kvpage.store.load.block_chunks import BlockChunks
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 BACKENDS = [(name, kv) for name in ("flash", "flashinfer") for kv in ("NHD", "HND")] + [
     ("paged", "NHD"),

@@ -8,8 +8,8 @@ import pytest
 from kvpage.store import KVStoreConfig, register_tier
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.inspection import open_tier
-from kvpage.store.memory import MemoryTier
-from kvpage.store.tiers import place_tiers
+from kvpage.store.placement import place_tiers
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 
 @pytest.mark.parametrize(

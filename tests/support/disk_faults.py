@@ -17,8 +17,8 @@ from support.store_records import get, key, record, write
 from kvpage.store.disk import directory as disk_directory
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.records.stretches import Runs
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.stretches import Runs
+from kvpage.store.tiers.tier import TierError
 
 SEGMENT_BYTES = 32 * SLOT_BYTES
 CALLS = ("pwrite", "preadv", "pread", "posix_fallocate", "open", "fsync", "fstat")

@@ -8,19 +8,19 @@ from support.family import EQUAL, Family
 
 HEAD = """# Which decoders are served
 
-Every decoder type of transformers {version}, tried with a tiny random model: {total} types. `Engine` serves {engine}.
-`KVPageCache` serves {cache}, {only_cache} of which `Engine` refuses. Both refuse {neither}, when they are made, by a
-ValueError whose reason stands here shortened, or because the model itself raises.{untried}
+The table has every decoder type of transformers {version}, tried with a tiny random model: {total} types.
+`Engine` serves {engine}. `KVPageCache` serves {cache}, {only_cache} of which `Engine` refuses.
+Both refuse {neither} when they are made. They raise a ValueError, whose reason is shortened here, or the model itself raises.{untried}
 
-- "{equal}": greedy tokens are those of `model.generate`, of two prompts that share their beginning, computed in chunks
-  of {chunk}, then of both again from the cache. Sliding windows are shorter than the prompts.
+- "{equal}": greedy tokens are those of `model.generate`. Two prompts share their beginning, and are computed in parts
+  of {chunk} tokens. Then both come again from the cache. Sliding windows are shorter than the prompts.
 - "attention past AttentionInterface": the model computes attention by itself. `Engine` cannot hand it blocks, while
   `KVPageCache` gives it K and V as tensors.
-- "layers of ...": they keep more than K and V of each token, or attend over chunks or an index.
+- "layers of ...": the layers keep more than K and V of each token, or attend over chunks or an index.
 - "sliding window in transformers' cache alone": its mask shows all tokens. Blocks keep what that cache forgets.
 
-Encoders that can be decoders (BERT and its like) are tried with `is_decoder=True`. A type's released models may differ
-from its tiny one, so both look at the model that they are given. The table is made and checked by
+Encoders that can be decoders, such as BERT, are tried with `is_decoder=True`. A type's released models may differ from
+its tiny one, so both classes look at the model that they are given. These commands make and check the table:
 
     python tests/support/families.py --write docs/families.md
     python tests/support/families.py --check docs/families.md

@@ -4,7 +4,7 @@ import torch
 
 from kvpage import CacheConfig, CacheEngine, KVScales, ModelConfig, ops
 from kvpage.store import metadata_of
-from kvpage.store.load.block_io import BlockChunks
+from kvpage.store.load.block_chunks import BlockChunks
 
 B, C, L = 4, 12, 3
 TOKENS = list(range(100, 131))  # 31 tokens: 8 blocks, chunks of 12, 12 and 7

@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 
 from kvpage.store.records.record import CorruptRecord, RecordHead
-from kvpage.store.records.stretches import runs_of
-from kvpage.store.tier import Reader, Tier, Writer
+from kvpage.store.tiers.stretches import runs_of
+from kvpage.store.tiers.tier import Reader, Tier, Writer
 
 META = b"who wrote it"
 STRETCH = 1 << 20  # of the payloads of records: one digest, 16 bytes, for most

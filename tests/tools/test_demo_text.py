@@ -9,7 +9,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvpage.store.tier import TierStats
+from kvpage.store.tiers.tier import TierStats
 from kvpage.tools.demo_text import NUM_SHOWN, bytes_in_words, show_answers, tier_in_words
 
 

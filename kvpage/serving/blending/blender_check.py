@@ -21,8 +21,8 @@ from kvpage.blend.segments import Reuse, SegmentKV
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.serving.blending.blender import Blender
-from kvpage.serving.model.check import MAX_ERROR, MAX_ERROR_HALF, relative_error, unquantized
 from kvpage.serving.model.limits import max_model_len, vocab_size
+from kvpage.serving.model.probe import MAX_ERROR, MAX_ERROR_HALF, relative_error, unquantized
 from kvpage.serving.model.rotary import check_rope, rotary_of_layers
 from kvpage.serving.model.row_hooks import decoder_layers
 from kvpage.serving.model.runner import ModelRunner, PackedTokens

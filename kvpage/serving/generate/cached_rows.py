@@ -1,16 +1,15 @@
-"""CachedRows: the sequences of one batch, all of one length, each in blocks of its own or shared with others.
+"""CachedRows: the sequences of one batch, all of one length, whose blocks may be shared with others.
 
-             ▼ length: what the model takes as computed
+             ▼ length: the model takes the tokens before it as computed
     row 0   [ found | found found found | to compute ]
     row 1   [ found | to compute to compute to compute ]
 
-Rows are computed together, from the shortest beginning that was found. What a row has found beyond that is computed
-again and written nowhere: its blocks are the tree's, and others may read them.
+The model computes all rows together, from the end of the shortest beginning that was found. Tokens that a row has found
+beyond that are computed again and not written: the tree owns their blocks, and others may read them.
 
     open ─► skip_found ─► begin ─► the model writes K and V ─► finish ─► begin ─► ... ─► release
 
-What `finish` was told of is committed by the next `begin`, `select` or `release`: until then `crop` can take it back
-for nothing.
+The next `begin`, `select` or `release` commits the tokens of a `finish`. Until then, `crop` takes them back for free.
 """
 
 import uuid
@@ -34,26 +33,30 @@ TokenRows = npt.NDArray[np.int32]
 """[num_rows, num_tokens]."""
 
 PAD_SLOT = -1
-_NO_TOKEN = np.int32(-1)  # of no vocabulary
+_NO_TOKEN = np.int32(-1)  # in no vocabulary
 
 
 @dataclass(slots=True)
 class _Row:
+    """room: tokens that have blocks. num_written: tokens that were found or committed. is_private: no other row has
+    its namespace, whose blocks are forgotten with the row.
+    """
+
     seq_id: int
-    room: int  # tokens that there are blocks for
-    num_written: int  # tokens that were found or committed
+    room: int
+    num_written: int
     namespace: bytes
-    is_private: bool  # its namespace is its own, and forgotten with it
+    is_private: bool
 
 
 class CachedRows:
-    """One batch over the blocks of `manager` and the tensors of `engine`; `seq_ids` gives each row a name of its own.
+    """One batch over the blocks of `manager` and the tensors of `engine`. `seq_ids` gives each row an id of its own.
 
-    working: where K and V of the rows are in one piece, too. Unless it is empty, what is not committed is there, and
-        written into blocks as it is committed; otherwise whoever computes writes into the slots of `begin`.
+    working: K and V of the rows in one piece. Unless it is empty, it holds the tokens that are not committed, and a
+        commit writes them into blocks. While it is empty, the model's K and V go into the slots of `begin`.
 
-    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError) has changed nothing but how recently
-    cached blocks were used, and which rows are committed. Ctrl-C is raised behind it.
+    Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
+    cached blocks as used, and has changed nothing else. Ctrl-C is raised after it.
     """
 
     def __init__(
@@ -74,49 +77,49 @@ class CachedRows:
 
     @property
     def num_found(self) -> int:
-        """Tokens that every row has in its blocks without their having been computed here."""
+        """How many tokens every row has in its blocks that were not computed here."""
         return min((row.num_written for row in self._rows), default=0)
 
     def is_findable(self, row: int) -> bool:
-        """Whether the row's tokens tell its K and V, so that others find them."""
+        """Whether others find the row: its K and V follow from its tokens alone."""
         return not self._rows[row].is_private
 
     @uninterrupted
     def open(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> None:
-        """Blocks for rows of these tokens, with what is cached of each. There must be no rows yet.
+        """Allocate blocks for rows of these tokens, and find the cached beginning of each. There must be no rows yet.
 
-        A row that is not findable neither finds nor is found: its tokens do not tell its K and V.
+        A row that is not findable neither finds nor is found: its K and V do not follow from its tokens alone.
         """
         self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace), tokens
 
     @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
-        """Makes these rows, of which nothing is computed, ones that are not findable and have found nothing."""
+        """Make these rows, of which nothing is computed, unfindable and without found tokens."""
         hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
         for place, row in zip(places, hidden, strict=True):
             self._give_back(self._rows[place], self._tokens[place, :0])
             self._rows[place] = row
 
     def skip_found(self) -> None:
-        """Takes what every row has found as computed. At least the last token of the prompt is left."""
+        """Take the tokens that every row has found as computed. At least the last token of the prompt is left."""
         self.length = self.num_found
 
     def check(self, tokens: TokenRows, start: int, repeats: int = 1) -> None:
-        """ValueError unless tokens from `start` on, for each row so often, are those that are known of it."""
+        """Raise ValueError unless `tokens`, with each row `repeats` times, are the known tokens from `start` on."""
         known = self._tokens[:, start : start + tokens.shape[1]].repeat(repeats, axis=0)
         if not np.array_equal(known, tokens[:, : known.shape[1]]):
             raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
 
     @uninterrupted
     def begin(self, tokens: TokenRows, start: int) -> RowSlots:
-        """Room for every row's tokens from `start` on: [num_rows, at least 1]. `start` is at most the length."""
+        """Reserve blocks for every row's tokens from `start` on, [num_rows, at least 1]. `start` <= the length."""
         self.commit()
         self._reserve(end := start + tokens.shape[1])
         return self._slots(start, end)
 
     @uninterrupted
     def begin_working(self, tokens: TokenRows, start: int) -> bool:
-        """As `begin`, for the working rows. False, with nothing changed, if there are none or they lack room."""
+        """Reserve blocks and working rows, as `begin`. Return False, with nothing changed, without working memory."""
         end = start + tokens.shape[1]
         if self.working is None or not self.working.reserve(len(self), end):
             return False
@@ -126,19 +129,19 @@ class CachedRows:
         return True
 
     def tables(self) -> torch.Tensor:
-        """See RowSlots.block_tables; what is in the blocks may be read now."""
+        """Return RowSlots.block_tables, after all moves of blocks: the blocks may be read."""
         self._manager.do_moves(self._engine.do_move)
         return torch.from_numpy(self._manager.block_tables([row.seq_id for row in self._rows])).to(self._engine.device)
 
     def finish(self, tokens: TokenRows, start: int) -> None:
-        """The tokens that `begin` was given are written, in all layers."""
+        """Count the tokens that `begin` was given: their K and V are written in all layers."""
         end = start + tokens.shape[1]
         known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
         self.length, self._tokens = end, known
 
     @uninterrupted
     def commit(self) -> None:
-        """What is computed can be found from now on, in whole blocks."""
+        """Make whole blocks of computed tokens findable."""
         start = min((row.num_written for row in self._rows), default=self.length)
         if self.working is not None and start < self.length and not self.working.is_empty:
             self.working.write(self._slots(start, self.length))
@@ -149,9 +152,9 @@ class CachedRows:
 
     @uninterrupted
     def crop(self, length: int) -> None:
-        """Forgets every row's tokens from the `length`th on. What was committed stays in the tree, for who finds it.
+        """Forget every row's tokens from the `length`th on. Committed ones stay in the tree, for others to find.
 
-        OutOfBlocks where rows have to move to blocks of their own and there is no room.
+        Raises OutOfBlocks where rows have to move to blocks of their own and none are free.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be in [0, {self.length}], got {length}")
@@ -163,9 +166,9 @@ class CachedRows:
 
     @uninterrupted
     def select(self, indices: Sequence[int]) -> None:
-        """Row i becomes what row indices[i] was; rows named more than once share blocks, those not named are given up.
+        """Put row indices[i] in place of row i. A row named twice shares its blocks, one not named is released.
 
-        OutOfBlocks where copies need blocks, ValueError for a row that is not there, or for none.
+        Raises OutOfBlocks where copies need blocks, ValueError for a row that does not exist or for no indices.
         """
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             raise ValueError(f"indices must be rows in [0, {len(self)}), got {list(indices)}")
@@ -175,7 +178,7 @@ class CachedRows:
 
     @uninterrupted
     def release(self) -> None:
-        """Commits what is computed and gives all rows up. What was committed can be found until it is evicted."""
+        """Commit the computed tokens and release all rows. Committed blocks can be found until they are evicted."""
         try:
             self.commit()
         finally:
@@ -192,7 +195,7 @@ class CachedRows:
     # --- inside ---
 
     def _fills_block(self) -> bool:
-        """Whether what is not committed ends a block, which others could find."""
+        """Whether the tokens that are not committed fill a block, which others could find."""
         block_size, start = self._manager.block_size, min(row.num_written for row in self._rows)
         return start // block_size < self.length // block_size
 
@@ -226,7 +229,7 @@ class CachedRows:
             self._manager.space.drop(tokens, row.namespace)
 
     def _rearrange(self, sources: Sequence[int], is_kept: Sequence[bool], tokens: TokenRows, length: int) -> None:
-        """New rows out of old ones: the row itself where it is kept, otherwise a copy of its first `length` tokens."""
+        """Make new rows of old ones: the row itself where it is kept, otherwise a copy of its first `length` tokens."""
         rows: list[_Row] = []
         try:
             for source, kept in zip(sources, is_kept, strict=True):
@@ -246,12 +249,12 @@ class CachedRows:
                 self._give_back(row, row_tokens[:old_length])
 
     def _copy(self, row: _Row, tokens: TokenRow, length: int) -> _Row:
-        """A second row with the first `length` tokens of `row`, and room for all of `tokens`."""
+        """Make a second row with the first `length` tokens of `row`, and room for all of `tokens`."""
         if row.room == row.num_written == length:
             copied = replace(row, seq_id=next(self._seq_ids))
             self._manager.fork(row.seq_id, copied.seq_id)
             return copied
-        # One token more than there are, as a lookup leaves the last one to compute.
+        # One token more than the row has: a lookup leaves the last one to compute.
         copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private)
         if copied.num_written < length:
             self._copy_blocks(row, copied, length)
@@ -260,7 +263,7 @@ class CachedRows:
         return copied
 
     def _copy_blocks(self, row: _Row, copied: _Row, length: int) -> None:
-        """The blocks of the tokens that `copied` has not found, up to the `length`th."""
+        """Copy the blocks of the tokens that `copied` has not found, up to the `length`th."""
         block_size = self._manager.block_size
         places = slice(copied.num_written // block_size, -(-length // block_size))
         tables = [self._manager.block_ids(seq_id)[places] for seq_id in (row.seq_id, copied.seq_id)]

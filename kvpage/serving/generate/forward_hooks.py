@@ -1,4 +1,4 @@
-"""ForwardHooks: tell a cache which forwards of a model are given it, with what, and when they end."""
+"""ForwardHooks: report to a cache the forwards of a model that are given it, their arguments, and their ends."""
 
 import inspect
 import sys
@@ -16,43 +16,48 @@ from kvpage.serving.generate.forward_inputs import named_arguments
 
 
 class ForwardListener(Protocol):
+    """A cache, as the hooks see it."""
+
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward has begun whose call is on the stack still: see is_on_stack."""
+        """Whether a forward has begun whose call is still on the stack: see is_on_stack."""
 
     def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
-        """The model has been called with the listener as its past_key_values, by torch in that frame. What this raises,
-        the call raises.
+        """Begin a forward: torch has called the model, in that frame, with the listener as its past_key_values.
+
+        An error raised here is raised by the model's call.
         """
 
     def finish_forward(self) -> None:
-        """The call has returned."""
+        """End the forward whose call has returned."""
 
     def end_forward(self) -> None:
-        """The call has raised. Again is fine."""
+        """End a forward whose call has raised. Calling it again does nothing."""
 
 
 class ForwardHooks:
-    """Hooks for one listener, which they do not keep alive. Forwards without it, in whatever thread, are let pass.
+    """Hooks for one listener, which they do not keep alive. They ignore forwards without it, in any thread.
 
-    Not every call begins at the same module: `generate` may call the model's forward itself, past its hooks, and some
-    models leave out the module between. The outermost that is called with the listener tells of the tokens.
+    Calls may begin at different modules: `generate` may call the model's forward past its hooks, and some models skip
+    the module between. The outermost module that is called with the listener gives the tokens.
     """
 
-    _registering = Lock()  # torch numbers hooks without one: two threads at once could take one number
+    _registering = Lock()  # torch numbers hooks without a lock: two threads could take one number
 
     def __init__(self, model: PreTrainedModel, listener: ForwardListener) -> None:
         self._listener: weakref.ref[ForwardListener] = weakref.ref(listener)
         self._handles: list[RemovableHandle] = []
-        self._outermost: torch.nn.Module | None = None  # of the last forward
-        modules = {id(module): module for module in (model, model.base_model, model.get_decoder())}
+        self._outermost: torch.nn.Module | None = None  # in the last forward
+        # transformers does not annotate get_decoder.
+        decoder: torch.nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call, unused-ignore]
+        modules = {id(module): module for module in (model, model.base_model, decoder)}
         with self._registering:
             for module in modules.values():
                 if module is not None:
                     self._hook(module)
 
     def remove(self) -> None:
-        """Not within a forward that is given the listener."""
+        """Remove the hooks. Not within a forward that is given the listener."""
         for handle in self._handles:
             handle.remove()
 
@@ -64,7 +69,8 @@ class ForwardHooks:
             if listener is None or listener.is_in_forward:
                 return
             arguments = named_arguments(signature, args, kwargs or {})
-            if arguments.get("past_key_values") is listener:
+            given: object = arguments.get("past_key_values")
+            if given is listener:
                 self._outermost = module
                 listener.begin_forward(arguments, sys._getframe(1))
 
@@ -82,10 +88,10 @@ class ForwardHooks:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ForwardListener | None:
-        """The listener, if it is among a call's arguments. Nothing else is asked of it: it is its own thread's.
+        """Return the listener if it is among a call's arguments. It is not touched: it belongs to its own thread.
 
-        kwargs: None of a call in another thread that began before the hooks were registered, or ends after: torch
-        hands them to hooks that are registered for them.
+        kwargs: None for a call in another thread that began before the hooks were registered, or ends after. Only
+        hooks that are registered for keywords get them from torch.
         """
         listener: ForwardListener | None = self._listener()
         if listener is None or kwargs is None:
@@ -94,7 +100,7 @@ class ForwardHooks:
 
 
 def is_on_stack(frame: FrameType) -> bool:
-    """Whether its call has not ended. torch calls hooks behind Exceptions, and none behind KeyboardInterrupt."""
+    """Whether the frame's call has not ended. torch calls hooks after an Exception, none after KeyboardInterrupt."""
     found: FrameType | None = sys._getframe(1)
     while found is not None and found is not frame:
         found = found.f_back

@@ -1,4 +1,4 @@
-"""ForwardInputs: what a model's forward is called with, as far as it decides over K and V."""
+"""ForwardInputs: the arguments of a model's forward that decide over K and V."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,19 @@ from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 
-# K and V of a token follow from these and from the tokens. Whatever else is a tensor (images, embeddings, token types)
-# decides over them too, and no token tells it.
+# K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,
+# and cannot be read off the tokens.
 TEXT_INPUTS = frozenset(
     ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values", "labels", "logits_to_keep")
 )
 
 
 class ForwardInputs(NamedTuple):
-    """tokens: the new ones, int32 [num_rows, at least 1]. start: the place of the first.
+    """The new tokens of one forward.
 
-    is_whole: of each row, whether the model is to see all of its tokens, each at its place. Only then do its tokens
-        alone tell its K and V.
+    tokens: int32 [num_rows, at least 1]. start: the place of the first in each row.
+    is_whole: for each row, whether the model sees all of its tokens, each at its place. Only then do its K and V follow
+        from its tokens alone.
     """
 
     tokens: TokenRows
@@ -31,10 +32,10 @@ class ForwardInputs(NamedTuple):
 
     @classmethod
     def of_call(cls, arguments: Mapping[str, Any], length: int) -> "ForwardInputs":
-        """The inputs of a forward by their names, where `length` tokens are in the cache.
+        """Read the named arguments of a forward, where `length` tokens are in the cache.
 
-        They follow these, unless they have the positions from 0 on: assisted generation computes the whole prompt at
-        first, whatever the cache holds. ValueError where there is more than text, no input_ids, or use_cache=False.
+        The new tokens follow those, unless their positions begin at 0: assisted generation first computes the whole
+        prompt, whatever the cache holds. Raises ValueError for more than text, for no input_ids, for use_cache=False.
         """
         others = [name for name, value in arguments.items() if name not in TEXT_INPUTS and _is_data(value)]
         if others:
@@ -55,10 +56,10 @@ class ForwardInputs(NamedTuple):
 
 
 def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by their names, those of its **kwargs among them. Empty for a call that does not fit."""
+    """Return a call's arguments by name, with those of its **kwargs; nothing for a call that does not fit."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself will say so
+    except TypeError:  # the call itself will raise it
         return {}
     named: dict[str, Any] = {}
     for name, value in bound.items():
@@ -70,7 +71,7 @@ def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: M
 
 
 def as_token_rows(input_ids: Any) -> TokenRows:
-    """Token ids as int32 [num_rows, num_tokens], both at least 1. ValueError for anything else."""
+    """Return token ids as int32 [num_rows, num_tokens], both at least 1. ValueError for anything else."""
     is_tensor = isinstance(input_ids, torch.Tensor)
     array = as_array(as_numbers("input_ids", input_ids).detach().cpu() if is_tensor else input_ids, "input_ids")
     if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
@@ -81,26 +82,28 @@ def as_token_rows(input_ids: Any) -> TokenRows:
 
 
 def is_unmasked(attention_mask: Any, num_rows: int, num_tokens: int) -> list[bool]:
-    """Of each row, whether the mask shows all of its tokens. None shows everything; a mask of another form than
-    [num_rows, num_tokens] may hide anything.
+    """Return, for each row, whether the mask shows all of its tokens.
+
+    None shows everything. A mask of another form than [num_rows, num_tokens] may hide anything.
     """
     if attention_mask is None:
         return [True] * num_rows
     if not isinstance(attention_mask, torch.Tensor) or tuple(attention_mask.shape) != (num_rows, num_tokens):
         return [False] * num_rows
-    return as_numbers("attention_mask", attention_mask).bool().all(dim=1).tolist()
+    shown: list[bool] = as_numbers("attention_mask", attention_mask).bool().all(dim=1).tolist()
+    return shown
 
 
 def as_mask_tensor(attention_mask: Any) -> torch.Tensor:
-    """A mask of tensors or lists of numbers. ValueError or TypeError for anything else."""
+    """Return a mask, given as a tensor or lists of numbers, as a tensor. ValueError or TypeError for others."""
     try:
         return as_numbers("attention_mask", torch.as_tensor(attention_mask))
-    except RuntimeError as error:  # torch's, of what it cannot read
+    except RuntimeError as error:  # torch cannot read it
         raise ValueError(f"attention_mask must be numbers, got {type(attention_mask).__name__}") from error
 
 
 def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bool]:
-    """Of each row, whether its tokens have the positions from `start` on; None leaves them to the model."""
+    """Return, for each row, whether its tokens have the positions from `start` on. None leaves them to the model."""
     num_rows, num_tokens = shape
     if positions is None:
         return [True] * num_rows
@@ -109,14 +112,15 @@ def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bo
         positions = positions.unsqueeze(0)
     if positions.dim() != 2 or positions.shape[0] not in (1, num_rows) or positions.shape[1] != num_tokens:
         return [False] * num_rows
-    if num_tokens == 1:  # of each step: one look at the device
+    if num_tokens == 1:  # each step of a decode: one read from the device
         return [place == [start] for place in positions.expand(num_rows, 1).tolist()]
     expected = torch.arange(start, start + num_tokens, device=positions.device)
-    return (positions == expected).all(dim=1).expand(num_rows).tolist()
+    in_place: list[bool] = (positions == expected).all(dim=1).expand(num_rows).tolist()
+    return in_place
 
 
 def _is_data(value: Any) -> bool:
-    """Whether there is a tensor in it, or a list of numbers. Models also pass containers of nothing on."""
+    """Whether it contains a tensor or a list of numbers. Models also pass empty containers."""
     if isinstance(value, Mapping):
         return _is_data(list(value.values()))
     if isinstance(value, (list, tuple)):

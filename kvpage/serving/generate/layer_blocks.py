@@ -12,11 +12,11 @@ from kvpage.ops.token_args import COMPUTE_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """cache: the layer's tensor of the device tier. Where the layout has no value part, a token's K and V lie in one
-    row, one after the other: the latent, then its rotary part. num_heads, key_size, value_size: of what the model hands
-    over.
+    """The blocks of one layer. K and V are [num_rows, num_heads, num_tokens, size] here, as in transformers' caches.
 
-    K and V are [num_rows, num_heads, num_tokens, size] here, as transformers' caches have them.
+    cache: the layer's tensor of the device tier.
+    is_latent: the layout has no value part. A row then holds a token's latent, followed by its rotary part.
+    num_heads, key_size, value_size: those of the K and V that the model hands over.
     """
 
     cache: torch.Tensor
@@ -28,7 +28,7 @@ class LayerBlocks:
     value_size: int
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Writes the tokens of all rows into their slots, one row after the other."""
+        """Write the tokens of all rows into their slots, one row after the other."""
         parts = (torch.cat([key, value], dim=3),) if self.is_latent else (key, value)
         rows = [part.to(self._row_dtype(key.dtype)).transpose(1, 2).flatten(0, 1) for part in parts]
         ops.reshape_and_cache(
@@ -38,7 +38,7 @@ class LayerBlocks:
     def read(
         self, block_tables: torch.Tensor, num_tokens: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first tokens of each row, in `dtype`, contiguous. block_tables: see RowSlots."""
+        """Return K and V of the first tokens of each row, contiguous, in `dtype`. block_tables: see RowSlots."""
         shape = block_tables.shape[0], self.num_heads, num_tokens
         keys, values = (
             torch.empty(*shape, size, dtype=self._row_dtype(dtype), device=self.cache.device)
@@ -48,23 +48,24 @@ class LayerBlocks:
         return keys.to(dtype), values.to(dtype)
 
     def read_into(self, keys: torch.Tensor, values: torch.Tensor, block_tables: torch.Tensor) -> None:
-        """Copies the rows' first tokens, as many as fit in, into `keys` and `values` of the cache's dtype, or, where it
-        quantises, of a dtype that is computed with.
+        """Copy the rows' first tokens, as many as fit, into `keys` and `values`.
+
+        Both have the cache's dtype or, where it quantises, a dtype that can be computed with.
         """
         lengths = [keys.shape[2]] * keys.shape[0]
         if not self.is_latent:
             out = keys.transpose(1, 2), values.transpose(1, 2)
             ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=out, scales=self.scales)
             return
-        sizes = keys.shape[3], values.shape[3]
-        latents = keys.new_empty(*keys.shape[:3], sum(sizes))
+        latent_size = keys.shape[3]
+        latents = keys.new_empty(*keys.shape[:3], latent_size + values.shape[3])
         rows_out = latents.transpose(1, 2), None
         ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=rows_out, scales=self.scales)
-        for part, rows in zip((keys, values), latents.split(sizes, dim=3), strict=True):
-            part.copy_(rows)
+        keys.copy_(latents[..., :latent_size])
+        values.copy_(latents[..., latent_size:])
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether what is read is what was written, bit by bit."""
+        """Whether a read returns, bit by bit, rows of `dtype` that were written."""
         return self.layout.dtype == dtype and not self.layout.is_quantized
 
     def _row_dtype(self, dtype: torch.dtype) -> torch.dtype:

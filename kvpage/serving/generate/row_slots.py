@@ -1,4 +1,4 @@
-"""RowSlots: where the tokens of a batch's rows lie in blocks."""
+"""RowSlots: the places in blocks of the tokens of a batch's rows."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import torch
 
 
 class RowSlots(NamedTuple):
-    """Where a step writes and reads, on the cache's device.
+    """The slots that a forward writes, and the block tables that it reads, on the cache's device.
 
-    slot_mapping: int64 [num_rows * num_new_tokens], one row after the other; -1 for what is in the blocks already.
+    slot_mapping: int64 [num_rows * num_new_tokens], row by row; -1 where the block holds the token already.
     block_tables: int32 [num_rows, max_blocks].
-    start, end: the step's tokens are the rows' [start, end).
+    start, end: the forward computes the rows' tokens [start, end).
     """
 
     slot_mapping: torch.Tensor

@@ -6,7 +6,6 @@ manager.due_moves() ─► CacheEngine.swap_out, swap_in, copy ─► the bytes 
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +46,6 @@ class BlockTransfers:
 
     def __init__(self, cache: CacheEngine, manager: BlockManager, rule: LoadOrCompute | None = None) -> None:
         self._cache, self._manager, self._rule = cache, manager, rule
-        self._move: dict[Kind, Callable[[torch.Tensor], object]] = {
-            "swap_out": cache.swap_out,
-            "swap_in": cache.swap_in,
-            "copy": cache.copy,
-        }
         num_bytes = sum(layer.numel() * layer.element_size() for layer in cache.gpu_cache)
         self._block_bytes = num_bytes // max(cache.num_gpu_blocks, 1)
         self._stats = {kind: TransferStats() for kind in KINDS}
@@ -70,7 +64,7 @@ class BlockTransfers:
         for kind, pairs in self._manager.due_moves():
             self._read_events()
             begin = self._begin()
-            self._move[kind](torch.from_numpy(pairs))
+            getattr(self._cache, kind)(torch.from_numpy(pairs))
             self._count(kind, len(pairs), begin)
             moved[kind] += len(pairs)
         if self._rule and self._cache.device.type == "cpu" and moved["swap_in"]:

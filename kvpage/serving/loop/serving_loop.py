@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
-from kvpage.checks.own_process import OwnProcess
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch_runner import BatchRunner
 from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
@@ -55,7 +55,7 @@ class ServingLoop:
         self._outputs: list[StepOutput] = []  # of requests without a sink, until they are taken
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
-        self._process = OwnProcess("the engine")
+        self._process = ForkGuard("the engine")
         self._suspects = Suspects()
 
     def new_id(self) -> str:

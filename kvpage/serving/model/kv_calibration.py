@@ -16,8 +16,8 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
-from kvpage.serving.model.check import probe_tokens, unquantized
 from kvpage.serving.model.limits import max_model_len, vocab_size
+from kvpage.serving.model.probe import probe_tokens, unquantized
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
 from kvpage.serving.model.step import Step
 

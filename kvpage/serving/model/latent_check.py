@@ -11,11 +11,11 @@ from torch import nn
 
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.serving.model.check import MAX_ERROR, probe_tokens, unquantized
 from kvpage.serving.model.dense_attention import AttentionOptions
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
 from kvpage.serving.model.limits import vocab_size
+from kvpage.serving.model.probe import MAX_ERROR, probe_tokens, unquantized
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
 from kvpage.serving.model.step import Step
 

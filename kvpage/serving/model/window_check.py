@@ -13,8 +13,8 @@ import inspect
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpage.serving.model.check import MAX_ERROR, MAX_ERROR_HALF, relative_error
 from kvpage.serving.model.limits import constant_rope_len
+from kvpage.serving.model.probe import max_error, relative_error
 
 OUTSIDE_FACTOR = -3.0  # outweighs the window of the same size: no norm over the heads can hide it
 
@@ -30,7 +30,7 @@ def check_windows(model: PreTrainedModel) -> None:
     if not windows:
         return
     error = relative_error(_logits(model, windows, OUTSIDE_FACTOR), _logits(model, windows, 1.0))
-    if not error <= (MAX_ERROR if model.dtype.itemsize >= 4 else MAX_ERROR_HALF):  # also for NaN
+    if not error <= max_error(model.dtype):  # also for NaN
         raise ValueError(
             f"a sliding window must be in the model's mask, {type(model).__name__} leaves that of "
             f"{max(windows.values())} tokens to a cache that forgets the tokens before it; blocks keep them"

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpage.store.disk.allocator import Allocator, DriveError
 from kvpage.store.disk.directory import MIN_SEGMENT_SLOTS, Directory, check_space
 from kvpage.store.disk.index import Index
-from kvpage.store.disk.io import STAGING_BYTES, Buffers, DiskReader, DiskWriter
-from kvpage.store.disk.room import DriveError, Room
+from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader, DiskWriter
 from kvpage.store.disk.segment import EndOfFile, Run
 from kvpage.store.disk.space import Entry
-from kvpage.store.policy import make_policy
-from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 SLOT_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
@@ -77,7 +77,7 @@ class DiskTier(Tier):
         self._index = Index(make_policy(policy))
         share = None if capacity is None else capacity // len(places)
         directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
-        self._room = Room(directories, self._index, self._lock)
+        self._allocator = Allocator(directories, self._index, self._lock)
         self._open_directories()
         _open_tiers.add(self)
 
@@ -98,8 +98,8 @@ class DiskTier(Tier):
             raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
         buffer = self.buffers.take()
         with self._changing():
-            self._room.settle()
-            entry = self._room.place(num_bytes)
+            self._allocator.settle()
+            entry = self._allocator.place(num_bytes)
             if entry is None:
                 self.buffers.give(buffer)
                 return None
@@ -133,7 +133,7 @@ class DiskTier(Tier):
         with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
                 count = sum([self._index.forget(key) for key in keys])
-            self._room.settle()
+            self._allocator.settle()
         return count
 
     def infos(self) -> Iterator[RecordInfo]:
@@ -151,24 +151,24 @@ class DiskTier(Tier):
         could not be removed.
         """
         with self._changing():
-            self._room.settle()
+            self._allocator.settle()
             with self._lock:
                 if sync and self._index.forgotten:
                     raise TierError(f"{self.name}: {len(self._index.forgotten)} records could not be removed")
-                directories = list(self._room.directories) if sync else []
+                directories = list(self._allocator.directories) if sync else []
                 for directory in directories:
                     directory.drive.enter()
-        self._room.sync(directories)
+        self._allocator.sync(directories)
 
     def stats(self) -> TierStats:
         with self._lock:
             self._check_open()
-            index, directories = self._index, self._room.directories
+            index, directories = self._index, self._allocator.directories
             num_corrupted = index.num_corrupted + sum(directory.num_damaged for directory in directories)
             capacity = self._capacity
             if capacity is None:
                 capacity = sum(directory.num_bytes for directory in directories)
-            counts = index.num_evicted, num_corrupted, self._room.num_errors
+            counts = index.num_evicted, num_corrupted, self._allocator.num_errors
             return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
 
     def close(self) -> None:
@@ -179,20 +179,20 @@ class DiskTier(Tier):
             if self._is_closed:
                 return
             _open_tiers.discard(self)
-            self._room.settle()
+            self._allocator.settle()
             with self._lock:
                 self._is_closed = True
-                for directory in self._room.directories:
+                for directory in self._allocator.directories:
                     directory.drive.retire(directory.close)
 
     def check(self) -> None:
         """RuntimeError unless slots, headers, index and policy tell the same, and files are within the capacity."""
         with self._changes, self._lock:
-            self._index.check(self._room.entries)
-            for directory in self._room.directories:
+            self._index.check(self._allocator.entries)
+            for directory in self._allocator.directories:
                 for space in directory.spaces:
                     space.check()
-            num_bytes = sum(directory.num_bytes for directory in self._room.directories)
+            num_bytes = sum(directory.num_bytes for directory in self._allocator.directories)
             if self._capacity is not None and num_bytes > self._capacity:
                 raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
 
@@ -204,7 +204,7 @@ class DiskTier(Tier):
             self._check_open()
             drive.enter()
         try:
-            self._room.on(drive, call)
+            self._allocator.on(drive, call)
         except DriveError as error:
             if isinstance(error.__cause__, EndOfFile):  # it was cut off: no use in trying again
                 self._drop(entry)
@@ -214,24 +214,24 @@ class DiskTier(Tier):
                 drive.leave()
 
     def let_go(self, entry: Entry) -> None:
-        self._room.let_go(entry)
+        self._allocator.let_go(entry)
 
     def give_up(self, entry: Entry) -> None:
         with self._lock:
             if not entry.is_marked_free and not entry.space.is_lost:  # its header may have been written
                 self._index.forgotten.append(entry)
-        self._room.let_go(entry)
+        self._allocator.let_go(entry)
 
     # --- inside ---
 
     def _open_directories(self) -> None:
-        directories = self._room.directories
+        directories = self._allocator.directories
         try:
             for directory in directories:
                 directory.open()
-            self._index.find(self._room.entries)
+            self._index.find(self._allocator.entries)
             check_space(directories)
-            self._room.settle()
+            self._allocator.settle()
         except BaseException:
             for directory in directories:
                 directory.close()
@@ -258,10 +258,10 @@ class DiskTier(Tier):
             if entry.space.is_lost:
                 raise TierError(f"{self.name}: {entry.space.segment.path} was deleted")
             entry.is_marked_free = False  # whatever becomes of the next line
-            self._room.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
+            self._allocator.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
             with self._lock:
                 self._index.add(entry)
-            self._room.settle()
+            self._allocator.settle()
         writer.leave()
 
     def _reader(self, entry: Entry) -> Reader | None:
@@ -283,9 +283,9 @@ class DiskTier(Tier):
     def close_in_child(self) -> None:
         """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
         self._lock, self._changes = threading.Lock(), threading.Lock()
-        self._room.lock = self._lock
+        self._allocator.lock = self._lock
         self._is_closed = True
-        for directory in self._room.directories:
+        for directory in self._allocator.directories:
             directory.close()
 
 

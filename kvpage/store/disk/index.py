@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Iterator
 
 from kvpage.store.disk.space import Drive, Entry, Space
-from kvpage.store.policy import Policy
-from kvpage.store.tier import Key, RecordInfo
+from kvpage.store.tiers.policy import Policy
+from kvpage.store.tiers.tier import Key, RecordInfo
 
 
 class Index:

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvpage.store.records.stretches import Runs, write_stretches
-from kvpage.store.tier import Key
+from kvpage.store.tiers.stretches import Runs, write_stretches
+from kvpage.store.tiers.tier import Key
 
 SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
 RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum

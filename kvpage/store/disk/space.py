@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvpage.store.disk.segment import Run, Segment
-from kvpage.store.extents import Extents
-from kvpage.store.tier import Key
+from kvpage.store.tiers.extents import Extents
+from kvpage.store.tiers.tier import Key
 
 
 class Drive:

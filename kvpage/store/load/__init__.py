@@ -1,1 +1,1 @@
-"""Between blocks of a cache and records of a store."""
+"""Chunks of tensors and of an engine's blocks, on their way to records and back."""

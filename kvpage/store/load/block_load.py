@@ -6,14 +6,14 @@ wanted          [ start ........... end ]           as far as the blocks reach; 
 
 import functools
 
-from kvpage.store.load.block_io import BlockChunk, BlockChunks
-from kvpage.store.load.calls import Calls
-from kvpage.store.load.chunk_io import read_record
+from kvpage.store.load.block_chunks import BlockChunk, BlockChunks
+from kvpage.store.load.call_gate import CallGate
 from kvpage.store.load.layer_load import LayerLoad, OpenChunk
+from kvpage.store.placement import Placed
 from kvpage.store.records.kinds import RecordKinds
-from kvpage.store.tier import Key, Reader
-from kvpage.store.tier_stack import TierStack
-from kvpage.store.tiers import Placed
+from kvpage.store.records.record_io import read_record
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.tiers.tier import Key, Reader
 
 
 class BlockLoad:
@@ -35,7 +35,7 @@ class BlockLoad:
         self._blocks, self._kinds, self._num_tokens, self._namespace = blocks, kinds, num_tokens, namespace
 
     def read(self, index: int, reader: Reader, num_threads: int) -> None:
-        """Takes a chunk from its record; CorruptRecord, as chunk_io.read_record."""
+        """Takes a chunk from its record; CorruptRecord, as record_io.read_record."""
         chunk = self._chunk(index)
         read_record(reader, self._kinds.of(self.keys[index], chunk.shape, self._namespace), chunk, num_threads)
 
@@ -48,7 +48,7 @@ class BlockLoad:
         last = min((self._first + num_chunks) * self._size, self.end)
         return max(last, self.start) if num_chunks else self.start
 
-    def by_layers(self, tiers: TierStack, calls: Calls) -> LayerLoad:
+    def by_layers(self, tiers: TierStack, gate: CallGate) -> LayerLoad:
         """A load that has begun, of the leading chunks whose records' heads are right. It is one of the calls until it
         has come to its end.
         """
@@ -75,7 +75,7 @@ class BlockLoad:
 
         chunks = [one for _, _, one in opened]
         num_layers = self._blocks.num_layers
-        return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), calls)
+        return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), gate)
 
     def _open(self, index: int, reader: Reader) -> OpenChunk:
         chunk = self._chunk(index)

@@ -16,8 +16,9 @@ import torch
 
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.kinds import RecordKinds
-from kvpage.store.tier import Key
-from kvpage.store.tier_stack import TierStack
+from kvpage.store.records.record_io import read_shape
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.tiers.tier import Key
 
 SOUGHT = (
     torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
@@ -66,7 +67,7 @@ class KnownDtype:
         keys = [kinds.keys.of(first, namespace)[0] for _, kinds in self._sought]
         for at, place in enumerate(tiers.locate(keys)):
             dtype, kinds = self._sought[at]
-            if place is None or tiers.first(keys[at], lambda reader: kinds.shape_in(reader, namespace)) is None:  # noqa: B023
+            if place is None or tiers.first(keys[at], lambda reader: read_shape(reader, kinds, namespace)) is None:  # noqa: B023
                 continue
             try:
                 return self.settle(dtype)

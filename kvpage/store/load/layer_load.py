@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvpage.checks.values import as_integer
-from kvpage.store.load.block_io import BlockChunk
-from kvpage.store.load.calls import Calls
-from kvpage.store.load.chunk_io import Codec, RecordKind, check_kind, check_raw, decode, read_head, read_piece
+from kvpage.store.load.block_chunks import BlockChunk
+from kvpage.store.load.call_gate import CallGate
+from kvpage.store.records.codec import Codec
+from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import CorruptRecord
-from kvpage.store.records.stretches import digests_of
-from kvpage.store.tier import Reader
+from kvpage.store.records.record_io import check_kind, check_raw, decode, read_head, read_piece
+from kvpage.store.tiers.stretches import digests_of
+from kvpage.store.tiers.tier import Reader
 
 
 class OpenChunk:
@@ -66,7 +68,7 @@ class LayerLoad:
         num_layers: int,
         take: Callable[[int, int], int],
         loaded: Callable[[int], None],
-        calls: Calls,
+        gate: CallGate,
     ) -> None:
         self.start, self.num_layers = start, num_layers
         self._chunks, self._take, self._loaded = list(chunks), take, loaded
@@ -75,9 +77,9 @@ class LayerLoad:
         self._error: BaseException | None = None
         self._is_closed = False
         self._changed = threading.Condition()
-        self._calls = calls
+        self._gate = gate
         self._thread = threading.Thread(target=self._run, name="kvpage-layers", daemon=True)
-        self._calls.enter()
+        self._gate.enter()
         try:
             self._thread.start()
         except BaseException:
@@ -143,7 +145,7 @@ class LayerLoad:
     def _end_call(self) -> None:
         for chunk in self._chunks:
             chunk.reader.close()
-        self._calls.leave()
+        self._gate.leave()
 
     def _end(self, num_chunks: int) -> int:
         return self._chunks[num_chunks - 1].end if num_chunks else self.start

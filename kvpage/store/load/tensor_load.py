@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpage.store.load.chunk_io import read_record
 from kvpage.store.records.kinds import RecordKinds
 from kvpage.store.records.kv_tensors import TensorChunk, empty_chunks, token_dim
-from kvpage.store.tier import Key, Reader
-from kvpage.store.tier_stack import TierStack
+from kvpage.store.records.record_io import read_record, read_shape
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.tiers.tier import Key, Reader
 
 
 class TensorLoad:
@@ -37,7 +37,7 @@ class TensorLoad:
     def run(self, tiers: TierStack) -> torch.Tensor | None:
         """The chunks' K and V from the first wanted token on, as far as tiers have them; None for nothing."""
         keys, skipped = self._keys, self._num_skipped
-        shape = tiers.first(keys[0], lambda reader: self._kinds.shape_in(reader, self._namespace)) if keys else None
+        shape = tiers.first(keys[0], lambda reader: read_shape(reader, self._kinds, self._namespace)) if keys else None
         if shape is None:
             return None
         room = empty_chunks(shape, self._fmt, self._num_tokens - skipped, self._kinds.dtype)

@@ -1,19 +1,35 @@
 """RecordKinds: what the records of one store must be, and under which keys they lie.
 
 metadata, codec ─► keys of tokens
-key, shape      ─► RecordKind (kvpage.store.load.chunk_io)
+key, shape      ─► RecordKind
 a record        ─► the shape that it says it has
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from kvpage.store.load.chunk_io import Codec, RecordKind, read_head
+from kvpage.store.records.codec import LOSSLESS, Codec, get_codec
 from kvpage.store.records.keys import ChunkKeys, KVStoreMetadata
-from kvpage.store.records.record import CorruptRecord, Shape, UnreadableRecord
-from kvpage.store.tier import Key, Reader
+from kvpage.store.records.record import CorruptRecord, RecordHead, Shape, UnreadableRecord
+from kvpage.store.tiers.tier import Key
+
+
+class RecordKind(NamedTuple):
+    """What a record must be. shape: of its payload, decoded. codecs: by name those that can be read, None for raw; the
+    first is what is written.
+    """
+
+    key: bytes
+    meta: bytes
+    shape: Shape
+    raw_bytes: int
+    codecs: dict[str, Codec | None]
+
+    def head(self, payload_bytes: int, stretch_bytes: int) -> RecordHead:
+        name = next(iter(self.codecs))
+        return RecordHead(self.key, self.meta, name, self.shape, self.raw_bytes, payload_bytes, stretch_bytes)
 
 
 class RecordKinds:
@@ -32,9 +48,8 @@ class RecordKinds:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         return RecordKind(key, self.keys.meta(namespace), shape, num_bytes, self._codecs)
 
-    def shape_in(self, reader: Reader, namespace: bytes) -> Shape:
-        """What a record says of its payload. CorruptRecord if that cannot be; UnreadableRecord."""
-        head, _ = read_head(reader, self.keys.meta(namespace))
+    def shape_of(self, head: RecordHead) -> Shape:
+        """Return the payload's shape. Raises CorruptRecord for one that cannot be; UnreadableRecord for its codec."""
         if head.codec not in self._codecs:
             raise UnreadableRecord(f"the codec must be one of {', '.join(self._codecs)}, got {head.codec}")
         num_bytes = math.prod(head.shape) * self.dtype.itemsize
@@ -46,8 +61,6 @@ class RecordKinds:
 
 def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | None]:
     """By the name in records: what is written first, and what else can be read: all that gives back the same bytes."""
-    from kvpage.store.records.codec import LOSSLESS, get_codec
-
     fmt: Literal["vllm", "huggingface"] = "vllm" if wanted == "vllm" else "huggingface"
     raw = str(dtype).removeprefix("torch.")
     written = None if name == "raw" else get_codec(name, dtype, fmt)

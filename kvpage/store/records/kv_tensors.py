@@ -14,7 +14,7 @@ import torch
 from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_array
 from kvpage.store.records.record import Shape
-from kvpage.store.records.stretches import Runs, digests_of
+from kvpage.store.tiers.stretches import Runs, digests_of
 
 KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
 Parts = list[list[torch.Tensor]]

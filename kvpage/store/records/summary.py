@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvpage.store.load.chunk_io import read_head
 from kvpage.store.records.keys import decode_meta
 from kvpage.store.records.record import CorruptRecord
-from kvpage.store.tier import Reader, RecordGone, RecordInfo, Tier
+from kvpage.store.records.record_io import read_head
+from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier
 
 
 @dataclass(frozen=True, slots=True)

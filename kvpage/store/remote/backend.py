@@ -8,7 +8,7 @@ class Mine(Backend):        RemoteTier(Mine(...)) is then a tier, with deadlines
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from kvpage.store.tier import Key, RecordInfo
+from kvpage.store.tiers.tier import Key, RecordInfo
 
 
 class Backend(ABC):

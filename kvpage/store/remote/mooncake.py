@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import RemoteOptions, num_bytes
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.tier import Key
+from kvpage.store.tiers.tier import Key
 
 PREFIX = "kvpage:"
 DEFAULT_PORT = 50051

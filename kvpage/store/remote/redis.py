@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.remote.redis_client import Client, connector, disconnect, interrupt, redis
 from kvpage.store.remote.remote_tier import Backend, RemoteTier
-from kvpage.store.tier import Key, RecordInfo
+from kvpage.store.tiers.tier import Key, RecordInfo
 
 PREFIX = "kvpage:"
 LIST_COUNT = 1000  # keys a round trip of a listing

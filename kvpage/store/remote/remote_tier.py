@@ -6,7 +6,7 @@
                  value = record, and with a mac_key 32 bytes behind it: BLAKE3(mac_key, key and record)
 
 A server is trusted with nothing. A value is a record only if it is as long as its header says and carries the key that
-was asked for; anything else is a miss, counted and removed. Every call is over at its deadline (`kvpage.store.remote.caller`),
+was asked for; anything else is a miss, counted and removed. Every call is over at its deadline (`kvpage.store.remote.deadline_pool`),
 and a server that fails several times in a row is left alone for a while (`kvpage.store.remote.breaker`).
 """
 
@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvpage.checks.own_process import OwnProcess
+from kvpage.checks.fork_guard import ForkGuard
 from kvpage.store.records.record import CorruptRecord, RecordHead
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.breaker import Breaker
-from kvpage.store.remote.caller import Caller
+from kvpage.store.remote.deadline_pool import DeadlinePool
 from kvpage.store.remote.options import MAC_BYTES, MIN_RECORD_BYTES, RemoteOptions
-from kvpage.store.tier import Key, Reader, RecordInfo, Tier, TierError, TierRests, TierStats, Writer
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierRests, TierStats, Writer
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
@@ -49,11 +49,11 @@ class RemoteTier(Tier):
         self._backend, self._options = backend, options
         self._mac = None if options.mac_key is None else _Mac(options.mac_key)
         self._breaker = breaker or Breaker(options.max_failures, options.cooldown)
-        self._caller = Caller(options.max_calls, backend.give_up)
+        self._pool = DeadlinePool(options.max_calls, backend.give_up)
         self._lock = threading.Lock()
         self._num_corrupted, self._num_errors = 0, 0
         self._is_closed = False
-        self._process = OwnProcess(name)
+        self._process = ForkGuard(name)
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         if not keys:
@@ -119,8 +119,8 @@ class RemoteTier(Tier):
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
             return
-        self._caller.close()
-        closer = Caller(1)
+        self._pool.close()
+        closer = DeadlinePool(1)
         try:
             closer.call(self._backend.close, CLOSE_SECONDS)
         except Exception as error:  # as in _call
@@ -134,7 +134,7 @@ class RemoteTier(Tier):
         deadline = _Deadline(self._options.timeout if timeout is None else timeout)
         self._admit(deadline)
         try:
-            result = self._caller.call(lambda: function(deadline.left()), deadline.left())
+            result = self._pool.call(lambda: function(deadline.left()), deadline.left())
         except NotImplementedError as error:  # not a failure: the server was not even asked
             self._succeeded()
             raise TierError(f"{self.name}: {error}") from error

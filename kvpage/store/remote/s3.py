@@ -16,14 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.tier import Key, RecordInfo
-
-try:
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import ClientError
-except ImportError as error:
-    raise ImportError("the s3 tier needs the package boto3: pip install 'kvpage[s3]'") from error
+from kvpage.store.tiers.tier import Key, RecordInfo
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -89,7 +82,7 @@ class S3Backend(Backend):
         """The length comes before the bytes: b"", which is no record, for one that is too long."""
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key))
-        except ClientError as error:
+        except self._client.exceptions.ClientError as error:
             if _is_missing(error):
                 return None
             raise
@@ -107,7 +100,7 @@ class S3Backend(Backend):
     def _length(self, key: Key) -> int | None:
         try:
             return self._client.head_object(Bucket=self._bucket, Key=self._name(key))["ContentLength"]
-        except ClientError as error:
+        except self._client.exceptions.ClientError as error:
             if _is_missing(error):
                 return None
             raise
@@ -171,6 +164,11 @@ def from_url(url: str) -> RemoteTier:
 
 
 def _client(endpoint: str | None, region: str | None, num_connections: int) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise ImportError("the s3 tier needs the package boto3: pip install 'kvpage[s3]'") from error
     config = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=READ_SECONDS,
@@ -182,5 +180,6 @@ def _client(endpoint: str | None, region: str | None, num_connections: int) -> A
     return boto3.session.Session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
 
-def _is_missing(error: ClientError) -> bool:
+def _is_missing(error: Any) -> bool:
+    """Whether a ClientError of botocore says that there is no such object."""
     return error.response["Error"]["Code"] in MISSING

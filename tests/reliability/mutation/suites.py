@@ -17,6 +17,8 @@ STORE = [
     "tests/store/load/test_known_dtype.py",
     "tests/store/test_kv_store_edges.py",
     "tests/store/test_kv_store.py",
+    "tests/store/test_kv_store_closing.py",
+    "tests/store/test_several_tiers.py",
     "tests/store/test_store_blocks.py",
     "tests/store/load/test_layer_load.py",
 ]

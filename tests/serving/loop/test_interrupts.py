@@ -28,7 +28,7 @@ from kvpage.serving import (
     SamplingParams,
 )
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, MAX_TOKENS = 4, 5
 NUM_TRIALS = 8

@@ -21,7 +21,7 @@ from kvpage.serving import (
     SamplingParams,
 )
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, NUM_TOKENS = 4, 6
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)

@@ -13,9 +13,9 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
 from kvpage.serving.model import attention, latent_heads
-from kvpage.serving.model.check import relative_error
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
+from kvpage.serving.model.probe import relative_error
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B, C = 4, 8

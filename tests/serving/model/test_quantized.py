@@ -14,7 +14,8 @@ from kvpage import CacheConfig, CacheEngine, KVScales, ModelConfig
 from kvpage.layout.config import CACHE_DTYPES
 from kvpage.ops import reference
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.model.check import _paged_logits, relative_error
+from kvpage.serving.model.paged_check import paged_logits
+from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.runner import ModelRunner
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")
@@ -116,7 +117,7 @@ def test_logits_are_those_of_a_dense_model_that_rounds_alike(
     model_config = ModelConfig.from_hf(model.config, model.dtype)
     scales = make_scales(cache_dtype) if has_scales else None
     engine = CacheEngine(make_config(cache_dtype, place, layer_layout), model_config, kv_scales=scales)
-    found, _ = _paged_logits(ModelRunner(model), engine, SEQUENCES, 3)
+    found, _ = paged_logits(ModelRunner(model), engine, SEQUENCES, 3)
     expected = expected_logits(kind, cache_dtype, has_scales)
     rounding = relative_error(expected, plain_logits(kind))
     assert rounding > 0.01

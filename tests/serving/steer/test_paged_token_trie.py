@@ -105,6 +105,7 @@ def test_requests_and_tries_share_blocks_and_give_way() -> None:
     (prompt,) = make_prompts([5 * B])
     params = SamplingParams(max_tokens=2 * B)
     tokens = engine.generate([prompt], params)[0].token_ids
+    before = [*engine.scheduler.reclaimers]
     trie = PagedTokenTrie(engine)
     assert check(trie, [[*prompt, tokens[0]]]) <= 2
     other = make_prompts([3 * B, 3 * B], seed=7)
@@ -118,7 +119,7 @@ def test_requests_and_tries_share_blocks_and_give_way() -> None:
     assert engine.stats().num_preemptions > 0
     trie.close()
     trie.close()
-    assert engine.scheduler.reclaimers == []
+    assert engine.scheduler.reclaimers == before
     found = []
     while engine.has_unfinished:
         found += [one.token_id for one in engine.step()]
@@ -144,6 +145,7 @@ def test_logprobs_own_their_memory() -> None:
 
 def test_errors_leave_everything_usable() -> None:
     engine = make_engine(8)
+    num_before = len(engine.scheduler.reclaimers)
     trie = PagedTokenTrie(engine)
     (prompt,) = make_prompts([B])
     check(trie, [prompt])
@@ -170,4 +172,4 @@ def test_errors_leave_everything_usable() -> None:
             PagedTokenTrie(engine, **fields)
     with pytest.raises(TypeError, match="namespace must be bytes"):
         PagedTokenTrie(engine, "tenant")
-    assert len(engine.scheduler.reclaimers) == 1
+    assert len(engine.scheduler.reclaimers) == 1 + num_before

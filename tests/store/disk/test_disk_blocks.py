@@ -12,9 +12,9 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.load.block_io import BlockChunks
-from kvpage.store.memory import MemoryTier
-from kvpage.store.records.stretches import write_stretches
+from kvpage.store.load.block_chunks import BlockChunks
+from kvpage.store.tiers.memory_tier import MemoryTier
+from kvpage.store.tiers.stretches import write_stretches
 
 B, C, L = 16, 32, 3
 TOKENS = list(range(75))  # chunks of 32, 32 and 11

@@ -12,7 +12,7 @@ from support.disk_faults import SEGMENT_BYTES, fail_at, faulty, make, work
 from support.store_records import get, key, put, record
 
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.tier import TierError
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_failing_drive_leaves_the_others(tmp_path: Path, monkeypatch) -> None:
     records = {key(n): record(key(n), 9000) for n in range(8)}
     for name, data in records.items():
         put(tier, {name: data})
-    fds = {directory.spaces[0].segment._fd for directory in tier._room.directories[:1]}
+    fds = {directory.spaces[0].segment._fd for directory in tier._allocator.directories[:1]}
     with faulty(monkeypatch, lambda name, arguments: name != "fstat" and arguments[0] in fds, errno.EIO):
         found = get(tier, list(records))
         assert 0 < sum(data is not None for data in found) < 8

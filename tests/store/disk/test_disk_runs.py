@@ -12,9 +12,9 @@ from support.store_records import get, key, put, write
 
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES
-from kvpage.store.memory import MemoryTier
-from kvpage.store.records.stretches import runs_of
-from kvpage.store.tier import TierError, Writer
+from kvpage.store.tiers.memory_tier import MemoryTier
+from kvpage.store.tiers.stretches import runs_of
+from kvpage.store.tiers.tier import TierError, Writer
 
 FIRST = SLOT_BYTES - HEADER_BYTES  # bytes in a record's first slot
 DATA = np.random.default_rng(2).integers(0, 256, 10 * SLOT_BYTES, dtype=np.uint8).tobytes()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import disk_owner
 from support.store_records import get, is_record, key, put, record
 
 pytest.importorskip("typer")
@@ -20,12 +19,14 @@ from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.store import inspection
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier  # noqa: E402
+from kvpage.store.disk.disk_view import MAX_WALKS, DiskView  # noqa: E402
 from kvpage.store.disk.lock import owner_of  # noqa: E402
 from kvpage.store.disk.segment import Segment  # noqa: E402
-from kvpage.store.disk.view import MAX_WALKS, DiskView  # noqa: E402
 from kvpage.store.records import summary as record_summary  # noqa: E402
-from kvpage.store.tier import RecordGone, TierError  # noqa: E402
+from kvpage.store.tiers.tier import RecordGone, TierError  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
+
+TESTS = Path(__file__).parents[2]
 
 SEGMENT_BYTES = 32 * SLOT_BYTES
 A, B, C = key(0), key(1), key(2)
@@ -50,8 +51,10 @@ def make(path: Path, data: dict[bytes, bytes]) -> DiskTier:
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """Another process, which evicts, replaces and removes all the time."""
-    command = [sys.executable, disk_owner.__file__, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "support.disk_owner", str(tmp_path)]
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     yield process
     process.kill()

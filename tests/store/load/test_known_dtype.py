@@ -8,7 +8,7 @@ import torch
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreBuilder, KVStoreConfig, KVStoreMetadata, TierError, metadata_of
 from kvpage.store.load.known_dtype import SOUGHT
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 C, TOKENS = 4, list(range(10))
 PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8]

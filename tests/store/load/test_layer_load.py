@@ -8,7 +8,7 @@ from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, token
 
 from kvpage.store import KVStore, KVStoreConfig, TierError, metadata_of
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.memory import MemoryTier
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 IDS, TARGET_IDS = [3, 9, 1, 14, 7, 20, 2, 11], [5, 0, 22, 8, 13, 4, 17, 6]
 

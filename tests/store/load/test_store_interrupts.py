@@ -16,9 +16,9 @@ from support.waiting import until
 from kvpage import CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.load.calls import Calls
-from kvpage.store.memory import MemoryTier
-from kvpage.store.pin import Pin
+from kvpage.store.load.call_gate import CallGate
+from kvpage.store.stack.pin import Pin
+from kvpage.store.tiers.memory_tier import MemoryTier
 
 NUM_TRIALS = 50
 TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
@@ -112,7 +112,7 @@ def test_a_pin_is_released_though_ctrl_c_comes_before_its_release(tmp_path: Path
 
 
 def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
-    calls = Calls("the store")
+    calls = CallGate("the store")
     calls.enter()
 
     def press_when_closing() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvpage.store.remote.breaker import Breaker
-from kvpage.store.remote.caller import Caller
+from kvpage.store.remote.deadline_pool import DeadlinePool
 
 SOON = 20.0  # seconds, for what has to come at once
 
@@ -93,7 +93,7 @@ def test_a_breaker_that_cannot_be(arguments):
 
 
 def test_results_and_errors_come_through():
-    caller = Caller()
+    caller = DeadlinePool()
     assert caller.call(lambda: 7, None) == 7 and caller.call(lambda: 8, SOON) == 8
     with pytest.raises(KeyError, match="mine"):
         caller.call(lambda: {}["mine"], SOON)
@@ -105,7 +105,7 @@ def test_results_and_errors_come_through():
 
 
 def test_one_thread_makes_calls_that_follow_each_other():
-    caller = Caller()
+    caller = DeadlinePool()
     threads = {caller.call(threading.get_ident, SOON) for _ in range(20)}
     assert len(threads) == 1 and threading.get_ident() not in threads
     caller.close()
@@ -119,7 +119,7 @@ def test_a_late_call_is_left_and_given_up():
         given_up.append(thread_id)
         seen.set()
 
-    caller = Caller(1, give_up)
+    caller = DeadlinePool(1, give_up)
     who = []
 
     def never() -> None:
@@ -145,7 +145,7 @@ def test_it_is_given_up_until_it_returns():
         if len(times) == 3:
             closed.set()
 
-    caller = Caller(1, give_up)
+    caller = DeadlinePool(1, give_up)
     with pytest.raises(TimeoutError, match="no answer"):
         caller.call(lambda: closed.wait(SOON), 0.01)
     assert closed.wait(SOON)
@@ -154,7 +154,7 @@ def test_it_is_given_up_until_it_returns():
 
 
 def test_calls_from_many_threads_get_their_own_results():
-    caller, wrong = Caller(3), []
+    caller, wrong = DeadlinePool(3), []
 
     def ask(i: int) -> None:
         for j in range(50):
@@ -171,8 +171,8 @@ def test_calls_from_many_threads_get_their_own_results():
 
 
 def test_idle_threads_end_and_calls_go_on(monkeypatch):
-    monkeypatch.setattr("kvpage.store.remote.caller.IDLE_SECONDS", 0.001)
-    caller, seen = Caller(2), set()
+    monkeypatch.setattr("kvpage.store.remote.deadline_pool.IDLE_SECONDS", 0.001)
+    caller, seen = DeadlinePool(2), set()
     for i in range(200):
         assert caller.call(lambda: (seen.add(threading.current_thread()), i)[1], SOON) == i  # noqa: B023
         time.sleep(0.0005 * (i % 5))
@@ -184,7 +184,7 @@ def test_idle_threads_end_and_calls_go_on(monkeypatch):
 
 
 def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
-    caller = Caller(1)
+    caller = DeadlinePool(1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no more threads")))
         with pytest.raises(RuntimeError, match="no more"):
@@ -195,4 +195,4 @@ def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
 
 def test_a_caller_that_cannot_be():
     with pytest.raises(ValueError, match="max_threads"):
-        Caller(0)
+        DeadlinePool(0)

@@ -15,7 +15,7 @@ from kvpage.store.remote import mooncake
 from kvpage.store.remote.mooncake import MooncakeBackend, from_url
 from kvpage.store.remote.options import RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.tier import TierError
+from kvpage.store.tiers.tier import TierError
 
 K = [key(i) for i in range(8)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}

@@ -14,7 +14,7 @@ redis = pytest.importorskip("redis")
 
 from kvpage.store.remote.redis import from_url  # noqa: E402
 from kvpage.store.remote.redis_client import pack_commands  # noqa: E402
-from kvpage.store.tier import TierError  # noqa: E402
+from kvpage.store.tiers.tier import TierError  # noqa: E402
 
 pytestmark = needs_redis
 K = [key(i) for i in range(12)]

@@ -10,7 +10,7 @@ from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.breaker import Breaker
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.tier import RecordInfo, TierError
+from kvpage.store.tiers.tier import RecordInfo, TierError
 
 K = [key(i) for i in range(8)]
 SOON = 20.0

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.redis_server import free_port
@@ -13,7 +14,7 @@ boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'kvpage[te
 moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'kvpage[test-s3]'")
 
 from kvpage.store.remote.s3 import S3Backend, from_url  # noqa: E402
-from kvpage.store.tier import TierError  # noqa: E402
+from kvpage.store.tiers.tier import TierError  # noqa: E402
 
 K = [key(i) for i in range(10)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}
@@ -181,6 +182,8 @@ def test_threads_stop_when_one_has_failed():
     asked = []
 
     class Client:
+        exceptions = SimpleNamespace(ClientError=KeyError)
+
         def head_object(self, Key, **_):  # noqa: N803, boto3's name
             asked.append(Key)
             raise OSError("gone")

@@ -1,0 +1,181 @@
+"""The cells of the tables of numbers: functions from a result of benchmarks/runs.py to a cell's text."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def text(figure: dict[str, float], digits: int = 2) -> str:
+    """Of a figure from JSON: "3.35 (3.30-3.52)"."""
+    return "{median:,.{n}f} ({low:,.{n}f}-{high:,.{n}f})".format(
+        **{key: figure[key] for key in ("median", "low", "high")}, n=digits
+    )
+
+
+def row_of(result: Result, rows: str, **wanted: Any) -> Result:
+    """The one row that has these values."""
+    (row,) = (row for row in result[rows] if all(row.get(key) == value for key, value in wanted.items()))
+    return row
+
+
+def span(figures: Iterable[dict[str, float]], digits: int = 2) -> str:
+    """From the least to the largest median of many rows."""
+    medians = sorted(figure["median"] for figure in figures)
+    return f"{medians[0]:.{digits}f} to {medians[-1]:.{digits}f}"
+
+
+def moved(result: Result, operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> list[Result]:
+    """Rows of bench_reshape_gather over large inputs, of these operations and kinds of cache."""
+    return [
+        row for row in result["results"]
+        if row["operation"] in operations and is_wanted(row["case"]) and row["tokens"] >= 8192
+    ]  # fmt: skip
+
+
+def speeds(operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> Callable[[Result], str]:
+    return lambda result: f"{span((row['GB/s'] for row in moved(result, operations, is_wanted)), 0)} GB/s"
+
+
+def shares(operations: tuple[str, ...], is_wanted: Callable[[str], bool]) -> Callable[[Result], str]:
+    return lambda result: f"{span(row['of copy'] for row in moved(result, operations, is_wanted))} of one `copy_`"
+
+
+ROWS, CHUNKS = ("reshape_and_cache", "gather_cache"), ("store_chunk device", "load_chunk device")
+
+
+def is_plain(case: str) -> bool:
+    return case.endswith("bfloat16") and not case.startswith("DeepSeek")
+
+
+def is_8bit(case: str) -> bool:
+    return "bfloat16" not in case
+
+
+def us(rows: str, beside: str = "", **wanted: Any) -> Callable[[Result], str]:
+    """Microseconds of a row of bench_slots, and what they are beside."""
+    return lambda result: f"{text(row_of(result, rows, **wanted)['us'])} us{beside}"
+
+
+def slots_beside(result: Result) -> str:
+    row = row_of(result, "rows", what="find, int32")
+    return f"{text(row['bound_us'])} us: memcmp; {text(row['python_us'], 0)} us: a trie of dicts"
+
+
+def trie(what: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
+    def beside(result: Result) -> str:
+        row = row_of(result, "rows", what=what)
+        made = "bare nodes and clones" if what.endswith(", K and V") else "bare nodes"
+        bound = f"{text(row['bound_ms'], 1)} ms: {made}"
+        return bound + (f"; {text(row['quadratic_ms'], 0)} ms: stamping all ancestors" if "quadratic_ms" in row else "")
+
+    return lambda result: f"{text(row_of(result, 'rows', what=what)['ms'], 1)} ms", beside
+
+
+def stored(operation: str) -> Callable[[Result], str]:
+    return lambda result: f"{text(row_of(result, 'results', operation=operation)['GB/s'], 1)} GB/s"
+
+
+def store_bound(*operations: str) -> Callable[[Result], str]:
+    def beside(result: Result) -> str:
+        rows = [row_of(result, "results", operation=operation) for operation in operations]
+        return "; ".join(f"{text(row['bound GB/s'], 1)}: {row['bound']}" for row in rows)
+
+    return beside
+
+
+def served(workload: str, name: str) -> Callable[[Result], str]:
+    return lambda result: f"{text(row_of(result, 'results', workload=workload)['tokens_per_s'][name], 0)} tokens/s"
+
+
+PEERS = {
+    "generate_copies": "`generate` with a copy of the prefix's cache for each",
+    "generate_prefix": "one `generate` over the prefix's cache",
+    "generate": "`model.generate`",
+    "generate_batch": "`generate_batch`",
+    "vllm": "vLLM's CPU build",
+    "bound": "the model's matrix products alone",
+}
+
+
+def peers(workload: str) -> Callable[[Result], str]:
+    def beside(result: Result) -> str:
+        found = row_of(result, "results", workload=workload)["tokens_per_s"]
+        return "; ".join(f"{text(found[name], 0)}: {peer}" for name, peer in PEERS.items() if name in found)
+
+    return beside
+
+
+def generated(num_prefix: int, name: str) -> Callable[[Result], str]:
+    """Of bench_generate_cache, one row at a time."""
+
+    def cell(result: Result) -> str:
+        return f"{text(row_of(result, 'results', prefix=num_prefix, batch=1)[f'{name} ms'], 0)} ms"
+
+    return cell
+
+
+def generated_beside(num_prefix: int, *names: str) -> Callable[[Result], str]:
+    said = {"prefix for nothing": "if the prefix cost nothing", "generate": "without kvpage"}
+    return lambda result: "; ".join(f"{generated(num_prefix, name)(result)}: {said[name]}" for name in names)
+
+
+def first_token(method: str, ratio: float | None) -> Callable[[Result], str]:
+    return lambda result: f"{text(row_of(result, 'speed', method=method, ratio=ratio)['seconds'])} s"
+
+
+def first_token_beside(result: Result) -> str:
+    full, prefix = (row_of(result, "speed", method=method) for method in ("full", "prefix"))
+    ceiling = full["seconds"]["median"] / row_of(result, "speed", method="blend", ratio=0.15)["ceiling"]
+    return (
+        f"{text(full['seconds'])} s: full recompute; {text(prefix['seconds'])} s: the first segment cached; "
+        f"{ceiling:.2f} s: the least that its arithmetic takes"
+    )
+
+
+def lost(method: str, ratio: float = 0.15, check: tuple[int, ...] = (1,)) -> Callable[[Result], str]:
+    def cell(result: Result) -> str:
+        row = row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
+        mean, low, high = (100 * value for value in row["lost"])
+        return f"{mean:.1f} ({low:.1f}-{high:.1f})"
+
+    return cell
+
+
+def quality_beside(result: Result) -> str:
+    others = {
+        "plain reuse": lost("v", 0.0),
+        "a check layer chooses": lost("v at seams"),
+        "that, without `seam`": lost("v"),
+    }
+    others |= {"random tokens": lost("random"), "an oracle": lost("oracle deviation")}
+    return "0: full recompute; " + "; ".join(f"{cell(result)}: {name}" for name, cell in others.items())
+
+
+def pool_cell(batch: int | str, kind: str = "pool") -> Callable[[Result], str]:
+    """Nanoseconds of a cycle; of a batch, of each block."""
+
+    def cell(result: Result) -> str:
+        figure = row_of(result, "rows", batch=batch)[f"{kind}_ns"]
+        num_blocks = batch if isinstance(batch, int) else 1
+        each = {name: figure[name] / num_blocks for name in ("median", "low", "high")}
+        return f"{text(each, 1 if num_blocks > 1 else 0)} ns"
+
+    return cell
+
+
+def pool_beside(batch: int | str) -> Callable[[Result], str]:
+    peers = {"array": "slices of a numpy array", "list": "a Python list"}
+    return lambda result: "; ".join(f"{pool_cell(batch, kind)(result)}: {peer}" for kind, peer in peers.items())
+
+
+def tree(key: str) -> Callable[[Result], str]:
+    return lambda result: f"{text(result[key])} us"
+
+
+def tree_beside(**bounds: str) -> Callable[[Result], str]:
+    return lambda result: "; ".join(f"{text(result[key])} us: {what}" for key, what in bounds.items())
+
+
+def threads(case: str, num: int) -> Callable[[Result], str]:
+    return lambda result: f"{text(row_of(result, 'threads', case=case, threads=num)['ratio'])} of one thread"

@@ -1,0 +1,119 @@
+"""ModelBlocks: the blocks of one model, for the caches of `generate` that come and go."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from transformers import PreTrainedModel
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.space import HostPolicy
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.layout.config import CacheConfig, DeviceConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.generate.cached_rows import CachedRows, TokenRows
+from kvpage.serving.generate.layer_blocks import LayerBlocks
+from kvpage.serving.generate.working_rows import WorkingMemory, WorkingRows
+from kvpage.serving.model.kv_shape import KVShape
+from kvpage.serving.model.limits import constant_rope_len, rope_limit, vocab_size
+
+
+class ModelBlocks:
+    """The cache tensors and the block manager of one model. KVPageCachePool checks first that they fit the model.
+
+    model: the caller's. engine: owns the tensors. manager: owns the blocks. dtype: that of the model's K and V.
+    layers: by layer_idx.
+    forgotten: releases of caches that were dropped without one. The garbage collector appends at any time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: KVShape,
+        engine: CacheEngine,
+        manager: BlockManager,
+        max_working_bytes: int | None = None,
+    ) -> None:
+        self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
+        scales = engine.kv_scales or [None] * len(shape.layer_ids)
+        layers = zip(shape.layer_ids, engine.gpu_cache, scales, shape.layer_sizes, strict=True)
+        self.layers = {
+            layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent, shape.num_heads, *sizes)
+            for layer_id, cache, scale, sizes in layers
+        }
+        self.working_memory = WorkingMemory(max_working_bytes)
+        self.forgotten: deque[Callable[[], None]] = deque()
+        self._max_len = constant_rope_len(model)
+        self._seq_ids = count()
+
+    @classmethod
+    def make(
+        cls,
+        model: PreTrainedModel,
+        shape: KVShape,
+        cache_config: CacheConfig,
+        kv_scales: Sequence[KVScales] | None,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        pin_quota: int = 0,
+        max_working_bytes: int | None = None,
+    ) -> "ModelBlocks":
+        """Allocate tensors of this shape on the model's device. No check is made here."""
+        engine = CacheEngine(
+            cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
+        )
+        manager = BlockManager(
+            cache_config.num_gpu_blocks,
+            cache_config.block_size,
+            num_host_blocks=cache_config.num_cpu_blocks,
+            share_parts=share_parts,
+            host_policy=host_policy,
+            pin_quota=pin_quota,
+        )
+        return cls(model, shape, engine, manager, max_working_bytes)
+
+    @uninterrupted
+    def make_rows(self) -> CachedRows:
+        """Make rows over the blocks, none yet. Forgotten caches are released first. Not within a forward."""
+        self.release_forgotten()
+        return CachedRows(self.manager, self.engine, self._seq_ids, self._make_working())
+
+    def release_forgotten(self) -> None:
+        """Release the caches that were dropped without a release."""
+        while self.forgotten:
+            self.forgotten.popleft()()
+
+    def _make_working(self) -> WorkingRows | None:
+        """Make working rows; None where blocks do not keep K and V bit by bit."""
+        if not all(layer.keeps(self.dtype) for layer in self.layers.values()):
+            return None
+        num_slots = self.manager.num_blocks * self.manager.block_size
+        bytes_per_token = sum(cache.nbytes for cache in self.engine.gpu_cache) // num_slots
+        return WorkingRows(self.layers, bytes_per_token, self.working_memory)
+
+    def check_forward(self, tokens: TokenRows, num_tokens: int) -> None:
+        """Raise ValueError unless the model may compute these tokens, at the end of rows of `num_tokens` tokens."""
+        check_eval(self.model)
+        self.check_tokens(tokens)
+        self.check_length(num_tokens)
+
+    def check_tokens(self, tokens: TokenRows) -> None:
+        """Raise ValueError for ids that the model cannot look up. Negative ones have been refused before."""
+        size = vocab_size(self.model)
+        if tokens.max() >= size:
+            raise ValueError(f"input_ids must be ids in [0, {size}), got {int(tokens.max())}")
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise ValueError for rows in which the first tokens' K would differ from that in shorter rows."""
+        if num_tokens > self._max_len:
+            raise ValueError(
+                f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
+                f"got {num_tokens}{rope_limit(self.model, num_tokens)}"
+            )
+
+
+def check_eval(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model in training mode."""
+    if model.training:
+        raise ValueError(f"model must be in eval mode, {type(model).__name__} is in training mode")

@@ -1,0 +1,139 @@
+"""Check a model at load by computing over blocks: its logits must be its own.
+
+Some models would run without an error and without a cache, or with wrong results. Their attention bypasses the
+interface, they have state outside of attention (Mamba, convolutions), or their mask holds biases. So two short
+sequences are computed over blocks, packed, in two steps. The logits are compared with those of the model's own forward.
+
+    step 1   [ a0 a1 a2 a3 a4 a5 | b0 b1 b2 b3 ]
+    step 2   [ a6 a7 a8 | b4 ]
+
+For this, blocks have the model's dtype. Blocks that quantise are checked apart: their logits may differ, and must not
+be nowhere near.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.model.limits import vocab_size
+from kvpage.serving.model.probe import (
+    MAX_ERROR_QUANTIZED,
+    PROBE_LENGTHS,
+    max_error,
+    probe_tokens,
+    relative_error,
+    unquantized,
+)
+from kvpage.serving.model.runner import ModelRunner, PackedTokens
+from kvpage.serving.model.step import Step
+
+_BOUNDS = tuple((0, cut, length) for cut, length in zip((6, 4), PROBE_LENGTHS, strict=True))  # of each sequence's steps
+
+
+def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
+    """Compute the probe's tokens over a few blocks. Raise ValueError, with the reason, if the model cannot be served.
+
+    Returns how many tokens, the newest included, the widest window of any layer holds; None if one has no window.
+    """
+    name = type(runner.model).__name__
+    error, dtype, windows = _paged_error(runner, unquantized(cache_config, model_config), model_config, None)
+    if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
+        raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
+def verify_quantized(
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+) -> None:
+    """Raise ValueError if logits over blocks that quantise, with these scales, are nowhere near the model's own."""
+    error, dtype, _ = _paged_error(runner, cache_config, model_config, kv_scales)
+    if not error <= MAX_ERROR_QUANTIZED:
+        raise ValueError(
+            f"logits over blocks of {dtype} must be near the model's own, with these scales they are {error:.1e} off "
+            f"(relative)"
+        )
+
+
+def _paged_error(
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+) -> tuple[float, torch.dtype, list[int | None]]:
+    """Return the relative error of logits over blocks, the blocks' dtype, and the window of each layer."""
+    model = runner.model
+    sequences = probe_tokens(vocab_size(model))
+    expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
+    blocks_each = -(-max(PROBE_LENGTHS) // cache_config.block_size)
+    config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
+    engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
+    found, windows = paged_logits(runner, engine, sequences, blocks_each)
+    return relative_error(found, expected), engine.layout.dtype, windows
+
+
+def _own_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int32]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(tokens).long().unsqueeze(0).to(model.device)).logits[0]
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def paged_logits(
+    runner: ModelRunner, engine: CacheEngine, sequences: Sequence[npt.NDArray[np.int32]], blocks_each: int
+) -> tuple[torch.Tensor, list[int | None]]:
+    """Return the logits of the probe's tokens, one sequence after the other, and the window of each layer.
+
+    engine: with `blocks_each` blocks for each sequence, which are overwritten.
+    """
+    tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
+    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    windows: list[int | None] = []
+    for number in range(len(_BOUNDS[0]) - 1):
+        starts, ends = [list(column) for column in zip(*(each[number : number + 2] for each in _BOUNDS), strict=True)]
+        parts = [tokens[start:end] for tokens, start, end in zip(sequences, starts, ends, strict=True)]
+        token_ids = np.concatenate(parts)
+        packed = PackedTokens(token_ids, starts, ends, np.arange(len(token_ids)))
+        step = Step.make(engine, _slots(tables, starts, ends, engine.layout.block_size), tables, starts, ends)
+        logits = runner.forward(packed, step)
+        _check_calls(runner.model, engine, step)
+        windows = [window for _, window in step.calls]
+        for kept, part in zip(rows, logits.split([len(tokens) for tokens in parts]), strict=True):
+            kept.append(part)
+    return torch.cat([part for parts in rows for part in parts]), windows
+
+
+def _slots(
+    tables: npt.NDArray[np.int32], starts: Sequence[int], ends: Sequence[int], block_size: int
+) -> npt.NDArray[np.int64]:
+    spans = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    slots = [
+        table[span // block_size].astype(np.int64) * block_size + span % block_size
+        for table, span in zip(tables, spans, strict=True)
+    ]
+    return np.concatenate(slots)
+
+
+def _check_calls(model: PreTrainedModel, engine: CacheEngine, step: Step) -> None:
+    """Raise ValueError unless each layer has called the attention function once, with its window."""
+    name, called = type(model).__name__, sorted(layer for layer, _ in step.calls)
+    if called != engine.layer_ids:
+        raise ValueError(f"layers {engine.layer_ids} must each attend once over blocks, of {name} it was {called}")
+    windows = dict(step.calls)
+    missing = [layer for layer in _windowed_layers(model.config, engine.layer_ids) if windows[layer] is None]
+    if missing:
+        raise ValueError(
+            f"a sliding window must reach the attention function, {name} has it only in its mask or its cache"
+        )
+
+
+def _windowed_layers(config: PretrainedConfig, layer_ids: Sequence[int]) -> list[int]:
+    """Return the layers that have a sliding window by the config."""
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "sliding_window", None) or getattr(text, "use_sliding_window", True) is False:
+        return []
+    kinds = getattr(text, "layer_types", None)
+    return [layer for layer in layer_ids if kinds is None or kinds[layer] == "sliding_attention"]

@@ -1,0 +1,197 @@
+"""DiskView: what lies in a disk tier's directories, to look at beside the process that has them open.
+
+    walk the headers, twice if they seem damaged ─► records ─► Reader: bytes, and then: is it still the record?
+
+Nothing is locked, made or written. The owner goes on: what it removes or replaces meanwhile is gone from here as well,
+and what it is writing is not there yet. No byte of it is handed out as a record's: after each piece the record's header
+is read again, which the owner marks free before it gives the room to others.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvpage.store.disk.directory import SEGMENT_NAME
+from kvpage.store.disk.lock import DiskOwner, owner_of
+from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
+from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
+from kvpage.store.disk.space import Drive, Entry, Space
+from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, Tier, TierError, TierStats, Writer
+
+MAX_WALKS = 8
+"""Of a segment whose owner writes so much that no two walks find the same places without a header."""
+
+
+class DiskView(Tier):
+    """paths: directories of a disk tier. The records are those of the moment when it was made, less those that are
+    found to be gone since. owners: the processes that have them open. Whatever would change a record raises TierError.
+
+    ValueError for segments of another version and for links; OSError for a directory that is none of a disk tier.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], name: str = "disk") -> None:
+        self.name = name
+        self.buffers = Buffers(STAGING_BYTES)
+        self.owners: tuple[DiskOwner, ...] = ()
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._entries: dict[Key, Entry] = {}
+        self._num_damaged = 0
+        self._is_closed = False
+        try:
+            for path in paths:
+                self._look_into(Path(path).absolute())
+        except BaseException:
+            self.close()
+            raise
+
+    def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [key in self._entries for key in keys]
+
+    def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
+        """None for a record that is gone."""
+        with self._lock:
+            self._check_open()
+            entries = [self._entries.get(key) for key in keys]
+        return [None if entry is None else self._reader(entry) for entry in entries]
+
+    def infos(self) -> Iterator[RecordInfo]:
+        """last_used: when it was written; of more the owner alone knows."""
+        with self._lock:
+            self._check_open()
+            runs = [(key, entry.run) for key, entry in self._entries.items()]
+        return iter([RecordInfo(key, run.num_bytes, run.written) for key, run in runs])
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            self._check_open()
+            num_bytes = sum(entry.run.num_bytes for entry in self._entries.values())
+            capacity = sum(segment.num_bytes for segment in self._segments)
+            return TierStats(self.name, len(self._entries), num_bytes, capacity, corrupted=self._num_damaged)
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        raise self._refusal()
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        raise self._refusal()
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        raise self._refusal()
+
+    def clear(self) -> None:
+        raise self._refusal()
+
+    def flush(self, sync: bool = False) -> None:
+        """Nothing: nothing is written."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for segment in self._segments:
+                segment.close()
+
+    # --- for readers ---
+
+    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
+        """RecordGone if it was not the record's any more, whatever was read."""
+        self._check_open()
+        try:
+            call()
+            is_there = _is_there(entry)
+        except OSError as error:
+            raise TierError(f"{entry.space.segment.path}: {error.strerror or error}") from error
+        if not is_there:
+            with self._lock:
+                if self._entries.get(entry.key) is entry:
+                    del self._entries[entry.key]
+            raise RecordGone(f"{self.name}: the record was removed or replaced meanwhile")
+
+    def let_go(self, entry: Entry) -> None:
+        """Nobody waits for it."""
+
+    def give_up(self, entry: Entry) -> None:
+        """Likewise."""
+
+    # --- inside ---
+
+    def _look_into(self, path: Path) -> None:
+        owner = owner_of(path)
+        self.owners += () if owner is None else (owner,)
+        ids: set[bytes] = set()
+        for file in sorted(path.iterdir()):
+            if not SEGMENT_NAME.fullmatch(file.name):
+                continue
+            try:
+                segment = Segment.open(file, os.O_RDONLY)
+            except FileNotFoundError:  # deleted since it was listed
+                continue
+            except DamagedSegment:
+                self._num_damaged += 0 if owner is not None and _is_being_made(file) else 1
+                continue
+            self._segments.append(segment)
+            if segment.id in ids:
+                self._num_damaged += 1
+                continue
+            ids.add(segment.id)
+            self._take(segment)
+
+    def _take(self, segment: Segment) -> None:
+        """Of several records of one key the newest."""
+        space = Space(segment, Drive(segment.path.parent, 0.0))
+        records, num_damaged = _walk(segment)
+        self._num_damaged += num_damaged
+        for run in records:
+            entry = Entry(space, run)
+            there = self._entries.get(entry.key)
+            if there is None or there.run.generation < run.generation:
+                self._entries[entry.key] = entry
+
+    def _reader(self, entry: Entry) -> Reader | None:
+        """None if it is gone. What cannot be read is left to the reader to tell."""
+        try:
+            self.on_disk(entry, lambda: None)
+        except RecordGone:
+            return None
+        except TierError:
+            pass
+        return DiskReader(self, entry)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierError(f"{self.name} is closed")
+
+    def _refusal(self) -> TierError:
+        return TierError(f"{self.name} is open to look into alone, nothing can be changed")
+
+
+def _walk(segment: Segment) -> tuple[list[Run], int]:
+    """The records, and the number of places that no header tells of. One that the owner writes to while it is walked
+    over seems to be such a place, too; another walk finds it told.
+    """
+    untold: set[Run] = set()
+    for walk in range(MAX_WALKS):
+        runs = list(segment.runs())
+        before, untold = untold, {run for run in runs if not run.is_told}
+        if not untold or (walk and untold == before):
+            break
+    else:
+        untold &= before
+    return [run for run in runs if run.key is not None], len(untold)
+
+
+def _is_there(entry: Entry) -> bool:
+    found, segment = bytearray(HEADER_BYTES), entry.space.segment
+    segment.read(entry.run, 0, memoryview(found))
+    return found == segment.header(entry.run)
+
+
+def _is_being_made(file: Path) -> bool:
+    """Whether its header is not there yet, which is written last."""
+    try:
+        with open(file, "rb") as data:
+            return not any(data.read(HEADER_BYTES))
+    except FileNotFoundError:
+        return True

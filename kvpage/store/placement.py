@@ -1,0 +1,159 @@
+"""From a URL to a tier: who makes which, and what all of them have in common."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpage.store.config import KVStoreConfig, TierURL, parse_size
+from kvpage.store.tiers.tier import Tier
+
+Factory = Callable[[TierURL], Tier]
+FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
+COMMON_OPTIONS = ("write", "promote", "deadline")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tier and its part in the store. deadline: seconds of a call, None for no limit."""
+
+    tier: Tier
+    is_written_back: bool = False
+    promotes: bool = True
+    deadline: float | None = None
+
+
+def _memory(url: TierURL) -> Tier:
+    from kvpage.store.tiers.memory_tier import MemoryTier
+
+    check_options(url, "size", "policy")
+    return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")
+
+
+def _disk(url: TierURL) -> Tier:
+    from kvpage.store.disk.disk_tier import SEGMENT_BYTES, DiskTier
+
+    check_options(url, "size", "policy", "segment")
+    segment_bytes = parse_size(url.option("segment", str(SEGMENT_BYTES)) or "")
+    size, policy = parse_size(url.option("size", "10GiB") or ""), url.option("policy", "lru") or ""
+    return DiskTier(paths_of(url), size, policy, segment_bytes)
+
+
+def paths_of(url: TierURL) -> list[str]:
+    """Of disk:///ssd0/kv,/ssd1/kv; of disk:kv, in the working directory. ValueError for what names none, and for what
+    would not lead where it seems to.
+    """
+    paths, after_scheme = url.place.split(","), url.url.partition(":")[2]
+    for path in paths:
+        if not path.strip("/") or FOREIGN_PATH.match(path):
+            raise ValueError(
+                "paths of a disk tier must each name a directory of this system, none empty, without ~ or a drive's "
+                f"letter, such as disk:///var/kv, got {path!r} in {url.text}"
+            )
+    if after_scheme.startswith("//") and not all(path.startswith("/") for path in paths):
+        bare = [path.lstrip("/") for path in paths]
+        raise ValueError(
+            f"paths of a disk tier must begin with / after disk://, such as disk:///{',/'.join(bare)}, or stand "
+            f"behind disk: alone to begin in the working directory, such as disk:{','.join(bare)}, got {url.text}"
+        )
+    if "#" in after_scheme:
+        raise ValueError(f"paths of a disk tier must have %23 for #, got {url.text}#...")
+    return paths
+
+
+def _redis(url: TierURL) -> Tier:
+    from kvpage.store.remote.redis import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
+def _s3(url: TierURL) -> Tier:
+    from kvpage.store.remote.s3 import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
+def _mooncake(url: TierURL) -> Tier:
+    from kvpage.store.remote.mooncake import from_url
+
+    return from_url(url.without(*COMMON_OPTIONS))
+
+
+REDIS = [f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+cluster", "+sentinel")] + ["unix"]
+
+
+class TierFactories:
+    """Factories by scheme. `register` adds one's own."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, Factory] = {
+            "memory": _memory,
+            "disk": _disk,
+            "s3": _s3,
+            "mooncake": _mooncake,
+            **dict.fromkeys(REDIS, _redis),
+        }
+
+    def register(self, scheme: str, factory: Factory) -> None:
+        """ValueError for a scheme that is taken by another factory."""
+        if self._factories.get(scheme, factory) is not factory:
+            raise ValueError(f"scheme must be a new one, {scheme!r} is taken")
+        self._factories[scheme] = factory
+
+    def make(self, url: TierURL) -> Tier:
+        """ValueError for a scheme that nobody makes, and whatever the factory raises."""
+        if url.scheme not in self._factories:
+            raise ValueError(f"scheme must be one of {', '.join(sorted(self._factories))}, got {url.scheme!r}")
+        return self._factories[url.scheme](url)
+
+
+FACTORIES = TierFactories()
+"""The ones that URLs are looked up in: filled once, at import, like torch's registries."""
+
+register_tier = FACTORIES.register
+
+
+def check_options(url: TierURL, *known: str) -> None:
+    """ValueError for an option that is neither common to all tiers nor among `known`."""
+    for name, _ in url.options:
+        if name not in (*known, *COMMON_OPTIONS):
+            raise ValueError(
+                f"options of {url.scheme}:// must be among {', '.join((*known, *COMMON_OPTIONS))}, got {name!r}"
+            )
+
+
+def place_tiers(config: KVStoreConfig) -> list[Placed]:
+    """The tiers of a configuration. If one cannot be made, those before it are closed, and its error comes through."""
+    placed: list[Placed] = []
+    try:
+        for text in config.tiers:
+            placed.append(_place(TierURL.parse(text), config))
+    except BaseException:
+        for one in placed:
+            one.tier.close()
+        raise
+    return placed
+
+
+def _place(url: TierURL, config: KVStoreConfig) -> Placed:
+    write = _choice(url, "write", {"through": False, "back": True}, "through")
+    promotes = _choice(url, "promote", {"yes": True, "no": False}, "yes")
+    deadline = url.option("deadline")
+    seconds = config.deadline if deadline is None else _seconds(deadline)
+    return Placed(FACTORIES.make(url), write, promotes, seconds)
+
+
+def _choice(url: TierURL, name: str, choices: dict[str, bool], default: str) -> bool:
+    value = url.option(name, default) or ""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"deadline must be positive seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,83 @@
+"""Payloads of records: sources that write them, and sinks that take them.
+
+Source   a chunk to be stored     fill(begin, buffer) ─► bytes and their digests
+Sink     a chunk to be loaded     take(begin, piece)  ─► digests of the piece
+"""
+
+from typing import Protocol
+
+from kvpage.store.records.record import Shape
+from kvpage.store.tiers.stretches import Runs, copy_and_digest, digests_of, runs_of
+
+ENCODED_STRETCH_BYTES = 1 << 20  # of payloads that a codec has written
+
+
+class Source(Protocol):
+    """A payload to be written. stretch_bytes: of each of its stretches."""
+
+    stretch_bytes: int
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        """Writes the payload's stretches from the byte `begin` on into the buffer; their digests. streaming: past the
+        CPU's cache, since nobody reads them soon.
+        """
+
+    def runs(self) -> Runs | None:
+        """All of the payload where it lies; None if that is not in memory, or in runs so short that they are better
+        filled into a buffer. Valid as long as the source.
+        """
+
+
+class ShapedSource(Source, Protocol):
+    """A chunk to be written. shape: of its payload."""
+
+    shape: Shape
+
+
+class Sink(Protocol):
+    """What takes a payload. stretch_bytes: of each of its stretches."""
+
+    stretch_bytes: int
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        """Takes what it wants of the stretches from the byte `begin` on; their digests. What was taken counts only if
+        they are right.
+        """
+
+
+class EncodedPayload:
+    """What a codec made of a chunk: a payload to be written."""
+
+    stretch_bytes = ENCODED_STRETCH_BYTES
+
+    def __init__(self, payload: memoryview) -> None:
+        self.payload = payload
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        data = self.payload[begin : begin + len(buffer)]
+        return b"".join(
+            copy_and_digest(buffer[at : at + self.stretch_bytes], data[at : at + self.stretch_bytes], streaming)
+            for at in range(0, len(data), self.stretch_bytes)
+        )
+
+    def runs(self) -> Runs | None:
+        return runs_of(self.payload)
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        digests = digests_of(piece, self.stretch_bytes, num_threads)
+        self.payload[begin : begin + len(piece)] = piece
+        return digests
+
+
+class BytesSink:
+    """Stretches that are copied, or with None hashed alone."""
+
+    def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
+        self._to, self.stretch_bytes = to, stretch_bytes
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        if self._to is None:
+            return digests_of(piece, self.stretch_bytes, num_threads)
+        size = self.stretch_bytes
+        runs = range(0, len(piece), size)
+        return b"".join(copy_and_digest(self._to[at : at + size], piece[at : at + size]) for at in runs)

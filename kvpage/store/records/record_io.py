@@ -1,0 +1,168 @@
+"""Chunks to records and back: piece by piece, each copied and hashed at once, and stored while the CPU's cache has it.
+
+write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─► digests ] ... ─► digests, checksum
+        header ─► [ the runs where they lie ─► digests ] ─► digests, checksum          into a file, if they are long
+read    header, digests, checksum: is it what was asked for? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
+
+A piece is some of a payload's stretches. In memory it is the whole payload, which is copied once; otherwise it is what
+a core can keep.
+"""
+
+from collections.abc import Iterator
+
+from kvpage.store.records.codec import Codec
+from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.payload import BytesSink, EncodedPayload, Sink, Source
+from kvpage.store.records.record import (
+    ALIGNMENT,
+    CHECKSUM_BYTES,
+    DIGEST_BYTES,
+    HEADER,
+    MAX_META_BYTES,
+    CorruptRecord,
+    RecordHead,
+    Shape,
+    UnreadableRecord,
+)
+from kvpage.store.tiers.stretches import digest_of
+from kvpage.store.tiers.tier import Reader, Writer
+
+PIECE_BYTES = 1 << 20
+
+
+def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
+    """The head of the record that the chunk becomes, and its payload."""
+    codec = next(iter(kind.codecs.values()))
+    if codec is None:
+        return kind.head(kind.raw_bytes, chunk.stretch_bytes), chunk
+    raw = memoryview(bytearray(kind.raw_bytes))
+    chunk.fill(0, raw, 1, streaming=False)
+    coded = EncodedPayload(memoryview(codec.encode(raw, kind.shape)).cast("B"))
+    return kind.head(len(coded.payload), coded.stretch_bytes), coded
+
+
+def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: int = 1) -> None:
+    """Fills all of the writer's room. TierError comes through."""
+    header, digests = head.pack(), []
+    writer.piece(0, head.payload_begin)[:] = header
+    runs = chunk.runs() if writer.takes_runs else None
+    if runs is not None:
+        digests.append(writer.write_runs(runs, head.stretch_bytes, num_threads))
+    for begin, end in pieces(head, writer.is_in_memory) if runs is None else ():
+        piece = writer.piece(head.payload_begin + begin, head.payload_begin + end)
+        digests.append(chunk.fill(begin, piece, num_threads, writer.is_in_memory))
+    table = b"".join(digests)
+    writer.piece(head.payload_end, head.num_bytes)[:] = table + _checksum(header, table)
+
+
+def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, bytes]:
+    """The head of a record and its digests, which the checksum says are right. CorruptRecord unless they are, and if
+    the meta is another one than expected (None: any).
+    """
+    if reader.num_bytes < HEADER.size + CHECKSUM_BYTES:
+        raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no head")
+    num_meta = HEADER.unpack_from(reader.piece(0, HEADER.size))[2] if meta is None else len(meta)
+    begin = -(-(HEADER.size + num_meta) // ALIGNMENT) * ALIGNMENT
+    if num_meta > MAX_META_BYTES or reader.num_bytes < begin + CHECKSUM_BYTES:
+        raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
+    head = RecordHead.unpack(reader.piece(0, begin), reader.num_bytes)
+    if meta is not None and head.meta != meta:
+        raise CorruptRecord("the record is of another model, layout or namespace")
+    table = bytes(reader.piece(head.payload_end, head.num_bytes))
+    digests = table[:-CHECKSUM_BYTES]
+    if _checksum(head.pack(), digests) != table[-CHECKSUM_BYTES:]:
+        raise CorruptRecord("the checksum is wrong")
+    return head, digests
+
+
+def read_shape(reader: Reader, kinds: RecordKinds, namespace: bytes) -> Shape:
+    """Return the shape of the payload, as the record's head states it.
+
+    Raises CorruptRecord for a shape that cannot be, and UnreadableRecord for a codec that is not here.
+    """
+    return kinds.shape_of(read_head(reader, kinds.keys.meta(namespace))[0])
+
+
+def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
+    """The codec that the record is to be read with. CorruptRecord if it is not of this kind; UnreadableRecord if there
+    is no such codec here.
+    """
+    if (head.key, head.shape, head.raw_bytes) != (kind.key, kind.shape, kind.raw_bytes):
+        raise CorruptRecord("the record is another one")
+    if head.codec not in kind.codecs:
+        raise UnreadableRecord(f"the codec must be one of {', '.join(kind.codecs)}, got {head.codec}")
+    return kind.codecs[head.codec]
+
+
+def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> None:
+    """Gives the payload to the chunk; CorruptRecord unless the record is of this kind and every digest right: what was
+    taken until then means nothing.
+    """
+    head, digests = read_head(reader, kind.meta)
+    codec = check_kind(head, kind)
+    if codec is None:
+        check_raw(head, chunk)
+        for begin, end in pieces(head, reader.is_in_memory):
+            read_piece(reader, head, digests, begin, end, chunk, num_threads)
+        return
+    decoded = decode(reader, head, digests, codec)
+    chunk.take(0, decoded, num_threads)
+
+
+def check_raw(head: RecordHead, chunk: Sink) -> None:
+    """CorruptRecord unless the payload is what the chunk takes."""
+    if head.payload_bytes != head.raw_bytes or head.stretch_bytes != chunk.stretch_bytes:
+        raise CorruptRecord(f"a payload of {head.payload_bytes} bytes in stretches of {head.stretch_bytes} is not raw")
+
+
+def read_piece(
+    reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, chunk: Sink, num_threads: int = 1
+) -> None:
+    """The payload's bytes [begin, end), whole stretches, to the chunk. CorruptRecord for a wrong digest."""
+    found = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
+    first = begin // head.stretch_bytes * DIGEST_BYTES
+    if found != digests[first : first + len(found)]:
+        raise CorruptRecord("a digest is wrong")
+
+
+def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> memoryview:
+    """The payload as it was before it was encoded. CorruptRecord; a payload is verified before it is decoded."""
+    coded = EncodedPayload(memoryview(bytearray(head.payload_bytes)))
+    if head.stretch_bytes != coded.stretch_bytes:
+        raise CorruptRecord(f"stretches must have {coded.stretch_bytes} bytes, got {head.stretch_bytes}")
+    for begin, end in pieces(head, reader.is_in_memory):
+        read_piece(reader, head, digests, begin, end, coded)
+    return codec.decode(coded.payload, head.raw_bytes, head.shape)
+
+
+def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
+    """A whole record, as it is. CorruptRecord if it is not what its digests say, or not that of `key`."""
+    head, digests = read_head(reader)
+    if head.key != key:
+        raise CorruptRecord("the record is another one")
+    header = head.pack()
+    writer.piece(0, head.payload_begin)[:] = header
+    for begin, end in pieces(head, is_in_memory=False):
+        to = writer.piece(head.payload_begin + begin, head.payload_begin + end)
+        read_piece(reader, head, digests, begin, end, BytesSink(to, head.stretch_bytes))
+    writer.piece(head.payload_end, head.num_bytes)[:] = digests + _checksum(header, digests)
+
+
+def verify_record(reader: Reader, key: bytes) -> None:
+    """CorruptRecord unless the record is that of the key, to its last byte."""
+    head, digests = read_head(reader)
+    if head.key != key:
+        raise CorruptRecord("the record is another one")
+    for begin, end in pieces(head, reader.is_in_memory):
+        read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
+
+
+def pieces(head: RecordHead, is_in_memory: bool) -> Iterator[tuple[int, int]]:
+    """Begin and end of each piece in the payload: whole stretches, but for the last."""
+    size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
+    for begin in range(0, head.payload_bytes, size):
+        yield begin, min(begin + size, head.payload_bytes)
+
+
+def _checksum(header: bytes, digests: bytes) -> bytes:
+    return digest_of(memoryview(header + digests))

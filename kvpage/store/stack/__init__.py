@@ -1,0 +1,1 @@
+"""Several tiers as one: reading, writing and copying records over them."""

@@ -1,0 +1,233 @@
+"""MemoryTier: records in one slab of host memory, pinned where a GPU is to read and write it."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvpage.layout.host_memory import zeros
+from kvpage.store.tiers.extents import Extents
+from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+
+UNIT = 4096
+
+
+class _Entry:
+    """A record's place. It is freed when nobody reads it and no key leads to it."""
+
+    def __init__(self, key: Key, begin: int, num_bytes: int) -> None:
+        self.key, self.begin, self.num_bytes = key, begin, num_bytes
+        self.num_readers = 0
+        self.is_findable = False
+        self.last_used = time.time()
+
+
+class _MemoryReader(Reader):
+    is_in_memory = True
+
+    def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
+        self._tier, self._entry = tier, entry
+        self.num_bytes = entry.num_bytes
+        self._is_open = True
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        if not self._is_open:
+            raise ValueError("a reader must not be closed, this one is")
+        return self._tier._bytes(self._entry, begin, end)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._tier._let_go(self._entry)
+
+
+class _MemoryWriter(Writer):
+    is_in_memory = True
+
+    def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
+        self.tier, self.entry = tier, entry
+        self.key, self.num_bytes = entry.key, entry.num_bytes
+        self.is_open = True
+        self._end = 0  # of the pieces
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        if not self.is_open:
+            raise ValueError("a writer must not be closed, this one is")
+        if not self._end == begin <= end <= self.num_bytes:
+            raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
+        view = self.tier._bytes(self.entry, begin, end)
+        self._end = end
+        return view
+
+    def check_whole(self) -> None:
+        """ValueError if pieces are missing."""
+        if self._end != self.num_bytes:
+            raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.tier._give_up(self.entry)
+
+
+class MemoryTier(Tier):
+    """capacity: bytes of the slab; the operating system gives them when they are first written. policy: lru, lfu, fifo.
+
+    pin_memory: so that a GPU's copies run beside the computation; by default where there is one.
+    """
+
+    def __init__(
+        self, capacity: int, policy: str = "lru", pin_memory: bool | None = None, name: str = "memory"
+    ) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < UNIT:
+            raise ValueError(f"capacity must be an integer of at least {UNIT} bytes, got {capacity!r}")
+        self.name = name
+        self._policy = make_policy(policy)
+        self._extents = Extents(capacity // UNIT)
+        pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        num_bytes = capacity // UNIT * UNIT
+        self._slab = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if pin else zeros((num_bytes,), torch.uint8)
+        )
+        self._view: memoryview | None = self._slab.numpy().data
+        self._entries: dict[Key, _Entry] = {}
+        self._num_bytes = self._num_evicted = 0
+        self._lock = threading.Lock()
+
+    def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [key in self._entries for key in keys]
+
+    def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
+        with self._lock:
+            self._check_open()
+            return [self._open(key) for key in keys]
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        with self._lock:
+            self._check_open()
+            begin = self._make_room(-(-num_bytes // UNIT))
+            return None if begin is None else _MemoryWriter(self, _Entry(key, begin, num_bytes))
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            mine = [one for one in writers if isinstance(one, _MemoryWriter) and one.tier is self and one.is_open]
+            if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+                raise ValueError("writers must be this tier's, not closed, each given once")
+            for writer in mine:
+                writer.check_whole()
+            return [self._commit(writer) for writer in mine]
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        with self._lock:
+            self._check_open()
+            return sum(self._forget(key) for key in keys)
+
+    def infos(self) -> Iterator[RecordInfo]:
+        with self._lock:
+            self._check_open()
+            infos = [RecordInfo(entry.key, entry.num_bytes, entry.last_used) for entry in self._entries.values()]
+        return iter(infos)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._check_open()
+            for key in list(self._entries):
+                self._forget(key)
+
+    def flush(self, sync: bool = False) -> None:
+        """Nothing is ever under way, and nothing outlives the process."""
+        self._check_open()
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            capacity = self._extents.num_units * UNIT
+            return TierStats(self.name, len(self._entries), self._num_bytes, capacity, self._num_evicted)
+
+    def close(self) -> None:
+        with self._lock:
+            self._view = None
+            self._entries.clear()
+
+    def check(self) -> None:
+        """RuntimeError if places overlap, or are lost."""
+        with self._lock:
+            self._extents.check()
+
+    # --- inside, with the lock held ---
+
+    def _check_open(self) -> None:
+        if self._view is None:
+            raise TierError(f"{self.name} is closed")
+
+    def _open(self, key: Key) -> Reader | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry.num_readers += 1
+        entry.last_used = time.time()
+        self._policy.use(key)
+        return _MemoryReader(self, entry)
+
+    def _make_room(self, num_units: int) -> int | None:
+        """Evicts until a run is free; None, with nothing evicted, if all that could go would not be enough."""
+        begin = self._extents.allocate(num_units)
+        if begin is not None:
+            return begin
+        idle = [key for key in self._policy.victims() if self._entries[key].num_readers == 0]
+        room = sum(-(-self._entries[key].num_bytes // UNIT) for key in idle)
+        if room + self._extents.num_free < num_units:
+            return None
+        for key in idle:
+            self._forget(key)
+            self._num_evicted += 1
+            begin = self._extents.allocate(num_units)
+            if begin is not None:
+                return begin
+        return None
+
+    def _commit(self, writer: _MemoryWriter) -> bool:
+        writer.is_open = False
+        self._forget(writer.key)
+        entry = writer.entry
+        entry.is_findable = True
+        self._entries[writer.key] = entry
+        self._policy.add(writer.key)
+        self._num_bytes += entry.num_bytes
+        return True
+
+    def _forget(self, key: Key) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self._policy.remove(key)
+        self._num_bytes -= entry.num_bytes
+        entry.is_findable = False
+        if entry.num_readers == 0:
+            self._extents.release(entry.begin)
+        return True
+
+    # --- for readers and writers ---
+
+    def _bytes(self, entry: _Entry, begin: int, end: int) -> memoryview:
+        if not 0 <= begin <= end <= entry.num_bytes:
+            raise ValueError(f"a piece must lie in [0, {entry.num_bytes}], got [{begin}, {end}]")
+        view = self._view
+        if view is None:
+            raise TierError(f"{self.name} is closed")
+        first = entry.begin * UNIT
+        return view[first + begin : first + end]
+
+    def _let_go(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.num_readers -= 1
+            if entry.num_readers == 0 and not entry.is_findable:
+                self._extents.release(entry.begin)
+
+    def _give_up(self, entry: _Entry) -> None:
+        with self._lock:
+            self._extents.release(entry.begin)

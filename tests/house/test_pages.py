@@ -1,0 +1,114 @@
+"""Pages of documentation: short sentences, and no path, name, test or link that does not exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from support import pages
+
+pytestmark = pytest.mark.skipif(not pages.GUIDES.is_dir(), reason="needs the source tree")
+PAGES = pages.all_pages() if pages.GUIDES.is_dir() else []
+NAMES = [str(page.relative_to(pages.ROOT)) for page in PAGES]
+MOST_WORDS = 25
+BAD_STARTS = ("What", "Who", "Whoever", "Of", "As", "Besides")
+FOLDERS = ("kvpage/", "csrc/", "kernels/", "tests/", "docs/", "benchmarks/", "examples/", ".ci/")
+MOVED = "docs/changelog.md"  # names what was, too
+
+
+@pytest.fixture(params=PAGES, ids=NAMES)
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_sentences_are_short(page: Path) -> None:
+    long = [one for one in pages.sentences(page.read_text()) if len(one.split()) > MOST_WORDS]
+    assert long == []
+
+
+def test_sentences_begin_plainly(page: Path) -> None:
+    """A question in a heading or a cell may ask what, who or how."""
+    bad = [
+        one for one in pages.sentences(page.read_text())
+        if one.split()[0] in BAD_STARTS and one.endswith(".") and not one.startswith("As of")
+    ]  # fmt: skip
+    assert bad == []
+
+
+def test_sentences_are_found() -> None:
+    """The tests above see paragraphs, items and cells, and count code as a word."""
+    text = "# A title\n\nOne fact. `a b c` is two\nwords.\n\n- an item\n\n| a cell | two words |\n|---|---|\n\n    code"
+    assert list(pages.sentences(text)) == [
+        "A title", "One fact.", "CODE is two\nwords.", "an item", "a cell", "two words",
+    ]  # fmt: skip
+
+
+def test_paths_exist(page: Path) -> None:
+    if page == pages.ROOT / MOVED:
+        pytest.skip("it names former paths")
+    named = [word for code in pages.inline_code(page.read_text()) for word in code.split() if word.startswith(FOLDERS)]
+    missing = [word for word in named if not any(pages.ROOT.glob(word.partition("::")[0].rstrip("/,")))]
+    assert missing == []
+
+
+def test_named_tests_exist(page: Path) -> None:
+    """A row such as `tests/a/test_b.py::test_c` names a function of that file."""
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert re.search(rf"^ *def {test}\(", (pages.ROOT / path).read_text(), re.MULTILINE), f"{path}::{test}"
+
+
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in pages.links(page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.is_file(), f"{target} of {page.name}"
+        assert not anchor or anchor in pages.anchors(linked.read_text()), f"{target} of {page.name}"
+
+
+def test_dotted_names_exist(page: Path) -> None:
+    """Names such as `kvpage.ops.check_device`, and those that `from kvpage import` asks for."""
+    if page == pages.ROOT / MOVED:
+        pytest.skip("it names former modules")
+    for name in set(re.findall(r"\bkvpage(?:\.\w+)+", " ".join(pages.inline_code(page.read_text())))):
+        resolve(name)
+
+
+def resolve(name: str) -> object:
+    """Return the module or attribute of this dotted name."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if not ".".join(parts).startswith(str(error.name)):
+                pytest.skip(f"needs {error.name}")
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+def test_the_readme_fits() -> None:
+    """At most 150 lines, four bullets of what one can do, five ways with their examples, ten figures."""
+    text = (pages.ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    section = re.search(r"## What you can do\n(.*?)\n## ", text, re.DOTALL)
+    assert section and len(re.findall(r"^- ", section[1], re.MULTILINE)) == 4
+    assert len(pages.examples(pages.ROOT / "README.md")) == 5
+    numbers = pages.WRITTEN.search(text)
+    assert numbers and len(re.findall(r"^\| ", numbers[0], re.MULTILINE)) == 11, "a heading and ten figures"
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    """The reference has each module that exports names, and the pages of the site are all reachable."""
+    described = {name for path in (pages.GUIDES / "api").glob("*.md")
+                 for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)}  # fmt: skip
+    from house import test_public_names
+
+    assert described >= set(test_public_names.MODULES)
+    site = (pages.ROOT / "mkdocs.yml").read_text()
+    for path in pages.GUIDES.rglob("*.md"):
+        assert f"- {path.relative_to(pages.GUIDES)}\n" in site, path.name

@@ -1,0 +1,230 @@
+"""The memory tier against a dict; extents and policies against naive ones."""
+
+import random
+from collections import OrderedDict
+
+import pytest
+from support.store_records import get, key, put, record
+
+from kvpage.store.tiers.extents import Extents
+from kvpage.store.tiers.memory_tier import UNIT, MemoryTier
+from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.tier import TierError
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_extents_against_a_list_of_units(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([0, 1, 7, 64])
+    extents, units, used = Extents(size), [None] * size, {}
+    for step in range(400):
+        if used and rng.random() < 0.45:
+            begin = rng.choice(list(used))
+            extents.release(begin)
+            for unit in range(begin, begin + used.pop(begin)):
+                units[unit] = None
+        else:
+            count = rng.randint(1, max(size // 3, 1))
+            begin = extents.allocate(count)
+            runs = free_runs(units)
+            fitting = [length for length in runs.values() if length >= count]
+            assert (begin is None) == (not fitting)
+            if begin is not None:
+                assert runs[begin] == min(fitting), "not the best fit"
+                used[begin] = count
+                units[begin : begin + count] = [step] * count
+        extents.check()
+        assert extents.num_free == units.count(None)
+    with pytest.raises(ValueError, match="num_units must be positive"):
+        extents.allocate(0)
+    with pytest.raises(ValueError, match="begin must be that of a run in use"):
+        extents.release(size + 1)
+
+
+def free_runs(units: list) -> dict[int, int]:
+    runs, begin = {}, None
+    for index, unit in enumerate([*units, 0]):
+        if unit is None and begin is None:
+            begin = index
+        elif unit is not None and begin is not None:
+            runs[begin] = index - begin
+            begin = None
+    return runs
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_policies_against_sorting(name: str, seed: int) -> None:
+    rng, policy = random.Random(seed), make_policy(name)
+    born: dict[bytes, int] = {}
+    used: dict[bytes, int] = {}
+    count: dict[bytes, int] = {}
+    for now in range(600):
+        action = rng.random()
+        if action < 0.3 or not born:
+            new = key(now)
+            policy.add(new)
+            born[new] = used[new] = now
+            count[new] = 1
+        elif action < 0.8:
+            one = rng.choice(list(born))
+            policy.use(one)
+            used[one] = now
+            count[one] += 1
+        else:
+            one = rng.choice(list(born))
+            policy.remove(one)
+            for table in (born, used, count):
+                del table[one]
+        order = {"lru": used.__getitem__, "fifo": born.__getitem__, "lfu": lambda one: (count[one], used[one])}[name]
+        assert list(policy.victims()) == sorted(born, key=order)
+    with pytest.raises(KeyError):
+        policy.remove(b"nobody")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_against_a_dict_with_eviction_and_open_readers(seed: int) -> None:
+    """Least recently used records go, open ones stay; a reader sees its own record whatever happens to its key."""
+    rng = random.Random(seed)
+    tier = MemoryTier(24 * UNIT, pin_memory=False)
+    model: OrderedDict[bytes, bytes] = OrderedDict()
+    readers: list[tuple] = []
+    for step in range(500):
+        action, name = rng.random(), key(rng.randrange(12))
+        if action < 0.4:
+            data = record(name, 4 * rng.randint(1, 3 * UNIT // 4), seed=step)
+            writer = tier.create(name, len(data))
+            if writer is None:
+                assert readers
+                continue
+            with writer:
+                writer.piece(0, len(data))[:] = data
+                if rng.random() < 0.8:
+                    assert tier.commit([writer]) == [True]
+                    model.pop(name, None)
+                    model[name] = data
+        elif action < 0.7:
+            (found,) = tier.open([name])
+            if found is not None:
+                model.move_to_end(name)
+                readers.append((found, model[name]))
+            else:
+                assert name not in model or tier.contains([name]) == [False]
+        elif action < 0.8:
+            assert tier.remove([name]) == int(model.pop(name, None) is not None)
+        elif readers:
+            reader, data = readers.pop(rng.randrange(len(readers)))
+            assert bytes(reader.piece(0, reader.num_bytes)) == data
+            reader.close()
+            reader.close()
+        for reader, data in readers:
+            assert bytes(reader.piece(0, reader.num_bytes)) == data
+        present = {info.key for info in tier.infos()}
+        gone = [name for name in model if name not in present]
+        assert gone == list(model)[: len(gone)] or readers, "not the least recently used ones went"
+        for name in gone:
+            del model[name]
+        assert present == set(model)
+        tier.check()
+        stats = tier.stats()
+        assert (stats.num_records, stats.num_bytes) == (len(model), sum(map(len, model.values())))
+    for reader, _ in readers:
+        reader.close()
+    assert get(tier, list(model)) == list(model.values())
+    tier.clear()
+    assert tier.stats().num_bytes == 0 and tier.create(key(99), 24 * UNIT) is not None
+
+
+def test_what_is_not_committed_is_not_there_and_gives_its_room_back() -> None:
+    tier = MemoryTier(4 * UNIT, pin_memory=False)
+    with tier.create(key(0), 3 * UNIT) as writer:
+        assert tier.contains([key(0)]) == [False] and tier.open([key(0)]) == [None]
+        assert tier.create(key(1), 2 * UNIT) is None
+    assert put(tier, {key(1): record(key(1), 8000)}) == [True]
+    with pytest.raises(ValueError, match="writers must be this tier's, not closed, each given once"):
+        tier.commit([writer])
+    writer.close()
+    tier.check()
+
+
+def test_a_refused_commit_publishes_nothing() -> None:
+    tier, other = MemoryTier(8 * UNIT, pin_memory=False), MemoryTier(8 * UNIT, pin_memory=False)
+    data = record(key(0))
+    whole, foreign = tier.create(key(0), len(data)), other.create(key(1), len(data))
+    part, closed = tier.create(key(2), 100), tier.create(key(3), 100)
+    for writer in (whole, foreign):
+        writer.piece(0, len(data))[:] = data
+    part.piece(0, 99)
+    closed.close()
+    for writers in ([whole, foreign], [whole, closed], [whole, whole]):
+        with pytest.raises(ValueError, match="writers must be this tier's, not closed, each given once"):
+            tier.commit(writers)
+    with pytest.raises(ValueError, match="must be written to its end, 99 of 100 bytes are"):
+        tier.commit([whole, part])
+    assert tier.contains([key(n) for n in range(4)]) == [False] * 4
+    assert tier.commit([whole]) == other.commit([foreign]) == [True]
+    assert get(tier, [key(0)]) == get(other, [key(1)]) == [data]
+    part.close()
+    tier.check()
+    other.check()
+
+
+def test_what_is_closed_reaches_nobody_elses_bytes() -> None:
+    """Its place belongs to another record by then."""
+    tier = MemoryTier(UNIT, pin_memory=False)
+    put(tier, {key(0): record(key(0))})
+    (reader,) = tier.open([key(0)])
+    reader.close()
+    given_up = tier.create(key(1), 100)
+    given_up.close()
+    committed = tier.create(key(2), 100)
+    committed.piece(0, 100)
+    tier.commit([committed])
+    put(tier, {key(3): record(key(3))})
+    for closed, message in (
+        (reader, "a reader must not be closed"),
+        (given_up, "a writer must not be closed"),
+        (committed, "a writer must not be closed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            closed.piece(0, 100)
+    assert get(tier, [key(3)]) == [record(key(3))]
+
+
+def test_writers_write_in_order_and_no_further() -> None:
+    tier = MemoryTier(UNIT, pin_memory=False)
+    writer = tier.create(key(0), 100)
+    writer.piece(0, 50)
+    for begin, end in ((0, 50), (60, 70), (50, 101), (50, 49)):
+        with pytest.raises(ValueError, match="a piece must begin at 50"):
+            writer.piece(begin, end)
+
+
+def test_a_record_larger_than_everything_evicts_nothing() -> None:
+    tier = MemoryTier(4 * UNIT, pin_memory=False)
+    put(tier, {key(0): record(key(0))})
+    assert tier.create(key(1), 5 * UNIT) is None
+    assert tier.contains([key(0)]) == [True] and tier.stats().evicted == 0
+    assert tier.create(key(1), 4 * UNIT) is not None
+    assert tier.stats().evicted == 1
+
+
+def test_pieces_outside_and_closed_tiers() -> None:
+    tier = MemoryTier(4 * UNIT, pin_memory=False)
+    put(tier, {key(0): record(key(0))})
+    (reader,) = tier.open([key(0)])
+    for begin, end in ((-1, 1), (0, reader.num_bytes + 1), (5, 4)):
+        with pytest.raises(ValueError, match="a piece must lie in"):
+            reader.piece(begin, end)
+    tier.close()
+    tier.close()
+    for call in (
+        lambda: reader.piece(0, 1),
+        lambda: tier.contains([]),
+        lambda: tier.open([]),
+        lambda: list(tier.infos()),
+    ):
+        with pytest.raises(TierError, match="is closed"):
+            call()
+    with pytest.raises(ValueError, match="capacity must be"):
+        MemoryTier(UNIT - 1)
