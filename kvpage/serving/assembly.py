@@ -21,7 +21,6 @@ from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
@@ -55,17 +54,36 @@ class EngineParts:
     blender: Blender | None
 
 
-def assemble(model: PreTrainedModel, config: EngineConfig) -> EngineParts:
-    """Make the parts. Raises as Engine.from_model does."""
+@dataclass(frozen=True, slots=True)
+class ServableModel:
+    """A model that was tried out over blocks. window: of the attention of all layers; None if one sees everything."""
+
+    runner: ModelRunner
+    config: ModelConfig
+    window: int | None
+
+
+def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
+    """TypeError for others than a model and an EngineConfig, ValueError for a compiled model."""
     check_model(model)
     if not isinstance(config, EngineConfig):
         hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
-    cache_config = config.cache_config
-    with names_alternative(model, cache_config):
-        model_config = check_servable(model, cache_config)
-        runner = ModelRunner(model)
-        window = verify(runner, cache_config, model_config)
+
+
+def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ServableModel:
+    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
+    model_config = _model_config(model, cache_config)
+    runner = ModelRunner(model)
+    if model_config.use_mla:
+        verify_latents(runner, cache_config, model_config)
+    return ServableModel(runner, model_config, verify_model(runner, cache_config, model_config))
+
+
+def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
+    """Make the parts. Raises as Engine.from_model does."""
+    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
+    model = runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
     cache = make_cache(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
@@ -75,23 +93,17 @@ def assemble(model: PreTrainedModel, config: EngineConfig) -> EngineParts:
     if config.blend is not None:
         blender = checked_blender(config.blend, runner, cache_config, model_config)
     telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
-    return EngineParts(runner, cache, manager, telemetry, defaults, max_model_len, window, rule, store_rule, blender)
+    return EngineParts(
+        runner, cache, manager, telemetry, defaults, max_model_len, servable.window, rule, store_rule, blender
+    )
 
 
-def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
-    """Return the cache's view of the model. TypeError and ValueError as Engine.from_model, before any work."""
+def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
     check_config(model)
     keeps_latents = cache_config.backend == "mla"
     if keeps_latents:
         check_latents(model.config.get_text_config(decoder=True), type(model).__name__)
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
-
-
-def verify(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
-    """Compute a little over blocks of its own: see verify_model, and verify_latents where blocks hold latents."""
-    if model_config.use_mla:
-        verify_latents(runner, cache_config, model_config)
-    return verify_model(runner, cache_config, model_config)
 
 
 def make_cache(

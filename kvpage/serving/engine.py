@@ -15,9 +15,10 @@ from kvpage.blend.segments import SegmentCache
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.assembly import assemble, default_segments
+from kvpage.serving.assembly import assemble, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.core import EngineCore
+from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
@@ -81,7 +82,10 @@ class Engine(EngineCore):
             TypeError: `model` is no PreTrainedModel, for example a name; or `config` is no EngineConfig.
             ModuleNotFoundError, zmq.ZMQError: Events cannot be published.
         """
-        parts = assemble(model, config)
+        check_arguments(model, config)
+        with names_alternative(model, config.cache_config):
+            servable = check_servable(model, config.cache_config)
+        parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")
         engine = cls(

@@ -27,9 +27,9 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/serving/model/latent_check.py": (("step.latents",), "a step is filled by the pass that computes it"),
     "kvpage/serving/model/runner.py": (("step.latents",), "a step is filled by the pass that computes it"),
     "kvpage/serving/model/view.py": (("config._attn_implementation_internal",), "of a copy of the model's config"),
-    "kvpage/store/disk/disk_tier.py": (("entry.", "self._room.lock"), RECORD),
+    "kvpage/store/disk/disk_tier.py": (("entry.", "self._allocator.lock"), RECORD),
     "kvpage/store/disk/index.py": (("entry.", "space."), RECORD),
-    "kvpage/store/disk/room.py": (("entry.", "self._index.forgotten"), RECORD),
+    "kvpage/store/disk/allocator.py": (("entry.", "self._index.forgotten"), RECORD),
     "kvpage/tools/cli.py": (("sys.argv",), "a script that runs another"),
     "kvpage/tools/demo.py": (("model.generation_config.",), "of a model of the demo's own"),
 }

@@ -3,7 +3,7 @@
     tree ─► TreeWatch ─► BlockEvents ─► EventPublisher ─► PUB, and ROUTER for what was missed
             ids          hashes         batches, numbered
 
-Nothing is recorded, hashed or listened to unless `Engine.from_model(..., events=EventConfig(...))` asks for it.
+Nothing is recorded, hashed or listened to unless `EngineConfig(..., events=EventConfig(...))` asks for it.
 EventConfig itself needs no extra.
 """
 
