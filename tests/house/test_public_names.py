@@ -45,6 +45,7 @@ PRIVATE = {
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
     "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
+    "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
     "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
