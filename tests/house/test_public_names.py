@@ -30,7 +30,7 @@ MODULES = [
     "kvpage.store.tiers.tier",
     "kvpage.observe.telemetry",
     "kvpage.extras.token_trie",
-    "kvpage.integrations.vllm_ops.ops",
+    "kvpage.integrations.vllm_ops",
 ]
 EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")

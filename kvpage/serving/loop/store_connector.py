@@ -23,7 +23,8 @@ import torch
 
 from kvpage._C import Match
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import Allocation, BlockManager
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
