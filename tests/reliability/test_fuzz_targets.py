@@ -40,7 +40,7 @@ EXCEPTIONS = {
     "kvpage._C._Xxh3": "addresses and sizes of tests, which nothing can check",
     "kvpage._C.ChunkPlan": "addresses of a store's own; its refusals are in tests/store/test_store_blocks.py",
     "kvpage._C.copy_and_xxh3_128": "addresses of a store's own, which nothing can check",
-    "kvpage._C.write_stretches": "addresses of a store's own; its refusals are in tests/store/tiers/test_stretch_writer.py",
+    "kvpage._C.write_stretches": "addresses of a store's own; see tests/store/tiers/test_stretch_writer.py",
     "kvpage._C.xxh3_128_of_stretches": "addresses of a store's own, which nothing can check",
     "kvpage.blend.BlendExecutor": "an abstract class",
     "kvpage.blend.BlendOutput": RESULTS,
@@ -62,8 +62,8 @@ EXCEPTIONS = {
     "kvpage.serving.Sample": RESULTS,
     "kvpage.serving.StepOutput": RESULTS,
     "kvpage.serving.TokenStream": RESULTS,
-    "kvpage.integrations.vllm_ops.ops.register_caches": "a registry of the whole process; what it names is fuzzed",
-    "kvpage.integrations.vllm_ops.ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
+    "kvpage.integrations.vllm_ops.register_caches": "a registry of the whole process; what it names is fuzzed",
+    "kvpage.integrations.vllm_ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
     "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
     "kvpage.store.RecordSummary": RESULTS,
@@ -84,7 +84,7 @@ def public_names() -> set[str]:
         "kvpage.ops",
         "kvpage.serving",
         "kvpage.store",
-        "kvpage.integrations.vllm_ops.ops",
+        "kvpage.integrations.vllm_ops",
     ):
         names |= {f"{module_name}.{name}" for name in importlib.import_module(module_name).__all__}
     extension = importlib.import_module("kvpage._C")

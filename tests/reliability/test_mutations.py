@@ -158,6 +158,13 @@ def test_every_explanation_is_of_a_mutant_of_today(path, tmp_path):
     assert all(entry["file"] in SUITES for entry in json.loads(FILE.read_text()))
 
 
+def test_the_files_that_are_named_exist():
+    explained = {entry["file"] for entry in json.loads(FILE.read_text())}
+    suites = {test for tests in SUITES.values() for test in tests}
+    root = HERE.parents[1]
+    assert [path for path in sorted(explained | set(SUITES) | suites) if not (root / path).is_file()] == []
+
+
 @pytest.mark.parametrize("entry", [{}, {"file": "a", "function": "f", "line": "x", "change": "y", "why": ""}])
 def test_an_explanation_needs_a_reason(entry):
     with pytest.raises(ValueError, match="an entry must have file, function, line, change and why"):

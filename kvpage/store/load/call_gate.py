@@ -63,7 +63,7 @@ class CallGate:
 
 class HasGate(Protocol):
     @property
-    def calls(self) -> CallGate: ...
+    def gate(self) -> CallGate: ...
 
 
 S = TypeVar("S", bound=HasGate)

@@ -17,6 +17,8 @@ STORE = [
     "tests/store/load/test_known_dtype.py",
     "tests/store/test_kv_store_edges.py",
     "tests/store/test_kv_store.py",
+    "tests/store/test_kv_store_closing.py",
+    "tests/store/test_several_tiers.py",
     "tests/store/test_store_blocks.py",
     "tests/store/load/test_layer_load.py",
 ]
@@ -33,12 +35,15 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/growth.py": MANAGER,
+    "kvpage/blocks/swaps.py": MANAGER,
+    "kvpage/blocks/sequences.py": MANAGER,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
-    "csrc/prefix_tree.cpp": TREE,
-    "csrc/prefix_tree_tiers.cpp": TREE,
-    "csrc/prefix_tree_log.cpp": TREE,
-    "csrc/copy_plan.cpp": COPIES,
-    "csrc/token_move.cpp": TOKENS,
+    "csrc/tree/prefix_tree.cpp": TREE,
+    "csrc/tree/prefix_tree_tiers.cpp": TREE,
+    "csrc/tree/prefix_tree_log.cpp": TREE,
+    "csrc/copy/plan/copy_plan.cpp": COPIES,
+    "csrc/tokens/token_move.cpp": TOKENS,
 }

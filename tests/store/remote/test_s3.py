@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.redis_server import free_port
@@ -181,6 +182,8 @@ def test_threads_stop_when_one_has_failed():
     asked = []
 
     class Client:
+        exceptions = SimpleNamespace(ClientError=KeyError)
+
         def head_object(self, Key, **_):  # noqa: N803, boto3's name
             asked.append(Key)
             raise OSError("gone")
