@@ -3,8 +3,8 @@
     tensor, layout, scales ─► checked ─► K's and V's views ─► native descriptor
                                          one look at each call: is the tensor still the same memory?
 
-A step of a model calls the operations once a layer. To derive the layout of the same tensor again at each of these calls
-takes longer than a small step's work.
+A step of a model calls the operations once a layer. To derive the layout of the same tensor again at each of these
+calls takes longer than a small step's work.
 """
 
 from typing import Any, NamedTuple

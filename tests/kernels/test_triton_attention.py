@@ -74,7 +74,7 @@ def attend(where, case, out=None, multiprocessors=4, capability=90, state=None):
             return got.cpu(), True
         return got.cpu(), False
     state["facts"] = (multiprocessors, capability)
-    query, layout, value_size = case["query"], case["layout"], case["value_size"]
+    query, value_size = case["query"], case["value_size"]
     if out is None:
         out = query.new_full((*query.shape[:2], value_size), float("nan"))
     attend_as_on_a_device(case, out)

@@ -12,7 +12,10 @@ from kvpage.ops.token_args import ROW_TYPES, row_view
 
 
 class Queries(NamedTuple):
-    """Queries and the room for their outputs, in host memory. query, out: address, strides of token and head in bytes."""
+    """Queries and the room for their outputs, in host memory.
+
+    query, out: address, strides of token and head in bytes.
+    """
 
     query: tuple[int, int, int]
     out: tuple[int, int, int]
