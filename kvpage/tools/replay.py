@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import BlockPool, PrefixTree
+from kvpage.checks.values import check_at_least
 
 __all__ = ["POLICIES", "Replay", "ReplayConfig", "ReplayReport", "TraceError", "TraceRequest", "read_trace"]
 
@@ -79,9 +80,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("block_size", 1), ("block_bytes", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         if self.hash_tokens < 1 or self.hash_tokens % self.block_size:
             raise ValueError(f"hash_tokens must be a multiple of block_size={self.block_size}, got {self.hash_tokens}")
         if self.policy not in POLICIES:
