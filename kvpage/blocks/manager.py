@@ -17,7 +17,7 @@ step:
     allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -84,6 +84,15 @@ class BlockManager:
         The manager takes them as made. `do_moves` keeps each move until it is made.
         """
         return self.space.take_moves()
+
+    def due_moves(self) -> Iterator[BlockMove]:
+        """Return an iterator over the moves in order, for a loop that makes them.
+
+        Returns:
+            The moves. Each counts as made when the next one is asked for. A loop that ends early, as by an exception,
+            leaves its last move, and those after it, for the next time.
+        """
+        return self.space.due_moves()
 
     def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make all moves in order.

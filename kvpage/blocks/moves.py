@@ -90,9 +90,17 @@ class BlockMoves:
             do_move: Makes one move. If it raises, that whole move and those after it stay in the list. Until they are
                 made, their blocks must be neither read nor written.
         """
+        for move in self.due():
+            do_move(move)
+
+    def due(self) -> Iterator[BlockMove]:
+        """Yield the moves in their order. Each counts as made when the next one is asked for.
+
+        A loop over it that ends early, as by an exception, leaves its last move, whole, and those after it in the list.
+        """
         while self._added:
             move, num_added = self._first(0)
-            do_move(move)
+            yield move
             del self._added[:num_added]
 
     def __iter__(self) -> Iterator[BlockMove]:

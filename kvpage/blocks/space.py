@@ -4,7 +4,7 @@ take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demot
 give(m)   a match's blocks come back from the host, the rest is free blocks
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
@@ -73,6 +73,10 @@ class BlockSpace:
         """Hand over the moves, each once."""
         moves, self._moves = self._moves, BlockMoves()
         return moves
+
+    def due_moves(self) -> Iterator[BlockMove]:
+        """Return the moves in order; see BlockMoves.due."""
+        return self._moves.due()
 
     def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make all moves in order, each by `do_move`; see BlockMoves.do."""

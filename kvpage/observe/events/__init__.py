@@ -3,7 +3,7 @@
     tree ─► TreeWatch ─► BlockEvents ─► EventPublisher ─► PUB, and ROUTER for missed batches
             ids          hashes         batches, numbered
 
-Nothing is recorded, hashed or sent unless `Engine.from_model(..., events=EventConfig(...))` asks for it. EventConfig
+Nothing is recorded, hashed or sent unless `EngineConfig(..., events=EventConfig(...))` asks for it. EventConfig
 itself needs no extra.
 """
 
