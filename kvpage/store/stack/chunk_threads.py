@@ -83,3 +83,10 @@ def num_leading(flags: Iterable[object]) -> int:
             break
         count += 1
     return count
+
+
+def done(result: int) -> "Future[int]":
+    """Return a future that has its result."""
+    future: Future[int] = Future()
+    future.set_result(result)
+    return future

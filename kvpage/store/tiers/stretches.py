@@ -16,7 +16,7 @@ def address_of(data: Bytes) -> int:
 
 
 def digests_of(data: Bytes, stretch_bytes: int, num_threads: int = 1) -> bytes:
-    """Return the digest of each stretch; the last may be shorter. Raises ValueError unless stretch_bytes is positive."""
+    """Return the digest of each stretch; the last may be shorter. stretch_bytes must be positive (ValueError)."""
     return _C.xxh3_128_of_stretches(address_of(data), len(data), stretch_bytes, num_threads)
 
 
