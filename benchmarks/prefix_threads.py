@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -114,7 +115,7 @@ CASES: dict[str, Callable[[], Work]] = {
 }
 
 
-def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
+def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Ratios are taken within a round, in which all numbers of threads follow one another."""
     rows = []
     for name, make in CASES.items():
@@ -129,7 +130,7 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
     return rows
 
 
-def report_threads(rows: list[dict]) -> None:
+def report_threads(rows: list[dict[str, Any]]) -> None:
     print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'to one thread: median (quartiles)':>36}")
     for row in rows:
         ratio = f"{row['ratio']:.2f}"
