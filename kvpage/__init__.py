@@ -13,10 +13,11 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import Allocation, BlockManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
-from kvpage.blocks.space import HostPolicy, SpaceStats
-from kvpage.blocks.stats import BlockStats
+from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.states import Allocation
+from kvpage.blocks.stats import BlockStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
 from kvpage.cache.transfer import Transfer

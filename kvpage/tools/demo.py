@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, DeviceConfig
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
 from kvpage.serving.params.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.tools.demo_text import show_answers, tier_in_words
@@ -95,7 +95,7 @@ def run(options: DemoOptions, console: Console) -> bool:
     conversations = make_conversations(options, tokenizer)
     leave_out_unserved(model, console)
     is_fp8 = options.cache_dtype.startswith("fp8")
-    engine = Engine.from_model(model, config, kv_scales="calibrate" if is_fp8 else None)
+    engine = Engine.from_model(model, EngineConfig(config, kv_scales="calibrate" if is_fp8 else None))
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
     store = open_store(engine, model, options) if options.store else None
     record = serve(engine, conversations, params, console)

@@ -178,7 +178,7 @@ def test_extend_cache_is_log_softmax_row_by_row(num_tokens, next_token_index, ba
 
 
 def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr("kvpage.extras.token_trie.LOGITS_AT_ONCE", 25)
+    monkeypatch.setattr("kvpage.extras.token_trie.plain.LOGITS_AT_ONCE", 25)
     logits, node = torch.randn(9, 10), TokenTrie()
     node.extend_cache(2, list(range(9)), logits, 0)
     for j in range(2, 9):
@@ -273,7 +273,7 @@ def test_each_node_gets_its_own_slice():
 
 @pytest.mark.parametrize("at_once", [1, 48, 10**6])
 def test_slices_in_parts_and_of_any_layout(monkeypatch, at_once):
-    monkeypatch.setattr("kvpage.extras.token_trie.KV_AT_ONCE", at_once)
+    monkeypatch.setattr("kvpage.extras.token_trie.dynamic.KV_AT_ONCE", at_once)
     for kv in (kv_of(1), kv_of(7), kv_of(7).transpose(3, 4).contiguous().transpose(3, 4), kv_of(20)[:, :, :, 3:9]):
         root = DynamicTokenTrie()
         root.extend_cache(0, range(kv.shape[3]), None, kv)

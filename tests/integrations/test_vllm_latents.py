@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpage import ops
-from kvpage.integrations.vllm_ops import ops as vllm_ops
+from kvpage.integrations import vllm_ops
 
 FP8 = torch.float8_e4m3fn
 ONE = torch.tensor(1.0)

@@ -1,4 +1,4 @@
-"""kvpage.integrations.vllm_ops: signatures, forms that callers use, raw addresses, and every error with nothing changed.
+"""kvpage.integrations.vllm_ops: signatures, forms that callers use, raw addresses, and errors that change nothing.
 
 What the operations write is compared over vLLM's own parameters in test_vllm_grid.py.
 """
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpage.integrations.vllm_ops import ops as vllm_ops
+from kvpage.integrations import vllm_ops
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.view_layout import layout_of
 from kvpage.ops import rows as token_ops
@@ -100,7 +100,7 @@ def test_what_is_not_served_is_refused_by_name_with_a_reason(name):
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(
-        AttributeError, match="module 'kvpage.integrations.vllm_ops.ops' has no attribute 'silu_and_mul'$"
+        AttributeError, match="module 'kvpage.integrations.vllm_ops' has no attribute 'silu_and_mul'$"
     ):
         vllm_ops.silu_and_mul  # noqa: B018
 
