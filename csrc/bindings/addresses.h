@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "block_tables.h"
-#include "check.h"
-#include "kv_part.h"
-#include "token_move.h"
+#include "tokens/block_tables.h"
+#include "base/check.h"
+#include "tokens/kv_part.h"
+#include "tokens/token_move.h"
 
 namespace kvpage {
 

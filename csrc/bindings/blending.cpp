@@ -1,8 +1,8 @@
 // Rows of tokens: turned, mixed, compared.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
-#include "addresses.h"
-#include "blend_rows.h"
+#include "bindings/addresses.h"
+#include "blend/blend_rows.h"
 
 namespace kvpage {
 

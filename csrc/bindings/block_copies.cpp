@@ -1,15 +1,15 @@
 // Blocks: moving them.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <limits>
 
-#include "addresses.h"
-#include "block_copier.h"
-#include "copy_blocks.h"
-#include "host_copy.h"
+#include "bindings/addresses.h"
+#include "copy/copier/block_copier.h"
+#include "copy/sm_kernel/sm_kernel.h"
+#include "copy/host/host_copy.h"
 #ifdef KVPAGE_HAS_CUDA
-#include "cuda_devices.h"
-#include "swap_blocks.h"
+#include "cuda/cuda_devices.h"
+#include "copy/copy_engine/copy_engine.h"
 #endif
 
 namespace kvpage {

@@ -1,13 +1,13 @@
 // Chunks and their hashes.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <cerrno>
 
-#include "addresses.h"
-#include "chunk_plan.h"
-#include "host_copy.h"
-#include "stretch_writer.h"
-#include "xxh3.h"
+#include "bindings/addresses.h"
+#include "chunks/chunk_plan.h"
+#include "copy/host/host_copy.h"
+#include "chunks/stretch_writer.h"
+#include "hash/xxh3.h"
 
 namespace kvpage {
 

@@ -1,11 +1,11 @@
 // Codecs and transpositions of an instruction set, for tests.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
-#include "addresses.h"
-#include "code_table.h"
-#include "host_copy.h"
-#include "row_codec.h"
-#include "transpose.h"
+#include "bindings/addresses.h"
+#include "quantize/code_table.h"
+#include "copy/host/host_copy.h"
+#include "quantize/row_codec.h"
+#include "simd/transpose.h"
 
 namespace kvpage {
 

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
-#include "bindings.h"
-#include "check.h"
-#include "token_view.h"
+#include "bindings/bindings.h"
+#include "base/check.h"
+#include "base/token_view.h"
 
 namespace kvpage {
 

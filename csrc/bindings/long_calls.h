@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 namespace kvpage {
 

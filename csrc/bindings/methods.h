@@ -5,8 +5,8 @@
 #include <new>
 #include <string>
 
-#include "bindings.h"
-#include "check.h"
+#include "bindings/bindings.h"
+#include "base/check.h"
 
 namespace kvpage {
 

@@ -1,7 +1,7 @@
 // kvpage._C: its errors, its classes as Python sees them, and what each file of this folder adds.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
-#include "check.h"
+#include "base/check.h"
 
 using namespace kvpage;
 

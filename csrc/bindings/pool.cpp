@@ -1,10 +1,10 @@
 // Blocks: who has which.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
-#include "block_pool.h"
+#include "tree/block_pool.h"
 #include "docs.h"
-#include "integers.h"
-#include "methods.h"
+#include "bindings/integers.h"
+#include "bindings/methods.h"
 
 namespace kvpage {
 

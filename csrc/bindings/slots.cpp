@@ -1,11 +1,11 @@
 // Whole-sequence slots.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include "docs.h"
-#include "integers.h"
-#include "methods.h"
-#include "slot_allocator.h"
-#include "slot_tree.h"
+#include "bindings/integers.h"
+#include "bindings/methods.h"
+#include "slots/slot_allocator.h"
+#include "slots/slot_tree.h"
 
 namespace kvpage {
 

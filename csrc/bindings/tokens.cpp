@@ -1,12 +1,12 @@
 // Tokens: writing, gathering and attending.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
-#include "addresses.h"
-#include "chunk_copy.h"
-#include "code_table.h"
-#include "gather_cache.h"
-#include "paged_attention.h"
-#include "reshape_cache.h"
+#include "bindings/addresses.h"
+#include "chunks/chunk_copy.h"
+#include "quantize/code_table.h"
+#include "tokens/gather_cache.h"
+#include "attention/paged_attention.h"
+#include "tokens/reshape_cache.h"
 
 namespace kvpage {
 

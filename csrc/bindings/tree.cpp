@@ -1,14 +1,14 @@
 // Blocks that are cached, by tokens.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <algorithm>
 #include <span>
 #include <string_view>
 
 #include "docs.h"
-#include "integers.h"
-#include "long_calls.h"
-#include "prefix_tree.h"
+#include "bindings/integers.h"
+#include "bindings/long_calls.h"
+#include "tree/prefix_tree.h"
 
 namespace kvpage {
 

@@ -156,7 +156,7 @@ def _check_rotation(rotation: Rotation | None, num_rows: int, rows: torch.Tensor
 
 
 def _place(rows: torch.Tensor, slots: torch.Tensor | None) -> tuple[int, int, int, int, int, int, int]:
-    """RowPlace of csrc/blend_rows.h."""
+    """RowPlace of csrc/blend/blend_rows.h."""
     item, strides = rows.element_size(), rows.stride()
     if slots is None:
         return rows.data_ptr(), strides[0] * item, strides[1] * item, 0, 0, 0, 0

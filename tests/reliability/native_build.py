@@ -1,6 +1,6 @@
 """Builds the programs of tests/reliability/native with the host compiler and a sanitizer: the core without Python.
 
-    csrc/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in .pytest_cache
+    csrc/**/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in .pytest_cache
 
 Nothing is built twice: a name is the digest of the source, the headers, the flags and the compiler.
 """
@@ -20,23 +20,23 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / ".pytest_cache" / "reliability"
 CORE = [
-    "block_pool",
-    "block_copier",
-    "child_table",
-    "copy_params",
-    "copy_plan",
-    "host_copy",
-    "prefix_tree",
-    "prefix_tree_check",
-    "prefix_tree_entries",
-    "prefix_tree_log",
-    "prefix_tree_tiers",
-    "sibling_index",
-    "slot_allocator",
-    "slot_tree",
-    "slot_tree_check",
-    "token_view",
-    "tree_log",
+    "base/token_view",
+    "copy/copier/block_copier",
+    "copy/host/host_copy",
+    "copy/plan/copy_plan",
+    "copy/sm_kernel/sm_kernel",
+    "slots/slot_allocator",
+    "slots/slot_tree",
+    "slots/slot_tree_check",
+    "tree/block_pool",
+    "tree/child_table",
+    "tree/prefix_tree",
+    "tree/prefix_tree_check",
+    "tree/prefix_tree_entries",
+    "tree/prefix_tree_log",
+    "tree/prefix_tree_tiers",
+    "tree/sibling_index",
+    "tree/tree_log",
 ]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
@@ -102,7 +102,7 @@ def _version() -> str:
 
 @functools.cache
 def _headers(folder: Path) -> str:
-    return "".join(path.read_text() for path in sorted(folder.glob("*.h")))
+    return "".join(path.read_text() for path in sorted(folder.rglob("*.h")))
 
 
 def _digest(*parts: str) -> str:

@@ -219,8 +219,9 @@ def test_the_device_kernel_copies_16_bytes_and_spills_nothing(arch, tmp_path):
     nvdisasm = disassembler()
     if nvdisasm is None:
         pytest.skip("no nvdisasm beside triton")
-    cubin = tmp_path / "copy_blocks.cubin"
-    compile_it = [NVCC, "-std=c++17", "-O3", "-cubin", f"-arch={arch}", "-o", cubin, ROOT / "csrc" / "copy_blocks.cu"]
+    cubin = tmp_path / "sm_kernel.cubin"
+    source = ROOT / "csrc" / "copy" / "sm_kernel" / "sm_kernel.cu"
+    compile_it = [NVCC, "-std=c++17", "-O3", "-cubin", f"-arch={arch}", f"-I{ROOT / 'csrc'}", "-o", cubin, source]
     subprocess.run(compile_it, check=True, capture_output=True)
     sass = subprocess.run([nvdisasm, cubin], check=True, text=True, capture_output=True).stdout
     kernels = re.split(r"^\.text\.", sass, flags=re.MULTILINE)[1:]

@@ -50,8 +50,10 @@ class NativeMutants:
             self.mutants += [
                 Mutant(path, line, functions[line - 1], lines[line - 1].strip(), change) for line, change in found
             ]
-            self.sources[Path(path).stem] = folder / Path(path).name
-            _write(folder / Path(path).name, text)
+            place = folder / Path(path).relative_to("csrc")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.sources[path.removeprefix("csrc/").removesuffix(".cpp")] = place
+            _write(place, text)
         for name in ("mutants.h", "mutants.cpp"):
             _write(folder / name, (HERE / name).read_text())
         self.mutants = numbered(self.mutants)
@@ -95,13 +97,12 @@ class NativeMutants:
     def build_extension(self) -> Path:
         """A copy of the package with the instrumented extension; returns where to import it from."""
         place = PLACE / "package"
-        for folder, pattern in (("csrc", "*"), ("csrc/bindings", "*")):
-            (place / folder).mkdir(parents=True, exist_ok=True)
-            for file in (ROOT / folder).glob(pattern):
-                if file.is_file() and file.stem not in self.sources or file.suffix == ".h":
-                    _write(place / folder / file.name, file.read_text())
-        for file in self.folder.iterdir():
-            _write(place / "csrc" / file.name, file.read_text())
+        for folder in (ROOT / "csrc", self.folder):  # the instrumented files in place of the others
+            for file in folder.rglob("*"):
+                if file.is_file():
+                    target = place / "csrc" / file.relative_to(folder)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _write(target, file.read_text())
         options = 'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -O0 -w -Wno-narrowing")\n'
         standard = "set(CMAKE_CXX_STANDARD 20)"
         listed = (ROOT / "CMakeLists.txt").read_text()

@@ -5,9 +5,9 @@
 #include <optional>
 #include <set>
 
-#include "block_copier.h"
-#include "copy_blocks.h"
-#include "host_copy.h"
+#include "copy/copier/block_copier.h"
+#include "copy/sm_kernel/sm_kernel.h"
+#include "copy/host/host_copy.h"
 
 using kvpage::CacheView;
 using kvpage::CopyPlan;

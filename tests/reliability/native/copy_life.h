@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "copy_plan.h"
+#include "copy/plan/copy_plan.h"
 #include "trial.h"
 
 class CopyLife : public Life {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "naive_slots.h"
-#include "slot_allocator.h"
-#include "slot_tree.h"
+#include "slots/slot_allocator.h"
+#include "slots/slot_tree.h"
 #include "trial.h"
 
 struct SlotWorld {

@@ -13,10 +13,10 @@
 #include <thread>
 #include <vector>
 
-#include "block_copier.h"
-#include "parallel.h"
-#include "prefix_tree.h"
-#include "slot_tree.h"
+#include "copy/copier/block_copier.h"
+#include "base/parallel.h"
+#include "tree/prefix_tree.h"
+#include "slots/slot_tree.h"
 #include "trial.h"
 
 using namespace kvpage;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "naive_tree.h"
-#include "prefix_tree.h"
+#include "tree/prefix_tree.h"
 #include "trial.h"
 
 struct TreeWorld {

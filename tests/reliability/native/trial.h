@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "allocations.h"
-#include "check.h"
+#include "base/check.h"
 
 // splitmix64: the same numbers everywhere.
 class Random {

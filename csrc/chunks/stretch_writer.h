@@ -1,0 +1,49 @@
+// Stretches: bytes that lie in many places to one run of a file, each stretch hashed on the way.
+//
+//   memory     lead    [ run | run | run | run | run | run | run | run ]
+//                                                                 ▼ tail: to memory, not to the file
+//   file     ..[ lead | run bytes ................................|.........
+//               │ piece     │ piece     │ piece     │ piece     │            cut where the file's offset is a multiple
+//   digests           [ stretch   | stretch   | stretch   | str.. ]          xxh3-128 each, the last may be shorter
+//
+// A piece is written, then hashed, while the processor's cache has it: memory is read once. (The other way round was
+// measured a tenth slower: a hash waits for memory, a kernel's copy has its own destination to wait for anyway.) What
+// changes meanwhile may be written in one state and hashed in another: then the digest is wrong, and whoever reads knows.
+#pragma once
+
+#include <cstdint>
+#include <system_error>
+
+#include "hash/xxh3.h"
+
+namespace kvpage {
+
+struct ByteRun {
+  const std::byte* data;
+  int64_t num_bytes;
+};
+
+// fd: of a file that can be written at an offset. offset: in the file, of the lead's first byte. tail: memory for the last
+// `tail_bytes` of the runs, which may be the lead's. max_threads: that share the stretches. Nothing here is owned.
+struct StretchWrite {
+  int fd;
+  int64_t offset;
+  const std::byte* lead;
+  int64_t lead_bytes;
+  const ByteRun* runs;
+  int64_t num_runs;
+  int64_t stretch_bytes;
+  std::byte* tail;
+  int64_t tail_bytes;
+  int max_threads;
+};
+
+// How many stretches the runs are. Throws InvalidArgument unless lengths are not negative, stretch_bytes is positive, the
+// runs have bytes, the tail has no more, and all of it fits into a file at that offset.
+int64_t count_stretches(const StretchWrite& args);
+
+// digests: as many. Goes on after short writes. Throws InvalidArgument as above, before anything is written, and
+// std::system_error for what the file answers: then any of the bytes may have been written, and the tail is untouched.
+void write_stretches(const StretchWrite& args, Digest* digests);
+
+}  // namespace kvpage

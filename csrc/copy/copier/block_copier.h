@@ -1,0 +1,69 @@
+// BlockCopier: a geometry, and the executors that suit where its two sides lie. What block_copy.BlockCopier holds.
+//
+//   host ─► host                  threads
+//   device ─► the same device     SM kernel
+//   host ─► device and back       SM kernel for small extents of pinned memory: one more costs it no time of its own
+//                                 copy engine for all else: no multiprocessor is taken from the computation
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "copy/plan/copy_plan.h"
+
+namespace kvpage {
+
+class CopyEngine;
+
+// Where one side lies: a CUDA device's index, or kHost.
+constexpr int kHost = -1;
+
+struct Placement {
+  int src_device, dst_device;
+  bool pinned;  // whether all of the host side is page-locked
+};
+
+enum class Executor { kHostThreads, kCopyEngine, kKernel };
+
+// How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at
+// most `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes
+// should lie has to be measured on the device, for each direction; kvpage.cache.calibration does.
+struct KernelLimits {
+  int64_t max_bytes, max_groups;
+};
+
+// Which executor copies so many extents of so many bytes between these places. The one place to decide it. A single
+// extent is the copy engine's, whatever its size: there is nothing to save.
+Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents,
+                         int64_t kernel_max_bytes);
+
+class BlockCopier {
+ public:
+  // Throws InvalidArgument as CopyGeometry does, for limits out of range, for two different devices, and for a device
+  // in a build without CUDA. Where the device does not see the host side under its own addresses, the kernel is never
+  // used between them.
+  BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement,
+              const KernelLimits& limits);
+  ~BlockCopier();
+
+  const CopyGeometry& geometry() const { return geometry_; }
+
+  // The executor that `run` would take. Throws as CopyPlan does.
+  Executor executor(const int64_t* pairs, int64_t num_pairs) const;
+
+  // Copies the pairs, [num_pairs, 2], and on the host waits for it; on a device enqueues it on `stream`. Any number of
+  // threads may call it. Throws as CopyPlan does, before anything is written, and as the executors do.
+  void run(const int64_t* pairs, int64_t num_pairs, uintptr_t stream, int max_threads);
+
+ private:
+  Executor choose(const CopyPlan& plan) const;
+
+  CopyGeometry geometry_;
+  Placement placement_;
+  KernelLimits limits_;
+  std::mutex engine_mutex_;
+  std::unique_ptr<CopyEngine> engine_;
+};
+
+}  // namespace kvpage

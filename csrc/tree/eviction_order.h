@@ -1,0 +1,127 @@
+// EvictionOrder: which unpinned node loses its blocks next, in the device tier and in the host tier.
+//
+//      of one priority:     oldest                                                newest
+//        use                | h | h | h | d |   | hd | d |   | h | hd | d | ...      every unpinned node, by last use
+//        first on device                  ^
+//        host_use           | h | h | h |       | hd |       | h | hd |              those with host blocks, same order
+//
+// (d: has device blocks, h: has host blocks.) Lower priorities go first. Both orders are orders of last use and nothing
+// else: a block that moves from the device to the host keeps its place. That costs O(1) since it is the first on the
+// device: all that stands before it is on the host, so its place in `host_use` is behind its neighbour.
+//
+// "First on device" only moves forward, since nodes get device blocks while they are pinned and are then the newest:
+// each node is passed once.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "tree/lru_list.h"
+
+namespace kvpage {
+
+constexpr int kNumPriorities = 8;
+
+class EvictionOrder {
+ public:
+  // Null if no unpinned node has a block in the tier.
+  TreeNode* first_on_device() const { return first(&Class::on_device); }
+  TreeNode* first_on_host() const {
+    for (const Class& list : classes_)
+      if (list.host_use.oldest()) return list.host_use.oldest();
+    return nullptr;
+  }
+
+  // Whether listed node `a` loses its blocks before listed node `b`.
+  static bool before(const TreeNode* a, const TreeNode* b) {
+    return a->priority != b->priority ? a->priority < b->priority : a->used_at < b->used_at;
+  }
+
+  // The clock counts uses; from now on it also keeps up with the time, if a function is given.
+  void keep_time(int64_t (*now)()) { now_ = now; }
+
+  // The node that was used last of all. Its priority stays what it is while it is listed.
+  void push_newest(TreeNode* node) noexcept {
+    Class& list = of(node);
+    node->used_at = tick();
+    list.use.push_newest(node);
+    if (node->num_host_blocks > 0) list.host_use.push_newest(node);
+    if (!list.on_device && node->num_device_blocks() > 0) list.on_device = node;
+  }
+
+  void remove(TreeNode* node) noexcept {
+    Class& list = of(node);
+    if (list.on_device == node) advance(list);
+    if (node->num_host_blocks > 0) list.host_use.remove(node);
+    list.use.remove(node);
+  }
+
+  // After `upper` was cut off the front of the listed `lower`, which had `num_host_blocks` before.
+  void split(TreeNode* lower, TreeNode* upper, bool had_host_blocks) noexcept {
+    Class& list = of(lower);
+    upper->used_at = lower->used_at;
+    list.use.insert_after(lower, upper);
+    if (list.on_device == lower && lower->num_device_blocks() == 0) list.on_device = upper;
+    if (!had_host_blocks) return;
+    if (upper->num_host_blocks > 0) list.host_use.insert_after(lower, upper);
+    if (lower->num_host_blocks == 0) list.host_use.remove(lower);
+  }
+
+  // The first on the device has got its first host block.
+  void enter_host(TreeNode* node) noexcept {
+    Class& list = of(node);
+    list.host_use.insert_after(list.use.older(node), node);
+  }
+
+  // The node has lost its last host block.
+  void leave_host(TreeNode* node) noexcept { of(node).host_use.remove(node); }
+
+  // The node has lost its last device block.
+  void leave_device(TreeNode* node) noexcept {
+    Class& list = of(node);
+    if (list.on_device == node) advance(list);
+  }
+
+  static const TreeNode* newer(const TreeNode* node) { return UseList::newer(node); }
+  static const TreeNode* newer_on_host(const TreeNode* node) { return HostList::newer(node); }
+  const TreeNode* oldest(int priority) const { return classes_[priority].use.oldest(); }
+  const TreeNode* oldest_on_host(int priority) const { return classes_[priority].host_use.oldest(); }
+  const TreeNode* first_on_device(int priority) const { return classes_[priority].on_device; }
+
+ private:
+  using UseList = LruList<&TreeNode::use>;
+  using HostList = LruList<&TreeNode::host_use>;
+
+  struct Class {
+    UseList use;
+    HostList host_use;
+    TreeNode* on_device = nullptr;
+  };
+
+  Class& of(const TreeNode* node) { return classes_[node->priority]; }
+
+  TreeNode* first(TreeNode* Class::* member) const {
+    for (const Class& list : classes_)
+      if (list.*member) return list.*member;
+    return nullptr;
+  }
+
+  static void advance(Class& list) noexcept {
+    do {
+      list.on_device = UseList::newer(list.on_device);
+    } while (list.on_device && list.on_device->num_device_blocks() == 0);
+  }
+
+  std::array<Class, kNumPriorities> classes_;
+  uint64_t tick() noexcept {
+    ++clock_;
+    if (now_) clock_ = std::max(clock_, static_cast<uint64_t>(now_()));
+    return clock_;
+  }
+
+  uint64_t clock_ = 0;
+  int64_t (*now_)() = nullptr;  // the time, nanoseconds
+};
+
+}  // namespace kvpage

@@ -1,0 +1,282 @@
+// PrefixTree: which tokens have their K and V in which blocks. A radix tree whose edges are runs of whole blocks.
+//
+//      namespace ""                         block_size 2; each edge: tokens / block ids
+//        |-- [1 2 3 4 / 7 8] --+-- [5 6 / 9]
+//        |                     `-- [5 7 9 9 / 2 3]        a match of 1 2 3 4 5 7 9 ... ends inside this edge after
+//        `-- [8 8 / 5]                                    one block: the edge is split there, so that pins hold
+//      namespace "lora-1"                                 exactly what was matched
+//        `-- [1 2 / 6]
+//
+// Tokens are compared, not digests: no collision can hand out another prompt's cache.
+//
+// Two tiers. A block may be on the device, on the host, or in both. On every path those on the device come first:
+//
+//      d d d dh dh h h h              d: device only   dh: both, needs no copy to leave the device   h: host only
+//
+// The tree moves no bytes. What has to be copied comes back as pairs of block ids; the caller orders these copies, one
+// list after the other, before anything else is written.
+//
+// Pins. Every live Match pins the nodes from its end to its root. A pinned node stays as it is; an unpinned one stands
+// in the order of last use (EvictionOrder) and loses its blocks from its end.
+//
+// A split leaves the lower half at the node's address, because matches point at the node where they end; the upper
+// half takes over the pins. It cannot be seen from outside.
+//
+// Blocks. The tree holds the only reference on each cached block (BlockPool::adopt).
+//
+// Every call holds the tree's mutex. One that throws has changed nothing that can be seen.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tree/block_pool.h"
+#include "tree/child_table.h"
+#include "tree/eviction_order.h"
+#include "tree/sibling_index.h"
+#include "base/token_view.h"
+#include "tree/tree_entry.h"
+#include "tree/tree_log.h"
+#include "tree/tree_node.h"
+
+namespace kvpage {
+
+class PrefixTree;
+
+// A pinned path of a tree: from a namespace's root to the end of a node. Keeps the tree alive. It has to be given to
+// PrefixTree::release, or to insert as `after`; one that is merely forgotten stays pinned as long as the tree lives.
+class Match {
+ public:
+  Match() = default;  // of no tree: a place for another
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t num_tokens() const;
+  int priority() const { return priority_; }
+  PrefixTree& tree() const { return *tree_; }
+
+ private:
+  friend class PrefixTree;
+  Match(std::shared_ptr<PrefixTree> tree, TreeNode* end, int64_t num_blocks, int priority)
+      : tree_(std::move(tree)), end_(end), num_blocks_(num_blocks), priority_(priority) {}
+
+  std::shared_ptr<PrefixTree> tree_;
+  TreeNode* end_ = nullptr;  // null once released
+  int64_t num_blocks_ = 0;
+  int priority_ = 0;
+};
+
+// From one tier's block to the other's.
+using TierPair = std::pair<int32_t, int32_t>;
+
+// What a match shares with the block that follows it: the first tokens of a block of another path, which is pinned.
+struct PartMatch {
+  Match match;
+  int64_t num_tokens = 0;  // at least 1, fewer than a block's
+  int32_t block_id = 0;
+  bool is_on_device = false;  // otherwise block_id is the host's
+};
+
+class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
+ public:
+  // Throws InvalidArgument unless 0 < block_size < 2^31, and if the two pools are one. Without a host pool there is only
+  // the device tier. `hash_mask` is for tests, see ChildTable.
+  PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool = nullptr,
+             uint64_t hash_mask = ~uint64_t{0});
+  virtual ~PrefixTree();
+  PrefixTree(const PrefixTree&) = delete;
+  PrefixTree& operator=(const PrefixTree&) = delete;
+
+  int64_t block_size() const { return block_size_; }
+  bool has_host_tier() const { return host_pool_ != nullptr; }
+  int64_t num_cached() const;          // device blocks
+  int64_t num_evictable() const;       // device blocks of unpinned nodes
+  int64_t num_host_cached() const;     // host blocks
+  int64_t num_host_evictable() const;  // host blocks of unpinned nodes
+  int64_t num_nodes() const;           // edges
+  int64_t num_matches() const;         // live ones
+
+  // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
+  // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
+  // num_left_over is negative, or if the first block that is not cached holds an id outside of 32 bits; later tokens are
+  // not read.
+  Match match(const TokenView& tokens, std::string_view name, int priority = 0, int64_t num_left_over = 1);
+
+  // The longest part of the block after `match` that the first block of a path below it shares with `tokens`, which are
+  // those of the whole prompt; as many of them are left over as for `match`. None if not even one token is shared.
+  std::optional<PartMatch> match_part(const Match& match, const TokenView& tokens, int64_t num_left_over = 1);
+
+  // How many device blocks no other match pins: what releasing these, each given once, would make evictable.
+  // InvalidArgument if one is released or another tree's.
+  int64_t num_pinned_only_by(std::span<const Match* const> matches);
+
+  // Another Match of the same path. InvalidArgument if `match` is released or another tree's.
+  Match pin(const Match& match);
+
+  // Unpins the path, from its end to the root; what nobody pins any more becomes the most recently used.
+  // InvalidArgument if `match` is released or another tree's.
+  void release(Match& match);
+  bool is_released(const Match& match) const;
+
+  // How many of the path's blocks are on the device: the first ones.
+  int64_t num_device_blocks(const Match& match) const;
+
+  // Gives device blocks to the first host-only blocks of the path, one for each of `block_ids`, which become the tree's:
+  // the (host, device) pairs to copy. InvalidArgument for more ids than such blocks, and for an id that is not the
+  // caller's alone.
+  std::vector<TierPair> promote(const Match& match, std::span<const int32_t> block_ids);
+
+  // Shortens the match to what of it is on the device; the rest becomes the most recently used.
+  void trim(Match& match);
+
+  // Gives host blocks to device blocks of the path, from its start on, as far as there is room or what is unpinned on
+  // the host makes some: the (device, host) pairs to copy. Only of nodes that `min_hits` matches have found.
+  std::vector<TierPair> write_out(const Match& match, int64_t min_hits);
+
+  // Caches tokens[i * block_size, ...) in block_ids[i], below the end of `after` or the namespace's root. Pins the
+  // whole path; `after` is consumed. Where the tokens are on the device already, the caller's block is released and the
+  // tree's stands in the path (it may also be named itself); where they are on the host only, the caller's block becomes
+  // their device block. InvalidArgument if the numbers of tokens and blocks do not agree, a token does not fit into 32
+  // bits, `after` is released, another tree's, not wholly on the device, or comes with a namespace or a priority, or a
+  // block is not the caller's alone.
+  Match insert(const TokenView& tokens, std::span<const int32_t> block_ids, std::string_view name, Match* after,
+               int priority = 0);
+
+  // Frees up to that many device blocks, lowest priority and least recently used first; of an edge, its last first.
+  // What has no host block is forgotten, with the host-only blocks below it. Returns how many.
+  int64_t evict(int64_t num_blocks);
+
+  // As evict, but gives host blocks to those that have none, making room on the host as evict_host does: also returns the
+  // (device, host) pairs to copy before the device blocks are written. What finds no room is forgotten.
+  std::pair<int64_t, std::vector<TierPair>> demote(int64_t num_blocks);
+
+  // Frees up to that many host blocks, as evict does. What has no device block is forgotten. Returns how many.
+  int64_t evict_host(int64_t num_blocks);
+
+  // Forgets the blocks of `tokens` from the last cached one up to the first that is pinned or that another path goes on
+  // from. Returns how many tokens' worth of blocks.
+  int64_t drop(const TokenView& tokens, std::string_view name);
+
+  // Frees all that is not pinned, in both tiers; returns the number of device blocks.
+  int64_t clear();
+
+  // The path's device block ids from the block at `start` on; `ids` has room for num_blocks() - start. InvalidArgument
+  // if `match` is released or not wholly on the device.
+  void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
+
+  // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after what it
+  // goes on from. InvalidArgument if the limit is negative.
+  std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
+
+  // Follows what happens to blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
+  // take_changes is the whole tree. InvalidArgument if negative.
+  void log_changes(int64_t max_bytes);
+
+  // What was cached and given up since the last call, in order; or, where that was lost or nobody has asked before, all
+  // that is cached, as a restart. InvalidArgument if no log is kept.
+  TreeChanges take_changes();
+
+  // Makes the next answer a restart.
+  void lose_changes();
+
+  // Throws std::runtime_error that names the broken invariant. With the references that the caller holds (an id once
+  // for each), also that free, cached and owned blocks make up the pools, which then serve this tree alone.
+  void check_invariants(std::optional<std::span<const int32_t>> owned_ids,
+                        std::optional<std::span<const int32_t>> owned_host_ids = std::nullopt);
+
+ private:
+  // A point in the tree: after `in_edge` blocks of the node's edge, `num_blocks` below where the walk began.
+  struct Place {
+    TreeNode* node;
+    int64_t in_edge;
+    int64_t num_blocks;
+  };
+
+  // Pairs that one call has made. A host block that is evicted and given away again takes its first pair with it.
+  class Demotions;
+
+  void check_live(const Match& match, const char* name) const;
+  static void check_priority(int priority);
+  static void check_left_over(int64_t num_left_over);
+  TreeNode* find_root(std::string_view name) const;
+  TreeNode* make_root(std::string_view name);
+  void drop_unused_root(TreeNode* root) noexcept;
+
+  Place walk(TreeNode* from, const TokenView& tokens, int64_t num_blocks) const;
+  TreeNode* end_node_at(const Place& place);
+  TreeNode* split(TreeNode* node, int64_t num_upper_blocks);
+
+  void pin_path(TreeNode* end, const TreeNode* stop, int priority) noexcept;
+  void unpin_path(TreeNode* end, const TreeNode* stop) noexcept;
+  Match pinned(TreeNode* end, int64_t num_blocks, int priority);
+  void list(TreeNode* node) noexcept;
+  void unlist(TreeNode* node) noexcept;
+
+  Match insert_below(Match& base, const TokenView& tokens, std::span<const int32_t> block_ids);
+  int64_t num_host_only(const Place& place) const;
+  std::vector<int32_t> duplicates(const TreeNode* from, const Place& place, std::span<const int32_t> block_ids) const;
+  void adopt(TreeNode* target, std::span<const int32_t> fresh, std::span<const int32_t> surplus,
+             std::span<TreeNode* const> filled, std::span<const int32_t> fill);
+  void append_edge(TreeNode* node, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;
+  void link_child(TreeNode* parent, TreeNode* child) noexcept;
+  static std::vector<TreeNode*> host_only_path(TreeNode* end);
+  void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids, std::vector<TierPair>* pairs) noexcept;
+
+  int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
+  void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
+  int64_t move_to_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
+  void make_room_before(const TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
+  bool give_host_block(TreeNode* node, int64_t block, Demotions* demotions) noexcept;
+  bool set_host_block(TreeNode* node, int64_t block, int32_t id, Demotions* demotions) noexcept;
+  int64_t evict_host_locked(int64_t num_blocks, Demotions* demotions) noexcept;
+  int64_t leave_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
+  void drop_host(TreeNode* node, int64_t begin) noexcept;
+  void forget_below(TreeNode* node) noexcept;
+  void forget_end(TreeNode* node, int64_t num_blocks) noexcept;
+  void prefetch_victims() const noexcept;
+  void remove_leaf(TreeNode* node) noexcept;
+
+  void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
+
+  TreeChanges everything() const;
+  void log_inserted(const TreeNode* end, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;
+  void log_left(ChangeKind kind, const TreeNode* node, std::span<const int32_t> ids) noexcept;
+
+  void check_nodes();
+  void check_tiers();
+  void check_siblings();
+  void check_roots();
+  void check_order();
+  void check_blocks(const BlockPool& pool, bool is_host, int64_t num_cached,
+                    std::optional<std::span<const int32_t>> owned_ids);
+
+  const std::shared_ptr<BlockPool> pool_;
+  const std::shared_ptr<BlockPool> host_pool_;
+  const int64_t block_size_;
+
+  mutable std::mutex mutex_;
+  NodeArena arena_;
+  ChildTable children_;
+  SiblingIndex siblings_;
+  EvictionOrder order_;
+  std::map<std::string, TreeNode*, std::less<>> roots_;  // ordered: no names can be chosen that make it slow
+  int64_t num_cached_ = 0;
+  int64_t num_evictable_ = 0;
+  int64_t num_host_cached_ = 0;
+  int64_t num_host_evictable_ = 0;
+  int64_t num_matches_ = 0;  // live ones
+  std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
+  std::unique_ptr<TreeLog> log_;             // null unless it is asked for
+  uint64_t log_begin_ = 0;                   // on the steady clock
+};
+
+inline int64_t Match::num_tokens() const { return num_blocks_ * tree_->block_size(); }
+
+}  // namespace kvpage

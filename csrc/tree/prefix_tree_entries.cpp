@@ -1,0 +1,65 @@
+// PrefixTree: what somebody who looks on is shown.
+#include "base/check.h"
+#include "tree/prefix_tree.h"
+
+namespace kvpage {
+namespace {
+
+TreeEntry entry_of(const TreeNode* node, const std::string& name, bool has_host_tier) {
+  TreeEntry entry;
+  entry.name = name;
+  entry.num_pins = node->num_pins;
+  entry.priority = node->priority;
+  entry.used_at = static_cast<int64_t>(node->used_at);
+  const auto tokens = node->tokens.span(), device_ids = node->device_ids.span(), host_ids = node->host_ids.span();
+  entry.tokens.assign(tokens.begin(), tokens.end());
+  entry.device_ids.assign(device_ids.begin(), device_ids.end());
+  if (has_host_tier) {
+    entry.host_ids.assign(host_ids.begin(), host_ids.end());
+    entry.host_ids.resize(static_cast<size_t>(node->num_blocks), kNoBlock);
+  }
+  return entry;
+}
+
+// A node whose turn comes, below the entry at `parent`.
+struct Waiting {
+  const TreeNode* node;
+  int64_t parent;
+};
+
+// The node and what comes before it among its siblings, the first of them last.
+void wait_from(const TreeNode* top, int64_t parent, std::vector<Waiting>* waiting) {
+  for (const TreeNode* node = top; node; node = node->left) waiting->push_back({node, parent});
+}
+
+}  // namespace
+
+std::vector<TreeEntry> PrefixTree::entries(int64_t limit, std::optional<std::string_view> name) const {
+  check(limit >= 0, "limit must not be negative, got ", limit);
+  std::lock_guard lock(mutex_);
+  std::vector<TreeEntry> found;
+  for (const auto& [root_name, root] : roots_)
+    if (!name || *name == root_name) add_entries(root, limit, &found);
+  return found;
+}
+
+// Siblings follow one another by their tokens; what goes on from an entry comes before the next sibling.
+void PrefixTree::add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const {
+  std::vector<Waiting> waiting;
+  wait_from(root->children, -1, &waiting);
+  while (!waiting.empty() && static_cast<int64_t>(found->size()) < limit) {
+    const auto [node, parent] = waiting.back();
+    waiting.pop_back();
+    TreeEntry entry = entry_of(node, *root->namespace_, has_host_tier());
+    entry.parent = parent;
+    if (parent >= 0) {
+      const TreeEntry& before = (*found)[static_cast<size_t>(parent)];
+      entry.start = before.start + static_cast<int64_t>(before.tokens.size());
+    }
+    found->push_back(std::move(entry));
+    wait_from(node->right, parent, &waiting);
+    wait_from(node->children, static_cast<int64_t>(found->size()) - 1, &waiting);
+  }
+}
+
+}  // namespace kvpage

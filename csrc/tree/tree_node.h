@@ -1,0 +1,115 @@
+// TreeNode: one edge of the prefix tree with the point where it ends; NodeArena, which owns all of them.
+//
+//      parent                      a namespace's root has no edge; every other node has a whole block at least
+//        |  blocks      0  1  2  3  4         num_blocks = 5
+//        |  tokens     [.. .. .. .. ..]       [num_blocks * block_size]
+//        |  device_ids [ 7  2  9      ]       of the first blocks: what has left the device has left it from the end
+//        |  host_ids   [ 4  -  1  8  3]       of any, and of every block that is not on the device; -: kNoBlock, never last
+//      node
+//      /  \                        children: a treap by their first block's tokens, and ChildTable
+//
+// What the eviction and the matching of a device-only tree touch stands in the first two cache lines.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/int32_run.h"
+
+namespace kvpage {
+
+struct TreeNode;
+
+constexpr int32_t kNoBlock = -1;
+
+// Neighbours in an LruList.
+struct LruLinks {
+  TreeNode* older = nullptr;
+  TreeNode* newer = nullptr;
+};
+
+struct alignas(64) TreeNode {
+  TreeNode* parent = nullptr;               // null for a root, and only there
+  const std::string* namespace_ = nullptr;  // of a root: the key that the tree knows it by
+  uint64_t hash = 0;                        // of (parent, first block), as ChildTable has it
+  Int32Run tokens;
+  int32_t num_pins = 0;  // matches that end here or below; a root counts all of its namespace
+  int32_t num_children = 0;
+
+  Int32Run device_ids;
+  LruLinks use;  // among all unpinned nodes
+  uint64_t used_at = 0;  // by the clock of EvictionOrder
+  int32_t num_blocks = 0;
+  uint8_t priority = 0;  // the highest that a match on it, or below, had
+  bool is_live = false;  // false while the arena keeps it for later
+
+  alignas(64) Int32Run host_ids;
+  LruLinks host_use;  // among the unpinned nodes with host blocks
+  int32_t num_host_blocks = 0;
+  int32_t num_hits = 0;  // matches that found it; counted with a host tier only
+
+  TreeNode* children = nullptr;  // the top of the treap of its children
+  TreeNode* left = nullptr;      // in the treap of its siblings
+  TreeNode* right = nullptr;
+  TreeNode* above = nullptr;
+
+  bool is_root() const { return parent == nullptr; }
+  int64_t num_device_blocks() const { return device_ids.size(); }
+  bool is_on_device() const { return device_ids.size() == num_blocks; }
+  bool has_host_block(int64_t block) const {
+    return block < host_ids.size() && host_ids.data()[block] != kNoBlock;
+  }
+
+  // To the first `size` entries, and then to those up to the last block.
+  void shorten_host_ids(int64_t size) noexcept {
+    while (size > 0 && host_ids.data()[size - 1] == kNoBlock) --size;
+    host_ids.truncate(size);
+  }
+};
+
+// Owns nodes in slabs and never moves one. A node that is given back keeps its address and loses its memory.
+class NodeArena {
+  struct GiveBack {
+    NodeArena* arena;
+    void operator()(TreeNode* node) const noexcept { arena->give_back(node); }
+  };
+
+ public:
+  using NodePtr = std::unique_ptr<TreeNode, GiveBack>;
+
+  // Throws std::bad_alloc. The node goes back unless it is released from the pointer.
+  NodePtr make() {
+    if (!free_) add_slab();
+    TreeNode* node = free_;
+    free_ = std::exchange(node->parent, nullptr);
+    node->is_live = true;
+    return NodePtr(node, GiveBack{this});
+  }
+
+  void give_back(TreeNode* node) noexcept {
+    *node = TreeNode();
+    node->parent = std::exchange(free_, node);
+  }
+
+  template <typename Visit>
+  void for_each(Visit visit) {
+    for (auto& slab : slabs_)
+      for (int i = 0; i < kSlab; ++i)
+        if (slab[i].is_live) visit(slab[i]);
+  }
+
+ private:
+  void add_slab() {
+    slabs_.push_back(std::make_unique<TreeNode[]>(kSlab));
+    for (int i = kSlab; i-- > 0;) give_back(&slabs_.back()[i]);
+  }
+
+  static constexpr int kSlab = 64;
+  std::vector<std::unique_ptr<TreeNode[]>> slabs_;
+  TreeNode* free_ = nullptr;  // linked through `parent`
+};
+
+}  // namespace kvpage
