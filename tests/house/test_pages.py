@@ -1,6 +1,8 @@
 """Pages of documentation: short sentences, and no path, name, test or link that does not exist."""
 
+import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -124,3 +126,28 @@ def test_every_public_module_is_in_the_reference() -> None:
     site = (pages.ROOT / "mkdocs.yml").read_text()
     for path in pages.GUIDES.rglob("*.md"):
         assert f"- {path.relative_to(pages.GUIDES)}\n" in site, path.name
+
+
+def test_functions_that_are_assigned_are_in_the_reference() -> None:
+    """`name = make(...)` has no docstring in the sources, so a page of the reference names where it is written."""
+    from house import test_public_names
+
+    pages_text = "".join(path.read_text() for path in (pages.GUIDES / "api").glob("*.md"))
+    named = set(re.findall(r"\w+", pages_text))
+    for module_name in test_public_names.MODULES:
+        module = test_public_names.load(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isroutine(value) and _is_assigned(Path(str(module.__file__)), name):
+                assert name in named, f"{module_name}.{name} is assigned; docs/api must show its function"
+
+
+def _is_assigned(path: Path, name: str) -> bool:
+    """Return whether a name at the top of this file is assigned, here or where the file imports it from."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == [name]:
+            return True
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            source = importlib.import_module(str(node.module)).__file__
+            return bool(source) and str(source).endswith(".py") and _is_assigned(Path(str(source)), name)
+    return False

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
-from kvpage.serving import BeamSearchParams, Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
 from kvpage.serving.model import attention, latent_heads
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
@@ -56,7 +56,7 @@ def make_engine(kind: str = "deepseek_v3", num_blocks: int = 128, num_host_block
     """An engine whose blocks hold NaN where nothing has been written: what is read without being owned shows."""
     fields = {name: options.pop(name) for name in ("cache_dtype", "layer_layout", "backend") if name in options}
     config = CacheConfig(B, num_blocks, num_host_blocks, **{"backend": "mla", **fields})
-    engine = Engine.from_model(options.pop("model", None) or model_of(kind), config, **options)
+    engine = Engine.from_model(options.pop("model", None) or model_of(kind), EngineConfig(config, **options))
     if not engine.cache.layout.has_token_scales:
         for layer in (*engine.cache.gpu_cache, *engine.cache.cpu_cache):
             layer.fill_(float("nan"))
