@@ -1,6 +1,11 @@
 """kvpage: the paged KV cache of a language-model server, as a library.
 
-Importing it needs neither a GPU nor Triton nor transformers.
+    BlockManager ── which blocks each sequence has ──► block tables, slots, moves
+    CacheEngine  ── the tensors of both tiers      ──► swap_in, swap_out, copy
+    CacheLayout  ── how a tensor is read           ──► kvpage.ops
+
+Importing it needs neither a GPU nor Triton nor transformers. Further parts are imported by name: kvpage.ops (kernels),
+kvpage.store (chunks on disk and servers), kvpage.serving (an engine for Hugging Face models).
 """
 
 import sys

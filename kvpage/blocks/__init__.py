@@ -1,1 +1,1 @@
-"""Blocks of both tiers: sequences' block tables, the moves between the tiers, and what cached blocks are known by."""
+"""Blocks of both tiers: sequences' block tables, the moves between the tiers, and the names of cached blocks."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpage.blocks.table import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import check_at_least
 
 __all__ = ["Content", "keyed_tokens", "namespace_of"]
 
@@ -42,9 +43,7 @@ class Content:
 
     def __post_init__(self) -> None:
         for name, least in (("start", 0), ("num_tokens", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         if not isinstance(self.data, (bytes, bytearray, memoryview)):
             raise TypeError(f"data must be bytes, got {type(self.data).__name__}")
 

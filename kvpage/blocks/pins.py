@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from kvpage._C import Match, PrefixTree
-from kvpage.checks.values import as_integer
+from kvpage.checks.values import as_integer, check_at_least
 
 
 class UserPins:
@@ -16,8 +16,7 @@ class UserPins:
     """
 
     def __init__(self, tree: PrefixTree, quota: int, clock: Callable[[], float] = time.monotonic) -> None:
-        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
-            raise ValueError(f"quota must be an integer of at least 0, got {quota!r}")
+        check_at_least("quota", quota, 0)
         self.quota = quota
         self._tree = tree
         self._clock = clock

@@ -35,7 +35,7 @@ class CacheEngine:
     """The caches of one rank.
 
     The tensors live as long as the engine. A swap or copy on a GPU is ordered on the current stream, and the host does
-    not wait for it. Each raises what `BlockCopier.run` raises, before anything is written. A backend's own
+    not wait for it. Each raises as `BlockCopier.run` does, before anything is written. A backend's own
     `swap_blocks` or `copy_blocks` checks the ids itself.
 
     With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread).

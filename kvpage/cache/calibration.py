@@ -85,7 +85,7 @@ def find_crossover(table: Sequence[Throughput]) -> int:
         raise ValueError(f"table must ascend by piece_bytes, got {[row.piece_bytes for row in table]}")
     best = least = 0.0
     crossover = 0
-    for row in table:  # least: what drawing the line above this row saves over drawing it below the first
+    for row in table:  # least: the gain of the line above this row over the line below the first
         if row.engine <= 0 or row.kernel <= 0:
             raise ValueError(f"table must hold positive rates, got {row}")
         least += math.log(row.kernel / (row.engine * MIN_GAIN))

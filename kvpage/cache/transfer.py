@@ -31,8 +31,8 @@ Pools = tuple["BlockPool | None", "BlockPool | None"]
 class BlockPins:
     """One more reference to every block that a mapping reads and writes, until `release`.
 
-    pools: Of the sources and of the destinations; None where the caller keeps the blocks itself. It raises what
-    `BlockPool.share` raises (ValueError for blocks that are free or cached by a tree), and then holds nothing.
+    pools: Of the sources and of the destinations; None where the caller keeps the blocks itself. It raises as
+    `BlockPool.share` does (ValueError for blocks that are free or cached by a tree), and then holds nothing.
     """
 
     def __init__(self, pools: Pools, block_mapping: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ class Transfer:
                 self._on_done(self)
         except Exception as error:  # wait() raises it
             self._error = self._error or error
-        self._on_done, self._steps = None, ()  # what they refer to may go
+        self._on_done, self._steps = None, ()  # their objects may go
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -208,19 +208,21 @@ class Transfer:
             raise self._error
 
     def _event(self) -> TransferEvent:
-        assert self._end is not None  # set by _start, before anybody else sees the transfer
+        assert self._end is not None  # _start sets it before any other call
         return self._end
 
     def _layer_event(self, layer: int) -> TransferEvent:
         if self._layers is None:
-            raise ValueError("layers can be asked for only where the swap was made with by_layer=True")
+            raise ValueError("by_layer must be True in the swap for calls on layers, it was False")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in [0, {len(self._layers)}), got {layer}")
         return self._layers[layer]
 
     def __del__(self) -> None:
         if self._error is not None and not self._error_seen:
-            warnings.warn(f"a transfer failed and nobody asked: {self._error!r}", RuntimeWarning, stacklevel=1)
+            warnings.warn(
+                f"a transfer failed, and no call has raised its error: {self._error!r}", RuntimeWarning, stacklevel=1
+            )
 
 
 class TransferQueue:

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import torch
-from integrations.test_vllm_latents import DEVICES, FP8, Unchanged, code, fp32, noise, power_from, quotient
+from support.vllm_tensors import DEVICES, FP8, Unchanged, code, fp32, noise, power_from, quotient
 
 from kvpage import ops
 from kvpage.integrations import vllm_ops

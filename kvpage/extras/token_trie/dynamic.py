@@ -65,7 +65,7 @@ class DynamicTokenTrie(TokenTrie):
         self.last_access = 0  # by the trie's clock; of a node with others below, one of those may be later
         self.older: Any = None  # neighbours in the ring of KVUse
         self.newer: Any = None
-        self._keeper: Self | None = None  # what find_keeper found in that era, or what has no K and V any more
+        self._keeper: Self | None = None  # as _find_keeper found it in that era; it may have no K and V any more
         self._keeper_era = -1
         self._use = KVUse() if parent is None else parent._use
         self._kv: Any = None

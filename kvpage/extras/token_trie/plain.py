@@ -130,7 +130,7 @@ def num_new_tokens(next_token_index: int, token_ids: Sequence[int]) -> int:
     next_token_index = as_integer("next_token_index", next_token_index)
     if isinstance(token_ids, (Mapping, Set)):
         raise TypeError(f"token_ids must be a sequence, got {type(token_ids).__name__}")
-    set(token_ids)  # TypeError for what no node can be found by
+    set(token_ids)  # TypeError for unhashable ids, by which no node is found
     if not 0 <= next_token_index <= len(token_ids):
         raise ValueError(f"next_token_index must be between 0 and {len(token_ids)}, got {next_token_index}")
     return len(token_ids) - next_token_index

@@ -156,10 +156,10 @@ def _check_host_rows(
         )
 
 
-def _check_ids(name: str, ids: _Integers, count: int, what: str) -> None:
+def _check_ids(name: str, ids: _Integers, count: int, rows: str) -> None:
     bad = ids[(ids < 0) | (ids >= count)]
     if len(bad):
-        raise ValueError(f"{name} must name {count} {what}, got {bad[0]}")
+        raise ValueError(f"{name} must name {count} {rows}, got {bad[0]}")
 
 
 def _cached(src_cache: torch.Tensor, places: _Integers) -> torch.Tensor:

@@ -38,7 +38,7 @@ class _Region:
             offset = address - storage.data_ptr()
             if 0 <= offset <= storage.nbytes() - size:
                 return memory.set_(storage, offset, (size,), (1,))
-        raise ValueError(f"{size} bytes from {address:#x} on must lie in the memory of one tensor")
+        raise ValueError(f"{size} bytes from {address:#x} on must be in the memory of one tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class RegisteredMemory:
         with self._lock:
             for span, count in Counter(spans).items():
                 if self._spans[span] < count:
-                    raise ValueError(f"tensors must be registered, what begins at {span[0]:#x} is not")
+                    raise ValueError(f"tensors must be registered, the one at {span[0]:#x} is not")
             self._spans.subtract(spans)
             for span in {span for span in spans if self._spans[span] == 0}:
                 del self._spans[span], self._tensors[span]
@@ -236,7 +236,7 @@ def _rounds(extents: _Extents) -> _Integers:
 def _copier(extents: _Extents, src: torch.device, dst: torch.device, pinned: bool) -> _C.BlockCopier:
     """Return a plan of one block whose layers are the extents, all of one size.
 
-    The plan has no second block. So each layer's step to it is free to tell regions apart: only neighbours of equal
+    The plan has no second block. So each layer's step to it is free to distinguish regions: only neighbours of equal
     steps are merged, and a copy must not cross the border of two allocations.
     """
 

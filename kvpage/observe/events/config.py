@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvpage.checks.values import check_at_least
+
 Encoding = Literal["map", "array"]
 
 
@@ -43,9 +45,7 @@ class EventConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 0), ("high_water_mark", 1), ("data_parallel_rank", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         for name in ("endpoint", "replay_endpoint", "topic"):
             text = getattr(self, name)
             if not isinstance(text, str) and not (text is None and name == "replay_endpoint"):

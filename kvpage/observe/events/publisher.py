@@ -119,7 +119,7 @@ class _Sender(threading.Thread):
         if config.replay_endpoint is not None:
             self._window = EventWindow(config.window, config.encoding)
             self._router = context.socket(zmq.ROUTER)
-            # A ROUTER drops what is above its mark: room for a whole answer while an earlier one is being read.
+            # A ROUTER drops messages above its mark: room for a whole answer while an earlier one is being read.
             self._router.sndhwm = 4 * (config.window + 2)
             self._router.bind(config.replay_endpoint)
             self.replay_endpoint = self._router.last_endpoint.decode()

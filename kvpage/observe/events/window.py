@@ -3,7 +3,7 @@
     seq    0 ......... 41 | 42 43 44 45 46
            one batch:       the window, as sent
            cleared, then
-           what was cached
+           all cached blocks
 
 So a subscriber that comes late, or has missed more than the window, still learns everything. The window and the size
 of the cache bound the memory.
@@ -34,7 +34,7 @@ class EventWindow:
         self._encoding = encoding
         self._batches: deque[tuple[int, bytes]] = deque()
         self._last_folded: tuple[int, EventBatch] | None = None  # without its events
-        self._stored: dict[tuple[str | None, int], BlockStored] = {}  # by medium and hash, after what was folded
+        self._stored: dict[tuple[str | None, int], BlockStored] = {}  # by medium and hash, after the folded batches
 
     def add(self, seq: int, payload: bytes) -> None:
         """Add the batch of the next sequence number."""

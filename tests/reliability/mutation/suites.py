@@ -26,6 +26,7 @@ RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.
 TREE = [
     "tests/blocks/test_tree_edges.py",
     "tests/blocks/test_prefix_tree.py",
+    "tests/blocks/test_prefix_tree_eviction.py",
     "tests/blocks/test_tree_hits.py",
     "tests/blocks/test_tree_log.py",
     "tests/native/test_left_over.py",
