@@ -121,12 +121,13 @@ class PagedBackend:
     ) -> tuple[KVView, KVView | None]:
         run_size, num_elements = RUN_BYTES // cache.element_size(), block_size * num_kv_heads * head_size
         key, value = (cache[part, :, :num_elements] for part in (0, 1))
-        key = key.unflatten(1, (num_kv_heads, head_size // run_size, block_size, run_size)).permute(0, 3, 1, 2, 4)
-        value = value.unflatten(1, (num_kv_heads, head_size, block_size)).permute(0, 3, 1, 2).unsqueeze(4)
+        runs = num_kv_heads, head_size // run_size, block_size, run_size
+        key = torch.unflatten(key, 1, runs).permute(0, 3, 1, 2, 4)
+        value = torch.unflatten(value, 1, (num_kv_heads, head_size, block_size)).permute(0, 3, 1, 2).unsqueeze(4)
         if cache.shape[2] == num_elements:
             return KVView(key), KVView(value)
         scales = [cache[part, :, num_elements:].view(torch.float32) for part in (0, 1)]
-        by_token = [part.unflatten(1, (num_kv_heads, block_size)).transpose(1, 2) for part in scales]
+        by_token = [torch.unflatten(part, 1, (num_kv_heads, block_size)).transpose(1, 2) for part in scales]
         return KVView(key, by_token[0]), KVView(value, by_token[1])
 
 

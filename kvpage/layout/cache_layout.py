@@ -127,7 +127,9 @@ class CacheLayout:
         """K and V of one layer; V is None where the backend has no value part (MLA)."""
         backend = self.backend_class
         if hasattr(backend, "kv_views"):
-            return backend.kv_views(cache, self.block_size, self.num_kv_heads, self.padded_head_size)
+            sizes = self.block_size, self.num_kv_heads, self.padded_head_size
+            views: tuple[KVView, KVView | None] = backend.kv_views(cache, *sizes)
+            return views
         if not hasattr(backend, "split_kv"):
             raise ValueError(f"backend {self.backend!r} must define split_kv or kv_views to be written or gathered")
         key, value = backend.split_kv(cache)

@@ -161,7 +161,7 @@ def _layer_types(text: Any) -> tuple[str, ...]:
     if getattr(text, "num_hidden_layers", None) is None:
         raise ValueError(f"config must tell num_hidden_layers, {type(text).__name__} does not")
     has_attention = getattr(text, "num_attention_heads", None) is not None
-    return ("full_attention" if has_attention else "mamba",) * text.num_hidden_layers
+    return ("full_attention" if has_attention else "mamba",) * int(text.num_hidden_layers)
 
 
 def _dtype(config: Any) -> torch.dtype | None:
@@ -171,11 +171,11 @@ def _dtype(config: Any) -> torch.dtype | None:
 
 def _head_size(text: Any) -> int:
     if getattr(text, "qk_nope_head_dim", None) and getattr(text, "qk_rope_head_dim", None):
-        return max(text.qk_nope_head_dim + text.qk_rope_head_dim, getattr(text, "v_head_dim", None) or 0)
+        return int(max(text.qk_nope_head_dim + text.qk_rope_head_dim, getattr(text, "v_head_dim", None) or 0))
     heads = text.num_attention_heads
     heads = max(heads) if isinstance(heads, (list, tuple)) else heads
     sizes = [getattr(text, name, None) for name in ("head_dim", "global_head_dim", "v_head_dim")]
-    return max((size for size in sizes if size), default=None) or text.hidden_size // heads
+    return int(max((size for size in sizes if size), default=None) or text.hidden_size // heads)
 
 
 def _num_kv_heads(text: Any) -> int:
@@ -184,7 +184,7 @@ def _num_kv_heads(text: Any) -> int:
         return 1
     found = [getattr(text, name, None) for name in names]
     own = [count for count in found[:3] if count] or [found[3]]
-    return max(max(count) if isinstance(count, (list, tuple)) else count for count in own)
+    return int(max(max(count) if isinstance(count, (list, tuple)) else count for count in own))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class KVView:
         bits = self._bits()
         places = bits[block_ids, offsets].flatten(2)
         places[..., : rows.shape[-1]] = rows.contiguous().view(bits.dtype)
-        bits[block_ids, offsets] = places.unflatten(2, self.rows.shape[3:])
+        bits[block_ids, offsets] = torch.unflatten(places, 2, self.rows.shape[3:])
 
     def _bits(self) -> torch.Tensor:
         """The rows as integers: torch indexes no fp8, and a copy of integers keeps every bit of a NaN."""

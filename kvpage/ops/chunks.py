@@ -177,7 +177,7 @@ def _check_block_ids(
 
 def _check_distinct(block_ids: torch.Tensor, start: int, num_tokens: int, layout: CacheLayout) -> None:
     needed = block_ids[start // layout.block_size : -(-(start + num_tokens) // layout.block_size)]
-    if num_tokens and len(needed.unique()) < len(needed):
+    if num_tokens and len(set(needed.tolist())) < len(needed):
         raise ValueError("block_ids must name a block once where it is written, got one twice")
 
 

@@ -158,7 +158,7 @@ def gather_into(
         if rows.dim() == 3:
             rows.copy_(gathered)
             continue
-        for padded, part in zip(rows, gathered.split(seq_lens.tolist()), strict=True):
+        for padded, part in zip(rows, torch.split(gathered, seq_lens.tolist()), strict=True):
             padded[: len(part)] = part
 
 
@@ -238,7 +238,7 @@ def paged_attention(
     query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
     counts, lengths = query_lens.tolist(), seq_lens.tolist()
     outputs = [query.new_empty(0, query.shape[1], attention.value_size or layout.head_size)]
-    queries, places = query.float().split(counts), _query_positions(attention, lengths, counts)
+    queries, places = torch.split(query.float(), counts), _query_positions(attention, lengths, counts)
     for rows, positions, table, length in zip(queries, places, block_tables, lengths, strict=True):
         key, value = gather_cache(
             cache, table[None], torch.tensor([length]), layout, scales=scales, dtype=torch.float32
@@ -252,7 +252,7 @@ def paged_attention(
 def _query_positions(attention: Attention, lengths: list[int], counts: list[int]) -> Sequence[torch.Tensor]:
     """The position of each query in its sequence, a tensor a sequence."""
     if attention.query_positions is not None:
-        return attention.query_positions.split(counts)
+        return torch.split(attention.query_positions, counts)
     return [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
 
 
@@ -305,7 +305,8 @@ def mix_rows(
 def rotated(rows: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """rows [num_rows, heads, size], rotated in fp32, in their own dtype."""
     pairs = rows[..., rotation.first : rotation.first + 2 * rotation.num_pairs].float()
-    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if rotation.is_interleaved else pairs.split(rotation.num_pairs, dim=-1)
+    half = rotation.num_pairs
+    x, y = (pairs[..., 0::2], pairs[..., 1::2]) if rotation.is_interleaved else (pairs[..., :half], pairs[..., half:])
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     both = x * cos - y * sin, y * cos + x * sin
     joined = torch.stack(both, -1).flatten(-2) if rotation.is_interleaved else torch.cat(both, -1)

@@ -27,7 +27,8 @@ from kvpage.ops.copies import BlockCopier
 from kvpage.ops.sequences import Sequences
 from kvpage.ops.token_args import Lengths, row_dtypes
 
-_library = torch.library.Library("kvpage", "DEF")
+_Library: Any = torch.library.Library  # torch gives its methods no types
+_library = _Library("kvpage", "DEF")
 
 SCALES = "Tensor? key_scale=None, Tensor? value_scale=None"
 SCHEMA_TYPES = {float | None: "float?", int | None: "int?", torch.Tensor | None: "Tensor?"}

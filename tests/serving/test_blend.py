@@ -18,7 +18,7 @@ from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, ContentBoundaries, MemorySegments, SegmentKV
 from kvpage.blend.segments import SegmentCache
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
-from kvpage.serving.model import attention
+from kvpage.serving.model import step
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B = 4
@@ -869,5 +869,5 @@ def test_other_layouts(backend: str, kv_layout: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_rows_may_be_gathered_instead_of_read_in_place(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_reads_in_place", lambda *_: False)
+    monkeypatch.setattr(step, "attends_in_place", lambda device: False)
     test_any_ratio_is_what_the_definition_says(True, family)

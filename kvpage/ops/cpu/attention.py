@@ -30,7 +30,9 @@ def attend(
     query: torch.Tensor, cache: BoundCache, sequences: Sequences, attention: Attention, out: torch.Tensor
 ) -> None:
     """Write kvpage.ops.attend into `out`; all but ids, positions and sums of lengths is checked."""
-    queries = Queries(row_view(query), row_view(out), ROW_TYPES[query.dtype], *query.shape, out.shape[2])
+    num_tokens, num_heads, key_size = query.shape
+    places = row_view(query), row_view(out)
+    queries = Queries(*places, ROW_TYPES[query.dtype], num_tokens, num_heads, key_size, out.shape[2])
     attend_queries(queries, cache, sequences, attention)
 
 

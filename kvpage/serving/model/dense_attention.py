@@ -46,7 +46,7 @@ def attend(
     positions: of the queries among the keys, ascending; None for the last ones.
     """
     num_kv_heads = key.shape[1]
-    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
+    grouped = torch.unflatten(query, 1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
     keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (key, value))  # [kv heads, 1, keys, size]
     one_tile = _by_products if _needs_products(attention) else _by_sdpa
     where = range(len(key) - len(query), len(key)) if positions is None else positions
@@ -121,7 +121,8 @@ def _by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, attention: Attention
 ) -> torch.Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) * attention.scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
+    scale = query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+    scores = (query.to(dtype) * scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
     if attention.softcap is not None:
         scores = torch.tanh(scores / attention.softcap) * attention.softcap
     if tile.mask is not None:

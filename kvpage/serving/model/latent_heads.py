@@ -62,7 +62,7 @@ class LatentHeads:
 
     def turned(self, query: torch.Tensor) -> torch.Tensor:
         """Queries for rows, of those for heads: both [num_tokens, heads, size]."""
-        nope, rot = query.transpose(0, 1).split([self.nope_size, query.shape[2] - self.nope_size], dim=2)
+        nope, rot = torch.split(query.transpose(0, 1), [self.nope_size, query.shape[2] - self.nope_size], dim=2)
         return torch.cat([torch.bmm(nope, self.key), rot], dim=2).transpose(0, 1)
 
     def turned_back(self, sums: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class LatentHeads:
 
     def expanded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of each head, [num_tokens, heads, size], of rows [num_tokens, size]."""
-        latent, rot = rows.split([self.rank, rows.shape[1] - self.rank], dim=1)
+        latent, rot = torch.split(rows, [self.rank, rows.shape[1] - self.rank], dim=1)
         key, value = (torch.einsum("tr,hsr->ths", latent, weight) for weight in (self.key, self.value))
         return torch.cat([key, rot.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=2), value
 

@@ -252,7 +252,7 @@ def test_which_way_a_piece_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_num_batched_tokens=32)
     monkeypatch.setattr(latent_heads, "MAX_EXPANDED", 1)  # one head at a time
     spy("expanded", LatentHeads, "expanded")
-    spy("in place", ops, "paged_attention")
+    spy("in place", ops, "attend")
     assert tokens_of(engine, PROMPTS[6:7]) == expected("deepseek_v3")[6:7]
     num_layers, num_heads = 3, 4
     names = [name for name, _ in calls]
@@ -262,7 +262,7 @@ def test_which_way_a_piece_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gathering_instead_of_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices for which no operation reads blocks in place."""
     monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
-    monkeypatch.setattr(ops, "paged_attention", None)
+    monkeypatch.setattr(ops, "attend", None)
     engine = make_engine(max_num_batched_tokens=7)
     assert tokens_of(engine) == expected("deepseek_v3")
     check_drained(engine)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from support.models import COMMON, make_model  # noqa: E402
 
 from kvpage import CacheConfig  # noqa: E402
-from kvpage.serving import Engine, SamplingParams  # noqa: E402
+from kvpage.serving import Engine, EngineConfig, SamplingParams  # noqa: E402
 
 MAX_CALLS = 25
 
@@ -19,7 +19,7 @@ MAX_CALLS = 25
 def calls_of_a_step(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Functions of kvpage that a decode step of three sequences enters, of Python's own making included."""
     monkeypatch.setitem(COMMON, "num_hidden_layers", num_layers)
-    engine = Engine.from_model(make_model("llama"), CacheConfig(block_size=4, num_gpu_blocks=64))
+    engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=64)))
     for first in range(3):
         engine.add_request([first + token for token in range(1, 8)], SamplingParams(max_tokens=20))
     for _ in range(3):
