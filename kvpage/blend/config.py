@@ -32,7 +32,7 @@ class BlendConfig:
         filters: (layer, ratio) of layers before a named check layer that drop tokens already (gradual filtering). Each
             keeps that share of the reused tokens, or `ratio` if it is larger; later layers do not compute the others.
             Layers rise, ratios fall. It helped only with a late check layer.
-        metric: the choice without a sensitivity: the mean square distance of "k", "v" or both, "kv", from the segment's.
+        metric: the choice without a sensitivity: mean square distance of "k", "v" or both, "kv", from the segment's.
         seam: the extra weight of the metric near a segment's begin, where the text before it has changed. At the n-th
             token its root counts 1 + seam / n. 0 for equal weights.
         separator: token ids after which segments end in requests that name none; they belong to the segment.

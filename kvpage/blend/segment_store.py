@@ -44,7 +44,7 @@ class Kind(Enum):
 
     @classmethod
     def of(cls, is_standalone: bool, is_measured: bool) -> "Kind":
-        """Return the kind. Raises ValueError for measured without standalone, TypeError for values that are not flags."""
+        """Return the kind. Raises ValueError for measured without standalone, TypeError unless both are flags."""
         check_flag("is_standalone", is_standalone)
         check_flag("is_measured", is_measured)
         check_measurable(is_standalone, is_measured)
