@@ -174,7 +174,7 @@ class MlaBackend:
 
     @staticmethod
     def split_kv(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the view of the latents of `cache`, [num_blocks, block_size, 1, head_size], and None: there is no V."""
+        """Return the latents of `cache` as [num_blocks, block_size, 1, head_size], and None: there is no V."""
         return cache.unsqueeze(2), None
 
 
