@@ -1,15 +1,15 @@
-// BlendKernel's functions, compiled by blend_kernel_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+// The body of BlendKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #pragma once
 
 #include <algorithm>
 
 #include "blend/blend_kernel.h"
-#include "quantize/row_codec_impl.h"
+#include "quantize/rows_impl.h"
 
 namespace kvpage {
 namespace {
 
-// --- neighbours taken apart and put together -----------------------------------------------------------------------------
+// --- neighbours taken apart and put together -----------------------------------------------------------------------
 
 #if KVPAGE_LANES == 4
 inline Vec evens(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 2, 4, 6); }
@@ -36,15 +36,13 @@ inline Vec zip_high(Vec x, Vec y) {
 }
 #endif
 
-// --- turning -------------------------------------------------------------------------------------------------------------
+// --- turning -------------------------------------------------------------------------------------------------------
 
 struct Pair {
   Vec x, y;
 };
 
-inline Pair turned(Pair pair, Vec cos, Vec sin) {
-  return {pair.x * cos - pair.y * sin, pair.y * cos + pair.x * sin};
-}
+inline Pair turned(Pair pair, Vec cos, Vec sin) { return {pair.x * cos - pair.y * sin, pair.y * cos + pair.x * sin}; }
 
 template <bool kStreams, typename T>
 inline void put(T* to, Vec from) {
@@ -134,7 +132,7 @@ void turn(RowType type, Heads from, Heads to, int64_t num_heads, int64_t head_si
   }
 }
 
-// --- differences ---------------------------------------------------------------------------------------------------------
+// --- differences ---------------------------------------------------------------------------------------------------
 
 template <typename T>
 float squares(const T* a, const T* b, int64_t size) {
@@ -162,4 +160,7 @@ float squared_difference(RowType type, const std::byte* a, const std::byte* b, i
 }
 
 }  // namespace
+
+const BlendKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, turn, squared_difference};
+
 }  // namespace kvpage
