@@ -201,7 +201,14 @@ inline float largest_magnitude(const T* row, int64_t size) {
       size, [&](int64_t d) { take(load(row + d)); },
       [&](int64_t d, int64_t count) { take(load_partial(row + d, count)); });
 #if KVPAGE_LANES == 16 && defined(__AVX512F__)
-  return bit_cast<float>(_mm512_reduce_max_epi32(bit_cast<__m512i>(most)));
+  // GCC warns of an uninitialized operand in its own reduction.
+  const __m512i all = bit_cast<__m512i>(most);
+  const __m256i eight =
+      _mm256_max_epi32(_mm512_maskz_extracti64x4_epi64(0xff, all, 0), _mm512_maskz_extracti64x4_epi64(0xff, all, 1));
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+  const __m128i one = _mm_max_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
+  return bit_cast<float>(_mm_cvtsi128_si32(one));
 #else
   int32_t lanes[kLanes];
   std::memcpy(lanes, &most, sizeof(most));

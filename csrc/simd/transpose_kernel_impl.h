@@ -133,14 +133,14 @@ struct FourLanes {
     if constexpr (kPieces > 1) {
       const __m256i first = TwoLanes::load<kPieces / 2>(from, stride).value;
       const __m256i second = TwoLanes::load<kPieces / 2>(from + kPieces / 2 * stride, stride).value;
-      return {_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)};
+      return {_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(first), second, 1)};
     }
   }
   template <int kPieces>
   void store(std::byte* to, int64_t stride) const {
     if constexpr (kPieces == 1) _mm512_storeu_si512(to, value);
     if constexpr (kPieces > 1) {
-      TwoLanes{_mm512_castsi512_si256(value)}.store<kPieces / 2>(to, stride);
+      TwoLanes{_mm512_maskz_extracti64x4_epi64(0xff, value, 0)}.store<kPieces / 2>(to, stride);
       TwoLanes{_mm512_maskz_extracti64x4_epi64(0xff, value, 1)}.store<kPieces / 2>(to + kPieces / 2 * stride, stride);
     }
   }
