@@ -37,7 +37,7 @@ import transformers as tf
 from kvpage import CacheConfig
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.benchmarks.vllm_process import VLLMProcess
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 MAX_TIE = 1e-4  # of logits around 4 in fp32, which differ by 1e-5 with the batch that a token is computed in
 VOCAB, BLOCK_SIZE, BATCHED_TOKENS = 8192, 16, 2048
@@ -70,7 +70,7 @@ def make_prompts(workload: str, num_requests: int, prefix_len: int) -> Prompts:
 def run_kvpage(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
     num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
     config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks)
-    engine = Engine.from_model(model, config, max_num_batched_tokens=BATCHED_TOKENS)
+    engine = Engine.from_model(model, EngineConfig(config, max_num_batched_tokens=BATCHED_TOKENS))
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return [output.token_ids for output in engine.generate(prompts, params)]
 

@@ -17,7 +17,7 @@ from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
 from kvpage.blend import BlendConfig, RotaryTables
 from kvpage.blend.sensitivity import measure_sensitivity
-from kvpage.serving import Engine
+from kvpage.serving import Engine, EngineConfig
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)
 BATCH = 20
@@ -262,7 +262,7 @@ def engine_agreement(batch: Batch, segment: int, ratio: float, name: str) -> Agr
     check_layer, blend = ENGINES[name]
     here = batch.run(batch.blending(Method(name, ((check_layer, ratio * (1 - segment / num_tokens)),))))
     cache = CacheConfig(block_size=math.gcd(segment, 8), num_gpu_blocks=4 * num_tokens)
-    engine = Engine.from_model(batch.own_model(), cache, blend=replace(blend, ratio=ratio))
+    engine = Engine.from_model(batch.own_model(), EngineConfig(cache, blend=replace(blend, ratio=ratio)))
     lengths, said = [segment] * (num_tokens // segment), torch.empty_like(here)
     for row, ids in enumerate(batch.ids.tolist()):
         document, questions = ids[:num_tokens], ids[num_tokens:]

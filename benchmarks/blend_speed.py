@@ -11,7 +11,7 @@ from kvpage import CacheConfig
 from kvpage.benchmarks.figure import Figure
 from kvpage.blend import BlendConfig
 from kvpage.blend.segments import MemorySegments
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 BLOCK_SIZE = 16
 QUESTION_TOKENS = 32
@@ -144,10 +144,12 @@ def make_engine(
     num_blocks = 4 * -(-num_tokens // BLOCK_SIZE) + 64
     return Engine.from_model(
         model,
-        CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks),
-        max_num_batched_tokens=num_tokens + QUESTION_TOKENS + BLOCK_SIZE,
-        enable_prefix_caching=caching,
-        blend=blend,
+        EngineConfig(
+            CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks),
+            max_num_batched_tokens=num_tokens + QUESTION_TOKENS + BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            blend=blend,
+        ),
         segments=segments,
     )
 

@@ -142,6 +142,14 @@ def lost(method: str, ratio: float = 0.15, check: tuple[int, ...] = (1,)) -> Cal
     return cell
 
 
+def right(method: str, ratio: float, check: tuple[int, ...] = (1,)) -> Callable[[Result], str]:
+    def cell(result: Result) -> str:
+        row = row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
+        return f"{100 * row['all'][0]:.1f} %"
+
+    return cell
+
+
 def quality_beside(result: Result) -> str:
     others = {
         "plain reuse": lost("v", 0.0),

@@ -21,6 +21,7 @@ from kvpage.benchmarks.number_cells import (
     pool_beside,
     pool_cell,
     quality_beside,
+    right,
     row_of,
     served,
     shares,
@@ -64,7 +65,7 @@ def full_table(results: Results) -> str:
     Args:
         results: the line of JSON of each run, by name.
     """
-    lines = ["| what | median (quartiles) | beside | command |", "|---|---|---|---|"]
+    lines = ["| measured | median (quartiles) | beside | command |", "|---|---|---|---|"]
     last = ""
     for number in NUMBERS:
         result = results[number.run]
@@ -80,13 +81,34 @@ def short_table(results: Results) -> str:
     Args:
         results: the line of JSON of each run, by name.
     """
-    lines = ["| what | median (quartiles) | beside |", "|---|---|---|"]
+    lines = ["| measured | median (quartiles) | beside |", "|---|---|---|"]
     for number in NUMBERS:
         if number.headline is not None:
             result = results[number.run]
             lines.append(f"| {number.headline} | {number.measured(result)} | {number.beside(result)} |")
     return "\n".join(lines)
 
+
+def answers_table(results: Results) -> str:
+    """Return the share of right answers after blending, by method and ratio.
+
+    Args:
+        results: the line of JSON of each run, by name.
+    """
+    result = results["blend_quality"]
+    lines = ["| method | right answers at 15 % | at 30 % |", "|---|---|---|"]
+    for what, method, check in BLENDING:
+        lines.append(f"| {what} | {' | '.join(right(method, ratio, check)(result) for ratio in (0.15, 0.3))} |")
+    full, plain = right("v", 1.0)(result), right("v", 0.0)(result)
+    return "\n".join([*lines, f"| a full prefill | {full} | {full} |", f"| plain reuse | {plain} | {plain} |"])
+
+
+BLENDING = [
+    ("tokens chosen by warmed segments", "behind itself", (0,)),
+    ("tokens chosen as if the outcome were known", "oracle deviation", (1,)),
+    ("tokens chosen by a check layer", "v at seams", (1,)),
+    ("the same without `seam`, as in the paper", "v", (1,)),
+]
 
 NUMBERS: list[Number] = [
     Number(

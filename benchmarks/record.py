@@ -3,7 +3,7 @@
     python benchmarks/record.py run [NAME ...] [-- ARGUMENT ...]     measures into benchmarks/results/NAME.txt
     python benchmarks/record.py numbers                              writes the tables from the results
 
-The tables: all numbers in docs/benchmarks.md, ten of them in README.md.
+The tables: all numbers in docs/benchmarks.md, ten of them in README.md, right answers in docs/blend.md.
 
 `run` refuses a tree that differs from its commit, and an installed kvpage that differs from the tree. `numbers` refuses
 a result whose sources have changed since. What follows -- goes to each benchmark, such as --vllm PYTHON.
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
-from kvpage.benchmarks.number_table import Results, full_table, short_table
+from kvpage.benchmarks.number_table import Results, answers_table, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- numbers: written by benchmarks/record.py -->", "<!-- end of numbers -->"
 RESULTS = "benchmarks/results"
-TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table}
+TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
 
 
 class Refused(Exception):

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, PagedTokenTrie
+from kvpage.serving import Engine, EngineConfig, PagedTokenTrie
 
 
 def allowed(tokens: list[int], vocab_size: int) -> torch.Tensor:
@@ -62,7 +62,9 @@ def main(num_particles: int = 64, num_tokens: int = 32, num_prompt_tokens: int =
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
                          num_attention_heads=8, num_key_value_heads=2, initializer_range=0.1)  # fmt: skip
-    engine = Engine.from_model(LlamaForCausalLM(config).eval(), CacheConfig(block_size=16, num_gpu_blocks=1024))
+    engine = Engine.from_model(
+        LlamaForCausalLM(config).eval(), EngineConfig(CacheConfig(block_size=16, num_gpu_blocks=1024))
+    )
     prompt = torch.randint(0, 512, (num_prompt_tokens,)).tolist()
     with PagedTokenTrie(engine, max_branches=num_particles) as trie:
         particles, log_probability, asked = sample(trie, prompt, num_particles, num_tokens)

@@ -1,11 +1,13 @@
-"""What kernels over rows are launched with: pointers and strides of K and V, and constants; see kvpage.kernels.rows."""
+"""Arguments of kernels over rows: pointers and strides of K and V, and constants; see kvpage.kernels.rows."""
 
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
+from kvpage.kernels.constants import Constants
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 
@@ -27,40 +29,72 @@ _ROWS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 
 
-class RowConstants(NamedTuple):
-    """How rows of K and V are cut into tiles, and converted. A kernel's last arguments, in this order."""
+@dataclass(frozen=True, slots=True)
+class Part(Constants):
+    """How a row of K, or of V, is cut into a tile's columns.
 
-    KEY_SIZE: int  # elements of a row
-    VALUE_SIZE: int  # 0 where there is no value part
-    KEY_TILE: int  # as many or more, a power of two
-    VALUE_TILE: int
-    KEY_RUN: int  # elements of a row side by side in the cache, a power of two; 0 for all of them
-    VALUE_RUN: int
+    SIZE: elements of a row; 0 where there is no such part.
+    TILE: as many or more, a power of two.
+    RUN: elements of a row that are side by side in the cache, a power of two; 0 for all of them.
+    """
+
+    SIZE: int
+    TILE: int
+    RUN: int
+
+    @property
+    def EXISTS(self) -> bool:
+        """Whether there is such a part."""
+        return self.SIZE > 0
+
+    @property
+    def IN_RUNS(self) -> bool:
+        """Whether a row is in several runs."""
+        return self.RUN > 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowConstants(Constants):
+    """How rows of K and V are cut into tiles, and converted: the ROWS of a kernel.
+
+    ROW, CODE: the type of a row's elements, and of the cache's; see kvpage.kernels.quantize. Both are "bits" where
+        nothing is converted.
+    """
+
+    KEY: Part
+    VALUE: Part
     TILE_ROWS: int
-    ROW: str  # what a row's elements are, and the cache's: see kvpage.kernels.quantize; "bits" where that is the same
+    ROW: str
     CODE: str
     NUM_HEADS: int
     BLOCK_SIZE: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the launch: as many elements for each thread whatever the tile, as long as a thread block has threads; a
-        product and a sum round twice.
+        """Options of the launch: each thread has as many elements whatever the tile, as long as there are threads.
+
+        A product and a sum round twice.
         """
-        elements = self.TILE_ROWS * max(self.KEY_TILE, self.VALUE_TILE)
+        elements = self.TILE_ROWS * max(self.KEY.TILE, self.VALUE.TILE)
         num_warps = min(max(4 * elements // TILE_ELEMENTS, 4), MAX_NUM_WARPS)
         return {"num_warps": num_warps, "enable_fp_fusion": False}
 
     def num_tiles(self, num_tokens: int) -> int:
-        """See kvpage.kernels.rows.rows_of_tile."""
-        if self.KEY_RUN:
+        """Number the tiles that hold the tokens; see kvpage.kernels.rows.rows_of_tile."""
+        if self.KEY.RUN:
             return -(-num_tokens // self.TILE_ROWS) * self.NUM_HEADS
         return -(-num_tokens * self.NUM_HEADS // self.TILE_ROWS)
 
 
 def row_constants(sizes: tuple[int, int], dtype: torch.dtype, views: KVViews) -> RowConstants:
-    """For rows of K and V of these sizes (V's 0 where there is none) and dtype. ValueError for rows of more than
-    65,536 elements.
+    """Choose the constants for rows of these sizes and this dtype.
+
+    Args:
+        sizes: elements of a row of K and of V; V's is 0 where there is none.
+        dtype: of the rows; `views` has the cache's.
+
+    Raises:
+        ValueError: a row has more than 65,536 elements.
     """
     rows = views[0].rows
     if max(sizes) > MAX_ROW_SIZE:
@@ -70,9 +104,7 @@ def row_constants(sizes: tuple[int, int], dtype: torch.dtype, views: KVViews) ->
     neighbours = min(SECTOR // rows.element_size(), 2 * TILE_ELEMENTS // max(tiles)) if runs[0] else 1
     same = dtype == rows.dtype
     return RowConstants(
-        *sizes,
-        *tiles,
-        *runs,
+        *map(Part, sizes, tiles, runs),
         TILE_ROWS=min(max(TILE_ELEMENTS // max(tiles), neighbours, 1), MAX_TILE_ROWS),
         ROW="bits" if same else _ROWS[dtype],
         CODE="bits" if same else _CODES[rows.dtype],
@@ -89,12 +121,12 @@ def _run_size(view: KVView | None) -> int:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: what is not converted keeps every bit of a NaN."""
+    """View the same memory as integers, so that a NaN keeps every bit."""
     return tensor.view(_BY_WIDTH[tensor.element_size()])
 
 
 def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
-    """Of K's and V's elements, then of their scales: the cache's own where it has some, else the given ones."""
+    """Return K's and V's elements, then their scales: the cache's own where it has some, else the given ones."""
     given = (None, None) if scales is None else (scales.key, scales.value)
     own = [None if view is None else view.scales for view in views]
     elements = [None if view is None else as_bits(view.rows) for view in views]
@@ -102,7 +134,7 @@ def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tenso
 
 
 def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:
-    """Elements of K, then V, from block to block, offset to offset, head to head, run to run; scales without runs."""
+    """Return K's strides, then V's: block, offset, head, run. Those of the scales follow, without runs."""
     given = (None, None) if scales is None else (scales.key, scales.value)
     elements = [(0,) * 4 if view is None else view.rows.stride()[:4] for view in views]
     by_place = [_scale_strides(view, scale) for view, scale in zip(views, given, strict=True)]

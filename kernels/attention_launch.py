@@ -1,14 +1,15 @@
 """Launching attention over blocks: one kernel, and the merging one where keys are split. Waits for nothing."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import BAD_BLOCK
-from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel
+from kvpage.kernels.attention import paged_attention_kernel
+from kvpage.kernels.attention_constants import SEARCH, AttentionConstants
+from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
 from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -114,8 +115,7 @@ def paged_attention(
         *value_rows.data.stride()[:4],
         *_scale_strides(key),
         *_scale_strides(value_rows),
-        **constants_of(sizes, tile, query, key, value, options, device.capability),
-        TILE_TOKENS=tile_tokens,
+        constants_of(sizes, tile, tile_tokens, query, key, value, options, device.capability),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -148,45 +148,45 @@ def sizes_of(query: torch.Tensor, value_size: int, key: Rows, shares_rows: bool)
 def constants_of(
     sizes: Sizes,
     tile: Tile,
+    tile_tokens: int,
     query: torch.Tensor,
     key: Rows,
     value: Rows | None,
     options: Options,
     capability: int,
-) -> dict[str, Any]:
-    """The kernel's compile-time constants, but for the tokens of a tile."""
+) -> AttentionConstants:
+    """Choose the kernel's constants."""
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
     narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
-    return {
-        "GROUP": sizes.group_size,
-        "KEY_SIZE": sizes.key_size,
-        "VALUE_SIZE": sizes.value_size,
-        "BLOCK_SIZE": key.data.shape[1],
-        "KEY_RUN": _run_size(key),
-        "VALUE_RUN": _run_size(key if value is None else value),
-        "QUERY_ALIGN": _alignment(query, 2),
-        "KEY_ALIGN": _alignment(key.data, 3),
-        "VALUE_ALIGN": _alignment((key if value is None else value).data, 3),
-        "STORED": "e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
-        "COMPUTE": tl.float16 if narrow else _COMPUTE[query_dtype],
-        "PRECISION": tile.precision,
-        "NORMALIZE": narrow and query_dtype != torch.float16,
-        "TOKEN_SCALES": dtype == torch.int8,
-        "SCALE_VALUES": dtype == torch.int8 and query_dtype == torch.float16,
-        "SHARED": sizes.shares_rows and sizes.value_size <= tile.key_tile,
-        "WINDOW": options.window is not None,
-        "SOFTCAP": options.softcap is not None,
-        "TILE_ROWS": tile.rows,
-        "HEADS": min(tile.rows, sizes.group_size),
-        "TILE_KEYS": tile.keys,
-        "KEY_TILE": tile.key_tile,
-        "KEY_TAIL": tile.key_tail,
-        "VALUE_TILE": tile.value_tile,
-        "MIN_SPLIT_TILES": -(-min_keys_of_split(tile) // tile.keys),
-        "SEARCH": SEARCH,
-        "BIT": BAD_BLOCK,
-    }
+    return AttentionConstants(
+        GROUP=sizes.group_size,
+        KEY_SIZE=sizes.key_size,
+        VALUE_SIZE=sizes.value_size,
+        BLOCK_SIZE=key.data.shape[1],
+        KEY_RUN=_run_size(key),
+        VALUE_RUN=_run_size(key if value is None else value),
+        QUERY_ALIGN=_alignment(query, 2),
+        KEY_ALIGN=_alignment(key.data, 3),
+        VALUE_ALIGN=_alignment((key if value is None else value).data, 3),
+        STORED="e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
+        COMPUTE=tl.float16 if narrow else _COMPUTE[query_dtype],
+        PRECISION=tile.precision,
+        NORMALIZE=narrow and query_dtype != torch.float16,
+        TOKEN_SCALES=dtype == torch.int8,
+        SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
+        SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
+        WINDOW=options.window is not None,
+        SOFTCAP=options.softcap is not None,
+        TILE_ROWS=tile.rows,
+        TILE_TOKENS=tile_tokens,
+        HEADS=min(tile.rows, sizes.group_size),
+        TILE_KEYS=tile.keys,
+        KEY_TILE=tile.key_tile,
+        KEY_TAIL=tile.key_tail,
+        VALUE_TILE=tile.value_tile,
+        MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
+    )
 
 
 def _run_size(rows: Rows) -> int:

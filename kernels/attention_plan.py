@@ -74,7 +74,9 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
 
 
 def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
-    """As many as leave the sums and the products of a tile in registers: tests/kernels/test_attention_compile.py sees to it.
+    """Return as many rows as leave a tile's sums and products in registers.
+
+    tests/kernels/test_attention_compile.py holds that.
 
     Where the tensor cores read their operands from shared memory (sm_90, sm_100), a tile may have twice as many.
     """

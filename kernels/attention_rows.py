@@ -13,15 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(
-    ptr,
-    row,  # int64, in elements
-    wanted,
-    run_stride,
-    BEGIN: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    ptr, row, wanted, run_stride, BEGIN: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr
+):  # row: int64, in elements
     """[len(row), TILE]: the elements from BEGIN on of each row; 0 past SIZE elements, and where not wanted."""
     column = BEGIN + tl.arange(0, TILE)
     offset = column
@@ -31,13 +24,6 @@ def load_rows(
     if BEGIN + TILE > SIZE:
         mask = mask & (column < SIZE)[None, :]
     return tl.load(ptr + (row[:, None] + offset[None, :]), mask=mask, other=0)
-
-
-@triton.jit
-def load_scales(ptr, block_id, offset, head, block_stride, offset_stride, head_stride, wanted):
-    """One a row, fp32; 0 where not wanted."""
-    place = block_id * block_stride + offset * offset_stride + head.to(tl.int64) * head_stride
-    return tl.load(ptr + place, mask=wanted, other=0.0)
 
 
 @triton.jit
@@ -64,56 +50,52 @@ def power_of_two_below(numbers):
 
 
 @triton.jit
-def load_queries(
-    query_ptr,
-    query_row,
-    valid,
-    factor,
-    KEY_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    KEY_TAIL: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """(rows, their columns behind KEY_TILE if there are any, what their scores are multiplied by)."""
-    q = load_rows(query_ptr, query_row, valid, 0, 0, KEY_SIZE, KEY_TILE, KEY_SIZE).to(tl.float32)
+def load_queries(query_ptr, query_row, valid, factor, A: tl.constexpr):
+    """(rows, their columns after KEY_TILE if there are any, the factor of their scores)."""
+    SIZE: tl.constexpr = A.value.KEY_SIZE
+    TILE: tl.constexpr = A.value.KEY_TILE
+    TAIL: tl.constexpr = A.value.KEY_TAIL
+    q = load_rows(query_ptr, query_row, valid, 0, 0, SIZE, TILE, SIZE).to(tl.float32)
     q_tail = q
-    if KEY_TAIL > 0:
-        q_tail = load_rows(query_ptr, query_row, valid, 0, KEY_TILE, KEY_SIZE, KEY_TAIL, KEY_SIZE).to(tl.float32)
+    if TAIL > 0:
+        q_tail = load_rows(query_ptr, query_row, valid, 0, TILE, SIZE, TAIL, SIZE).to(tl.float32)
     row_factor = tl.zeros([query_row.shape[0]], tl.float32) + factor
-    if NORMALIZE:
+    if A.value.NORMALIZE:
         largest = tl.max(tl.abs(q), 1)
-        if KEY_TAIL > 0:
+        if TAIL > 0:
             largest = tl.maximum(largest, tl.max(tl.abs(q_tail), 1))
         unit = power_of_two_below(largest)
         row_factor *= unit
         q = q / unit[:, None]
-        if KEY_TAIL > 0:
+        if TAIL > 0:
             q_tail = q_tail / unit[:, None]
-    return q.to(COMPUTE), q_tail.to(COMPUTE), row_factor
+    return q.to(A.value.COMPUTE), q_tail.to(A.value.COMPUTE), row_factor
 
 
 @triton.jit
-def score(
-    q,
-    q_tail,
-    key_ptr,
-    key_row,
-    wanted,
-    run_stride,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TAIL: tl.constexpr,
-    RUN: tl.constexpr,
-    STORED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """(products of each query with each key, the keys' first TILE columns)."""
-    k = load_rows(key_ptr, key_row, wanted, run_stride, 0, SIZE, TILE, RUN)
-    k = widen(k, STORED, COMPUTE)
+def score(q, q_tail, key_ptr, key_row, wanted, run_stride, A: tl.constexpr):
+    """(products of each query with each key, the keys' first KEY_TILE columns)."""
+    SIZE: tl.constexpr = A.value.KEY_SIZE
+    TILE: tl.constexpr = A.value.KEY_TILE
+    TAIL: tl.constexpr = A.value.KEY_TAIL
+    RUN: tl.constexpr = A.value.KEY_RUN
+    STORED: tl.constexpr = A.value.STORED
+    COMPUTE: tl.constexpr = A.value.COMPUTE
+    PRECISION: tl.constexpr = A.value.PRECISION
+    k = widen(load_rows(key_ptr, key_row, wanted, run_stride, 0, SIZE, TILE, RUN), STORED, COMPUTE)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL > 0:
         k_tail = load_rows(key_ptr, key_row, wanted, run_stride, TILE, SIZE, TAIL, RUN)
         scores = tl.dot(q_tail, tl.trans(widen(k_tail, STORED, COMPUTE)), scores, input_precision=PRECISION)
     return scores, k
+
+
+@triton.jit
+def load_values(value_ptr, value_row, wanted, run_stride, A: tl.constexpr):
+    """[keys, VALUE_TILE] in COMPUTE."""
+    SIZE: tl.constexpr = A.value.VALUE_SIZE
+    TILE: tl.constexpr = A.value.VALUE_TILE
+    RUN: tl.constexpr = A.value.VALUE_RUN
+    return widen(
+        load_rows(value_ptr, value_row, wanted, run_stride, 0, SIZE, TILE, RUN), A.value.STORED, A.value.COMPUTE
+    )

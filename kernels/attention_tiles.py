@@ -2,7 +2,7 @@
 
     program ─► KV head, split, tile of queries ─► sequence, rows, positions ─► tiles of keys, those that all rows see
 
-Tiles of queries are numbered over all sequences, one behind the other; the lengths stay on the device.
+Tiles of queries are numbered over all sequences, one after the other; the lengths stay on the device.
 """
 
 import triton
@@ -10,8 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def program_of(num_tiles, num_splits, num_kv_heads, HEAD_TILES: tl.constexpr):
+def program_of(num_tiles, num_splits, num_kv_heads, A: tl.constexpr):
     """(tile of heads of a group, KV head, split of the keys, tile of queries) of this program."""
+    GROUP: tl.constexpr = A.value.GROUP
+    HEADS: tl.constexpr = A.value.HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.program_id(0)
     head_tile = program % HEAD_TILES
     kv_head = (program // HEAD_TILES) % num_kv_heads
@@ -21,8 +24,20 @@ def program_of(num_tiles, num_splits, num_kv_heads, HEAD_TILES: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEARCH: tl.constexpr):
+def sequence_of(tile, query_len_ptr, num_seqs, A: tl.constexpr):
     """(sequence, its queries, row of the first, which of them is the tile's first); num_seqs for a tile too many."""
+    if query_len_ptr is None:
+        seq, num_queries, first_row, first_query = tile, tile * 0 + 1, tile, tile * 0
+    else:
+        seq, num_queries, first_row, first_query = find_sequence(tile, query_len_ptr, num_seqs, A)
+    return seq, num_queries, first_row, first_query
+
+
+@triton.jit
+def find_sequence(tile, query_len_ptr, num_seqs, A: tl.constexpr):
+    """sequence_of where the sequences' queries differ in number."""
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
+    SEARCH: tl.constexpr = A.value.SEARCH
     seq = tile * 0
     first_row = tile * 0
     tiles_before = tile * 0  # of the sequences that end before this tile
@@ -41,20 +56,15 @@ def find_sequence(tile, query_len_ptr, num_seqs, TILE_TOKENS: tl.constexpr, SEAR
 
 
 @triton.jit
-def queries_of_tile(
-    first_row,
-    first_query,
-    num_queries,
-    num_tokens,
-    head_tile,
-    kv_head,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
-    """[TILE_ROWS] of each row its query among the sequence's, its token among all, its head, and whether there is one:
-    HEADS heads of a token, one behind the other."""
+def queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A: tl.constexpr):
+    """[TILE_ROWS] of each row its query among the sequence's, its token among all, its head, and whether there is one.
+
+    HEADS heads of a token come one after the other.
+    """
+    GROUP: tl.constexpr = A.value.GROUP
+    HEADS: tl.constexpr = A.value.HEADS
+    TILE_ROWS: tl.constexpr = A.value.TILE_ROWS
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     row = tl.arange(0, TILE_ROWS)
     query = first_query + row // HEADS
     head = head_tile * HEADS + row % HEADS  # of the group
@@ -65,18 +75,13 @@ def queries_of_tile(
 
 @triton.jit
 def positions_of_rows(
-    position_ptr,
-    first_row,
-    first_query,
-    num_queries,
-    num_tokens,
-    length,
-    query,
-    token,
-    valid,
-    TILE_TOKENS: tl.constexpr,
+    position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, A: tl.constexpr
 ):
-    """Of the tile's first query, of its last, and of each row: the sequence's last ones, or as they are given."""
+    """Return the positions of the tile's first query, of its last, and of each row.
+
+    The queries are the sequence's last ones, unless positions are given.
+    """
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     first = length - num_queries + first_query
     last = first + tl.minimum(TILE_TOKENS, num_queries - first_query) - 1
     position = length - num_queries + query
@@ -91,7 +96,7 @@ def positions_of_rows(
 
 @triton.jit
 def given_positions(position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS: tl.constexpr):
-    """Of the tile's first query, and of its last: none lies behind the sequence's last token."""
+    """Return those of the tile's first query and of its last: at most the sequence's last token."""
     first = first_row + first_query
     last = first_row + tl.minimum(first_query + TILE_TOKENS, num_queries) - 1
     first = tl.load(position_ptr + first, mask=first < num_tokens, other=0)
@@ -100,22 +105,16 @@ def given_positions(position_ptr, first_row, first_query, num_queries, num_token
 
 
 @triton.jit
-def keys_of_split(
-    first,
-    last,
-    window,
-    split,
-    num_splits,
-    WINDOW: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr,
-):
-    """(first key that any row sees, begin, full_begin, full_end, end): tiles [begin, end) are this split's, of which
-    every row sees all of [full_begin, full_end)."""
+def keys_of_split(first, last, window, split, num_splits, A: tl.constexpr):
+    """(first key that any row sees, begin, full_begin, full_end, end), the latter four in tiles.
+
+    [begin, end) are this split's. Every row sees all keys of [full_begin, full_end).
+    """
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    MIN_SPLIT_TILES: tl.constexpr = A.value.MIN_SPLIT_TILES
     low = 0
     full_low = 0
-    if WINDOW:
+    if A.value.WINDOW:
         low = tl.maximum(first - window + 1, 0)
         full_low = tl.maximum(last - window + 1, 0)
     low_tile = low // TILE_KEYS
@@ -124,7 +123,7 @@ def keys_of_split(
     tiles_of_split = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_SPLIT_TILES)
     begin = tl.minimum(low_tile + split * tiles_of_split, high_tile)
     end = tl.minimum(begin + tiles_of_split, high_tile)
-    if TILE_TOKENS > 1:
+    if A.value.HAS_EDGES:
         full_begin = tl.minimum(tl.maximum((full_low + TILE_KEYS - 1) // TILE_KEYS, begin), end)
         full_end = tl.maximum(tl.minimum(tl.maximum(first + 1, 0) // TILE_KEYS, end), full_begin)
     else:  # what is read is seen

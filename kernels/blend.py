@@ -1,32 +1,44 @@
 """How far each row of K or V is from the one that was retrieved: one pass over both, sums in fp32."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kvpage.kernels.arguments import _ROWS, as_bits
+from kvpage.kernels.constants import Constants
 from kvpage.kernels.quantize import to_fp32
 
 MOST_COLUMNS = 1024  # of a row at once
 
 
+@dataclass(frozen=True, slots=True)
+class DeviationConstants(Constants):
+    """How rows are cut into tiles. COLUMNS: of a row at once, a power of two. ROW: see kvpage.kernels.quantize."""
+
+    NUM_HEADS: int
+    SIZE: int
+    COLUMNS: int
+    TILE_ROWS: int
+    ROW: str
+
+
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["valid_ptr", "out_ptr"])
 def row_deviation_kernel(
-    fresh_ptr,  # [num_rows, NUM_HEADS, SIZE]
-    retrieved_ptr,
+    fresh_ptr, retrieved_ptr,  # [num_rows, NUM_HEADS, SIZE]
     valid_ptr,  # int8 [num_rows]
     out_ptr,  # fp32 [num_rows]
     num_rows,
-    fresh_row_stride,  # all strides in elements
-    fresh_head_stride,
-    retrieved_row_stride,
-    retrieved_head_stride,
-    NUM_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,  # a power of two
-    TILE_ROWS: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    fresh_row_stride, fresh_head_stride,  # all strides in elements
+    retrieved_row_stride, retrieved_head_stride,
+    ROWS: tl.constexpr,  # DeviationConstants
+):  # fmt: skip
+    NUM_HEADS: tl.constexpr = ROWS.value.NUM_HEADS
+    SIZE: tl.constexpr = ROWS.value.SIZE
+    COLUMNS: tl.constexpr = ROWS.value.COLUMNS
+    TILE_ROWS: tl.constexpr = ROWS.value.TILE_ROWS
+    ROW: tl.constexpr = ROWS.value.ROW
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     inside = row < num_rows
     valid = inside & (tl.load(valid_ptr + row, mask=inside, other=0) != 0)
@@ -59,7 +71,7 @@ def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Ten
     if fresh.stride(1) == size == retrieved.stride(1):
         num_heads, size = 1, num_heads * size
     constants = deviation_constants(num_heads, size, fresh.dtype)
-    row_deviation_kernel[(triton.cdiv(num_rows, constants["TILE_ROWS"]), 1, 1)](
+    row_deviation_kernel[(triton.cdiv(num_rows, constants.TILE_ROWS), 1, 1)](
         as_bits(fresh),
         as_bits(retrieved),
         valid.contiguous().view(torch.int8),
@@ -67,18 +79,12 @@ def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Ten
         num_rows,
         *fresh.stride()[:2],
         *retrieved.stride()[:2],
-        **constants,
+        constants,
     )
     return out
 
 
-def deviation_constants(num_heads: int, size: int, dtype: torch.dtype) -> dict[str, object]:
-    """How rows are cut into tiles: the kernel's last arguments by name."""
+def deviation_constants(num_heads: int, size: int, dtype: torch.dtype) -> DeviationConstants:
+    """Cut rows into tiles."""
     columns = min(triton.next_power_of_2(size), MOST_COLUMNS)
-    return {
-        "NUM_HEADS": num_heads,
-        "SIZE": size,
-        "COLUMNS": columns,
-        "TILE_ROWS": MOST_COLUMNS // columns,
-        "ROW": _ROWS[dtype],
-    }
+    return DeviationConstants(num_heads, size, columns, MOST_COLUMNS // columns, _ROWS[dtype])

@@ -1,16 +1,36 @@
 """Tokens of a sequence between its blocks and one chunk for all layers: one launch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kvpage.kernels.arguments import BAD_BLOCK, KVViews, as_bits, cache_pointers, cache_strides, row_constants
+from kvpage.kernels.constants import Constants
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
 SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConstants(Constants):
+    """Constants of a chunk's launch, besides those of its rows.
+
+    SCALED: whether the cache has scales. SCALES_AS_BYTES: whether they follow each row in the chunk, as they are.
+    WIDTH: bits of the cache's elements. ALIGNED: its addresses divide by 16.
+    TURNS: tiles of a program. BIT: of the error word, for a block id out of range.
+    """
+
+    SCALED: bool
+    SCALES_AS_BYTES: bool
+    WIDTH: int
+    ALIGNED: bool
+    TO_CHUNK: bool
+    TURNS: int
+    BIT: int = BAD_BLOCK
 
 
 @triton.jit
@@ -44,54 +64,21 @@ def move_scales(chunk_ptr, row, scale_ptr, scale_at, wanted, TO_CHUNK: tl.conste
 
 @triton.jit
 def move_part(
-    chunk_ptr,
-    row,
-    cache_address,
-    scale_address,
-    place,
-    run_stride,
-    scale_at,
-    inside,
-    wanted,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TO_CHUNK: tl.constexpr,
-):
-    """Rows of K or of V of one layer, from or to the chunk."""
-    cache_ptr = pointer_of(cache_address, WIDTH, ALIGNED)
-    scale_ptr = scale_address.to(tl.pointer_type(tl.float32)) if SCALED else None
-    if TO_CHUNK:
-        out_of_cache(
-            chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, SIZE, TILE, RUN, ROW, CODE
-        )
+    chunk_ptr, row, cache_address, scale_address, place, run_stride, scale_at, inside, wanted,
+    PART: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Move rows of K or of V of one layer, from the chunk or to it."""
+    cache_ptr = pointer_of(cache_address, CHUNK.value.WIDTH, CHUNK.value.ALIGNED)
+    scale_ptr = scale_address.to(tl.pointer_type(tl.float32)) if CHUNK.value.SCALED else None
+    if CHUNK.value.TO_CHUNK:
+        out_of_cache(chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, PART, ROWS)
     else:
-        into_cache(
-            chunk_ptr,
-            row,
-            cache_ptr,
-            place,
-            run_stride,
-            scale_ptr,
-            scale_at,
-            inside,
-            wanted,
-            SIZE,
-            TILE,
-            RUN,
-            ROW,
-            CODE,
-        )
-    if SCALED and CODE == "bits":
-        move_scales(chunk_ptr, row + SIZE, scale_ptr, scale_at, wanted, TO_CHUNK)
+        into_cache(chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, inside, wanted, PART, ROWS)
+    if CHUNK.value.SCALES_AS_BYTES:
+        move_scales(chunk_ptr, row + PART.value.SIZE, scale_ptr, scale_at, wanted, CHUNK.value.TO_CHUNK)
 
 
-# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+# Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
     do_not_specialize=[
         "key_address",
@@ -106,113 +93,55 @@ def move_part(
     do_not_specialize_on_alignment=["address_ptr", "block_ptr", "error_ptr"],
 )
 def chunk_kernel(
-    chunk_ptr,  # [num_layers, parts, num_tokens, NUM_HEADS, KEY_SIZE]
+    chunk_ptr,  # [num_layers, parts, num_tokens, NUM_HEADS, SIZE]
     address_ptr,  # int64 [4, num_layers], of K's and V's elements and scales; None for one layer, whose follow
-    key_address,
-    value_address,
-    key_scale_address,
-    value_scale_address,
+    key_address, value_address, key_scale_address, value_scale_address,
     block_ptr,  # int32 or int64, the ids of the sequence's blocks
     error_ptr,  # int32 [1]
-    num_tokens,
-    start,
-    num_layers,
-    num_blocks,
-    chunk_layer_stride,  # all strides in elements
-    chunk_part_stride,
-    chunk_token_stride,
-    chunk_head_stride,
-    key_block_stride,
-    key_offset_stride,
-    key_cache_head_stride,
-    key_run_stride,
-    value_block_stride,
-    value_offset_stride,
-    value_cache_head_stride,
-    value_run_stride,
-    key_scale_block_stride,
-    key_scale_offset_stride,
-    key_scale_head_stride,
-    value_scale_block_stride,
-    value_scale_offset_stride,
-    value_scale_head_stride,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    KEY_RUN: tl.constexpr,
-    VALUE_RUN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TO_CHUNK: tl.constexpr,
-    TURNS: tl.constexpr,  # tiles of a program
-    BIT: tl.constexpr,
-):
+    num_tokens, start, num_layers, num_blocks,
+    chunk_layer_stride, chunk_part_stride, chunk_token_stride, chunk_head_stride,  # all strides in elements
+    key_block_stride, key_offset_stride, key_cache_head_stride, key_run_stride,
+    value_block_stride, value_offset_stride, value_cache_head_stride, value_run_stride,
+    key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
+    value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
+    ROWS: tl.constexpr,  # RowConstants
+    CHUNK: tl.constexpr,  # ChunkConstants
+):  # fmt: skip
+    KEY: tl.constexpr = ROWS.value.KEY
+    VALUE: tl.constexpr = ROWS.value.VALUE
+    NUM_HEADS: tl.constexpr = ROWS.value.NUM_HEADS
+    BLOCK_SIZE: tl.constexpr = ROWS.value.BLOCK_SIZE
     layer = tl.program_id(1)
     if address_ptr is not None:
         key_address = tl.load(address_ptr + layer)
         value_address = tl.load(address_ptr + num_layers + layer)
         key_scale_address = tl.load(address_ptr + 2 * num_layers + layer)
         value_scale_address = tl.load(address_ptr + 3 * num_layers + layer)
-    for turn in range(0, TURNS):
+    for turn in range(0, CHUNK.value.TURNS):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
-        token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
+        token, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
         position = start + token
         block_id = tl.load(block_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = position % BLOCK_SIZE
         known = (block_id >= 0) & (block_id < num_blocks)
-        report(inside & (known == 0), error_ptr, BIT)
+        report(inside & (known == 0), error_ptr, CHUNK.value.BIT)
         wanted = inside & known
         row = at(layer.to(tl.int64), token, head, chunk_layer_stride, chunk_token_stride, chunk_head_stride)
+        place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+        scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
         move_part(
-            chunk_ptr,
-            row,
-            key_address,
-            key_scale_address,
-            at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
-            key_run_stride,
-            at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
-            inside,
-            wanted,
-            KEY_SIZE,
-            KEY_TILE,
-            KEY_RUN,
-            ROW,
-            CODE,
-            SCALED,
-            WIDTH,
-            ALIGNED,
-            TO_CHUNK,
-        )
-        if VALUE_SIZE > 0:
-            move_part(
-                chunk_ptr,
-                row + chunk_part_stride,
-                value_address,
-                value_scale_address,
-                at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
-                value_run_stride,
-                at(
-                    block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
-                ),
-                inside,
-                wanted,
-                VALUE_SIZE,
-                VALUE_TILE,
-                VALUE_RUN,
-                ROW,
-                CODE,
-                SCALED,
-                WIDTH,
-                ALIGNED,
-                TO_CHUNK,
+            chunk_ptr, row, key_address, key_scale_address, place, key_run_stride, scale_at, inside, wanted,
+            KEY, ROWS, CHUNK,
+        )  # fmt: skip
+        if VALUE.value.EXISTS:
+            place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+            scale_at = at(
+                block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
             )
+            move_part(
+                chunk_ptr, row + chunk_part_stride, value_address, value_scale_address, place, value_run_stride,
+                scale_at, inside, wanted, VALUE, ROWS, CHUNK,
+            )  # fmt: skip
 
 
 def move_chunk(
@@ -290,6 +219,7 @@ def _launch(
     num_turns = triton.next_power_of_2(
         triton.cdiv(num_tiles, triton.cdiv(max_programs, num_layers))
     )  # few are compiled
+    is_aligned = all(address % 16 == 0 for address in addresses)
     chunk_kernel[(triton.cdiv(num_tiles, num_turns), num_layers)](
         as_bits(chunk),
         table,
@@ -302,12 +232,14 @@ def _launch(
         views[0].num_blocks,
         *chunk.stride()[:4],
         *cache_strides(views, scales),
-        *constants,
-        has_scales,
-        8 * rows.element_size(),
-        all(address % 16 == 0 for address in addresses),
-        to_chunk,
-        num_turns,
-        BAD_BLOCK,
+        constants,
+        ChunkConstants(
+            has_scales,
+            has_scales and constants.CODE == "bits",
+            8 * rows.element_size(),
+            is_aligned,
+            to_chunk,
+            num_turns,
+        ),
         **constants.options,
     )

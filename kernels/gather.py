@@ -58,7 +58,22 @@ def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_token
         first += 128
 
 
-# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit
+def sequence_of_rows(program, row, inside, length_ptr, start_ptr, end_ptr, tiles_per_seq, num_seqs, num_steps):
+    """Return each row's sequence, its token there, the sequence's start and length, and whether there is such a one."""
+    if end_ptr is None:
+        seq = tl.zeros_like(row) + program // tiles_per_seq
+    else:
+        seq = sequence_of(row, inside, end_ptr, num_seqs, num_steps)
+        inside = inside & (seq < num_seqs)
+    start = start_of(start_ptr, seq, inside)
+    length = tl.load(length_ptr + seq, mask=inside, other=0).to(tl.int64)
+    first = seq * 0 if end_ptr is None else tl.load(end_ptr + seq, mask=inside, other=0) - length
+    token = row - first
+    return seq, token, start, length, inside & (token >= 0) & (token < length)
+
+
+# Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
     do_not_specialize=["num_tokens", "tiles_per_seq", "num_seqs", "num_steps", "max_blocks", "num_blocks"],
     do_not_specialize_on_alignment=[
@@ -73,76 +88,43 @@ def check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_token
     ],
 )
 def gather_cache_kernel(
-    key_ptr,  # [num_tokens, NUM_HEADS, KEY_SIZE] packed, or [num_seqs, num_tokens, NUM_HEADS, KEY_SIZE]
-    value_ptr,  # None where VALUE_SIZE is 0
-    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
-    value_cache_ptr,
-    key_scale_ptr,  # fp32: the cache's own, or given ones; or None
-    value_scale_ptr,
+    key_ptr, value_ptr,  # [num_tokens, NUM_HEADS, SIZE] packed, or [num_seqs, num_tokens, NUM_HEADS, SIZE]; or None
+    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
+    key_scale_ptr, value_scale_ptr,  # fp32: the cache's own, or given ones; or None
     table_ptr,  # int32 [num_seqs, max_blocks]
     length_ptr,  # int32 or int64 [num_seqs]
     start_ptr,  # the same, or None: 0
     end_ptr,  # int64 [num_seqs], sums of the lengths, where sequences are packed; else None
     error_ptr,  # int32 [1]
-    num_tokens,
-    tiles_per_seq,
-    num_seqs,
-    num_steps,
-    max_blocks,
-    num_blocks,
+    num_tokens, tiles_per_seq, num_seqs, num_steps, max_blocks, num_blocks,
     table_stride,  # all strides in elements
-    key_seq_stride,
-    key_token_stride,
-    key_head_stride,
-    value_seq_stride,
-    value_token_stride,
-    value_head_stride,
-    key_block_stride,
-    key_offset_stride,
-    key_cache_head_stride,
-    key_run_stride,
-    value_block_stride,
-    value_offset_stride,
-    value_cache_head_stride,
-    value_run_stride,
-    key_scale_block_stride,
-    key_scale_offset_stride,
-    key_scale_head_stride,
-    value_scale_block_stride,
-    value_scale_offset_stride,
-    value_scale_head_stride,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    KEY_RUN: tl.constexpr,
-    VALUE_RUN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    key_seq_stride, key_token_stride, key_head_stride,
+    value_seq_stride, value_token_stride, value_head_stride,
+    key_block_stride, key_offset_stride, key_cache_head_stride, key_run_stride,
+    value_block_stride, value_offset_stride, value_cache_head_stride, value_run_stride,
+    key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
+    value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
+    ROWS: tl.constexpr,  # RowConstants
     CHECK: tl.constexpr,
     BIT: tl.constexpr,
     LENGTH_BIT: tl.constexpr,
-):
+):  # fmt: skip
+    KEY: tl.constexpr = ROWS.value.KEY
+    VALUE: tl.constexpr = ROWS.value.VALUE
+    NUM_HEADS: tl.constexpr = ROWS.value.NUM_HEADS
+    BLOCK_SIZE: tl.constexpr = ROWS.value.BLOCK_SIZE
     program = tl.program_id(0)
     capacity = max_blocks.to(tl.int64) * BLOCK_SIZE
     if CHECK:  # noqa: SIM102, the compiler's condition and the program's
         if program == tl.num_programs(0) - 1:  # one more than there are tiles
             check_lengths(length_ptr, start_ptr, end_ptr, error_ptr, num_seqs, num_tokens, capacity, LENGTH_BIT)
             return
-    row, head, inside = rows_of_tile(program % tiles_per_seq, num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
-    if end_ptr is None:
-        seq = tl.zeros_like(row) + program // tiles_per_seq
-    else:
-        seq = sequence_of(row, inside, end_ptr, num_seqs, num_steps)
-        inside = inside & (seq < num_seqs)
-    start = start_of(start_ptr, seq, inside)
-    length = tl.load(length_ptr + seq, mask=inside, other=0).to(tl.int64)
-    first = seq * 0 if end_ptr is None else tl.load(end_ptr + seq, mask=inside, other=0) - length
-    token = row - first
-    inside = inside & (token >= 0) & (token < length) & (length <= num_tokens)
+    tile = program % tiles_per_seq
+    row, head, inside = rows_of_tile(tile, num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
+    seq, token, start, length, inside = sequence_of_rows(
+        program, row, inside, length_ptr, start_ptr, end_ptr, tiles_per_seq, num_seqs, num_steps
+    )
+    inside = inside & (length <= num_tokens)
     inside = inside & (start >= 0) & (length <= capacity) & (start <= capacity - length)
     position = start + token
     block_id = tl.load(table_ptr + seq * table_stride + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -150,36 +132,18 @@ def gather_cache_kernel(
     known = (block_id >= 0) & (block_id < num_blocks)
     report(inside & (known == 0), error_ptr, BIT)
     wanted = inside & known
-    out_of_cache(
-        key_ptr,
-        at(seq, row, head, key_seq_stride, key_token_stride, key_head_stride),
-        key_cache_ptr,
-        at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
-        key_run_stride,
-        key_scale_ptr,
-        at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
-        wanted,
-        KEY_SIZE,
-        KEY_TILE,
-        KEY_RUN,
-        ROW,
-        CODE,
-    )
-    if VALUE_SIZE > 0:
+    out = at(seq, row, head, key_seq_stride, key_token_stride, key_head_stride)
+    place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+    scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
+    out_of_cache(key_ptr, out, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, wanted, KEY, ROWS)
+    if VALUE.value.EXISTS:
+        out = at(seq, row, head, value_seq_stride, value_token_stride, value_head_stride)
+        place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+        scale_at = at(
+            block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
+        )
         out_of_cache(
-            value_ptr,
-            at(seq, row, head, value_seq_stride, value_token_stride, value_head_stride),
-            value_cache_ptr,
-            at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
-            value_run_stride,
-            value_scale_ptr,
-            at(block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride),
-            wanted,
-            VALUE_SIZE,
-            VALUE_TILE,
-            VALUE_RUN,
-            ROW,
-            CODE,
+            value_ptr, out, value_cache_ptr, place, value_run_stride, value_scale_ptr, scale_at, wanted, VALUE, ROWS
         )
 
 
@@ -262,7 +226,7 @@ def _launch(
         *_row_strides(key),
         *_row_strides(rows),
         *cache_strides(views, scales),
-        *constants,
+        constants,
         check,
         BAD_BLOCK,
         BAD_LENGTH,

@@ -1,4 +1,4 @@
-"""Numbers to and from the bits that a cache stores: rounded to nearest even, saturating, exactly as kvpage.ops.reference.
+"""Numbers to and from the bits that a cache stores: rounded to nearest even, saturating, as kvpage.ops.reference.
 
 All arithmetic is on integers and fp32, so that it compiles for GPUs without 8-bit floats and means the same in the
 interpreter. A row's element (ROW) is "fp32", "fp16" or "bf16"; a stored one (CODE) is "e4m3", "e5m2" or "int8".

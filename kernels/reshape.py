@@ -11,92 +11,53 @@ from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
 
-# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+# Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_slots"],
     do_not_specialize_on_alignment=["slot_ptr", "error_ptr", "key_scale_ptr", "value_scale_ptr"],
 )
 def reshape_and_cache_kernel(
-    key_ptr,  # [num_tokens, NUM_HEADS, KEY_SIZE]
-    value_ptr,  # [num_tokens, NUM_HEADS, VALUE_SIZE]; None where VALUE_SIZE is 0
-    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
-    value_cache_ptr,
-    key_scale_ptr,  # fp32: the cache's own, or given ones; or None
-    value_scale_ptr,
+    key_ptr, value_ptr,  # [num_tokens, NUM_HEADS, SIZE]; V's is None where there is none
+    key_cache_ptr, value_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, num_runs, run_size]
+    key_scale_ptr, value_scale_ptr,  # fp32: the cache's own, or given ones; or None
     slot_ptr,  # int64 [num_tokens]
     error_ptr,  # int32 [1]
-    num_tokens,
-    num_slots,
-    key_token_stride,  # all strides in elements
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    key_block_stride,
-    key_offset_stride,
-    key_cache_head_stride,
-    key_run_stride,
-    value_block_stride,
-    value_offset_stride,
-    value_cache_head_stride,
-    value_run_stride,
-    key_scale_block_stride,
-    key_scale_offset_stride,
-    key_scale_head_stride,
-    value_scale_block_stride,
-    value_scale_offset_stride,
-    value_scale_head_stride,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    KEY_RUN: tl.constexpr,
-    VALUE_RUN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    num_tokens, num_slots,
+    key_token_stride, key_head_stride,  # all strides in elements
+    value_token_stride, value_head_stride,
+    key_block_stride, key_offset_stride, key_cache_head_stride, key_run_stride,
+    value_block_stride, value_offset_stride, value_cache_head_stride, value_run_stride,
+    key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
+    value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
+    ROWS: tl.constexpr,  # RowConstants
     BIT: tl.constexpr,
-):
-    token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, TILE_ROWS, KEY_RUN > 0)
+):  # fmt: skip
+    KEY: tl.constexpr = ROWS.value.KEY
+    VALUE: tl.constexpr = ROWS.value.VALUE
+    NUM_HEADS: tl.constexpr = ROWS.value.NUM_HEADS
+    BLOCK_SIZE: tl.constexpr = ROWS.value.BLOCK_SIZE
+    token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
     slot = tl.load(slot_ptr + token, mask=inside, other=-1)
     report((slot < -1) | (slot >= num_slots), error_ptr, BIT)
     wanted = (slot >= 0) & (slot < num_slots)
     block_id = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
+    row = token * key_token_stride + head * key_head_stride
+    place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+    scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
     into_cache(
-        key_ptr,
-        token * key_token_stride + head * key_head_stride,
-        key_cache_ptr,
-        at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride),
-        key_run_stride,
-        key_scale_ptr,
-        at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride),
-        inside,
-        wanted,
-        KEY_SIZE,
-        KEY_TILE,
-        KEY_RUN,
-        ROW,
-        CODE,
-    )
-    if VALUE_SIZE > 0:
-        into_cache(
-            value_ptr,
-            token * value_token_stride + head * value_head_stride,
-            value_cache_ptr,
-            at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride),
-            value_run_stride,
-            value_scale_ptr,
-            at(block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride),
-            inside,
-            wanted,
-            VALUE_SIZE,
-            VALUE_TILE,
-            VALUE_RUN,
-            ROW,
-            CODE,
+        key_ptr, row, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, inside, wanted, KEY, ROWS
+    )  # fmt: skip
+    if VALUE.value.EXISTS:
+        row = token * value_token_stride + head * value_head_stride
+        place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+        scale_at = at(
+            block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
         )
+        into_cache(
+            value_ptr, row, value_cache_ptr, place, value_run_stride, value_scale_ptr, scale_at, inside, wanted,
+            VALUE, ROWS,
+        )  # fmt: skip
 
 
 class Reshape(NamedTuple):
@@ -132,7 +93,7 @@ def reshape_and_cache(
         *key.stride()[:2],
         *rows.stride()[:2],
         *cache_strides(views, scales),
-        *constants,
+        constants,
         BAD_SLOT,
     )
     grid = (constants.num_tiles(num_tokens), 1, 1)

@@ -7,17 +7,68 @@ a tile   TILE_ROWS of the rows (token * NUM_HEADS + head) with all their element
 See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tiles and offsets are.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
 
 from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
+from kvpage.kernels.constants import Constants
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
 from kvpage.layout.rotation import Rotation
 
 LINE = 128  # bytes of memory that are moved together
 BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class MixConstants(Constants):
+    """How rows are cut into tiles.
+
+    FIRST, NUM_PAIRS: where the pairs begin, and their number; 0 where nothing is rotated.
+    PAIRS: as many or more, a power of two.
+    REST: columns of the rest at once, a power of two; 0 where all are pairs.
+    BLOCK_SIZE, OUT_BLOCK_SIZE: of rows found by slots; 0 for rows found by their numbers.
+    ROW: the type of an element, see kvpage.kernels.quantize.
+    SLOT_BIT, FRESH_BIT: of the error word.
+    """
+
+    NUM_HEADS: int
+    SIZE: int
+    FIRST: int
+    NUM_PAIRS: int
+    PAIRS: int
+    REST: int
+    INTERLEAVED: bool
+    TILE_ROWS: int
+    ROW: str
+    BLOCK_SIZE: int = 0
+    OUT_BLOCK_SIZE: int = 0
+    SLOT_BIT: int = BAD_SLOT
+    FRESH_BIT: int = BAD_FRESH_ROW
+
+    @property
+    def END(self) -> int:
+        """The element after the pairs."""
+        return self.FIRST + 2 * self.NUM_PAIRS
+
+    @property
+    def ROTATES(self) -> bool:
+        """Whether there are pairs."""
+        return self.NUM_PAIRS > 0
+
+    @property
+    def COPIES(self) -> bool:
+        """Whether there are elements in no pair."""
+        return self.REST > 0
+
+    @property
+    def num_warps(self) -> int:
+        """Number the warps of a program: each thread has as many elements whatever the tile."""
+        width = max(2 * self.PAIRS, self.REST)
+        return min(max(4 * self.TILE_ROWS * width // TILE_ELEMENTS, 4), 16)
 
 
 @triton.jit
@@ -31,14 +82,23 @@ def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.c
 
 
 @triton.jit
-def slot_of(slot_ptr, token, inside, LEAST: tl.constexpr):
-    """[rows] slots, or the tokens themselves where there are none; those outside are LEAST."""
-    return token if slot_ptr is None else tl.load(slot_ptr + token, mask=inside, other=LEAST)
+def known_slots(slot_ptr, token, inside, num_slots, LEAST: tl.constexpr, error_ptr, BIT: tl.constexpr):
+    """Return [rows] slots, the tokens themselves where no slots are given, and whether each names a row.
+
+    LEAST: the least that a slot may be; -1 is no row, and no error.
+    """
+    slot = token
+    known = inside
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + token, mask=inside, other=LEAST)
+        report(inside & ((slot < LEAST) | (slot >= num_slots)), error_ptr, BIT)
+        known = inside & (slot >= 0) & (slot < num_slots)
+    return slot, known
 
 
 @triton.jit
 def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
-    """Of each row its elements, or its fresh row's. Only what is wanted is read."""
+    """Of each row its elements, or its fresh row's. Only elements that are wanted are read."""
     elements = tl.load(ptr + row[:, None] + cols, mask=(wanted & (is_fresh == 0))[:, None] & mask, other=0)
     if fresh_ptr is not None:
         others = tl.load(fresh_ptr + fresh[:, None] + cols, mask=(wanted & is_fresh)[:, None] & mask, other=0)
@@ -56,7 +116,55 @@ def rotated(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
     return tl.where(is_fresh[:, None], x, new_x), tl.where(is_fresh[:, None], y, new_y)
 
 
-# What changes from call to call is not specialised on: it would compile anew in the middle of serving.
+@triton.jit
+def rotate_pairs(
+    row_ptr, row, out_ptr, place, fresh_ptr, fresh, cos_ptr, sin_ptr, token, wanted, is_fresh, MIX: tl.constexpr
+):
+    """Rotate the pairs of each row, from where it is to its place."""
+    FIRST: tl.constexpr = MIX.value.FIRST
+    NUM_PAIRS: tl.constexpr = MIX.value.NUM_PAIRS
+    PAIRS: tl.constexpr = MIX.value.PAIRS
+    ROW: tl.constexpr = MIX.value.ROW
+    TILE_ROWS: tl.constexpr = MIX.value.TILE_ROWS
+    pair = tl.arange(0, PAIRS)[None, :]
+    table = token[:, None] * NUM_PAIRS + pair
+    is_pair = wanted[:, None] & (pair < NUM_PAIRS)
+    cos = tl.load(cos_ptr + table, mask=is_pair, other=0)
+    sin = tl.load(sin_ptr + table, mask=is_pair, other=0)
+    if MIX.value.INTERLEAVED:
+        cols = FIRST + tl.arange(0, 2 * PAIRS)[None, :]
+        mask = cols < FIRST + 2 * NUM_PAIRS
+        both = load_either(row_ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask)
+        x, y = tl.split(tl.reshape(both, (TILE_ROWS, PAIRS, 2)))
+        x, y = rotated(x, y, cos, sin, is_fresh, ROW)
+        both = tl.reshape(tl.join(x, y), (TILE_ROWS, 2 * PAIRS))
+        tl.store(out_ptr + place[:, None] + cols, both, mask=wanted[:, None] & mask)
+    else:
+        mask = pair < NUM_PAIRS
+        x_cols = FIRST + pair
+        y_cols = FIRST + NUM_PAIRS + pair
+        x = load_either(row_ptr, row, fresh_ptr, fresh, x_cols, wanted, is_fresh, mask)
+        y = load_either(row_ptr, row, fresh_ptr, fresh, y_cols, wanted, is_fresh, mask)
+        x, y = rotated(x, y, cos, sin, is_fresh, ROW)
+        tl.store(out_ptr + place[:, None] + x_cols, x, mask=is_pair)
+        tl.store(out_ptr + place[:, None] + y_cols, y, mask=is_pair)
+
+
+@triton.jit
+def copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, MIX: tl.constexpr):
+    """Copy the elements of each row that are in no pair."""
+    SIZE: tl.constexpr = MIX.value.SIZE
+    REST: tl.constexpr = MIX.value.REST
+    FIRST: tl.constexpr = MIX.value.FIRST
+    END: tl.constexpr = MIX.value.END
+    for begin in range(0, SIZE, REST):
+        rest = begin + tl.arange(0, REST)[None, :]
+        kept = (rest < FIRST) | ((rest >= END) & (rest < SIZE))
+        copied = load_either(row_ptr, row, fresh_ptr, fresh, rest, wanted, is_fresh, kept)
+        tl.store(out_ptr + place[:, None] + rest, copied, mask=wanted[:, None] & kept)
+
+
+# Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
     do_not_specialize=["num_rows", "num_fresh", "num_slots", "num_out_slots"],
     do_not_specialize_on_alignment=["fresh_row_ptr", "slot_ptr", "out_slot_ptr", "error_ptr"],
@@ -66,89 +174,36 @@ def mix_rows_kernel(
     out_ptr,  # the same, with OUT_BLOCK_SIZE
     fresh_ptr,  # [num_fresh, NUM_HEADS, SIZE], or None
     fresh_row_ptr,  # int64 [num_rows], or None
-    cos_ptr,  # fp32 [num_rows, NUM_PAIRS], or None where NUM_PAIRS is 0
-    sin_ptr,
-    slot_ptr,  # int64 [num_rows], or None
-    out_slot_ptr,
+    cos_ptr, sin_ptr,  # fp32 [num_rows, NUM_PAIRS], or None where NUM_PAIRS is 0
+    slot_ptr, out_slot_ptr,  # int64 [num_rows], or None
     error_ptr,  # int32 [1]
-    num_rows,
-    num_fresh,
-    num_slots,
-    num_out_slots,
-    block_stride,  # all strides in elements
-    row_stride,
-    head_stride,
-    out_block_stride,
-    out_row_stride,
-    out_head_stride,
-    fresh_row_stride,
-    fresh_head_stride,
-    NUM_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FIRST: tl.constexpr,  # of the pairs
-    NUM_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr,  # as many or more, a power of two
-    REST: tl.constexpr,  # columns of the rest at once, a power of two; 0 where all are pairs
-    INTERLEAVED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OUT_BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROW: tl.constexpr,
-    SLOT_BIT: tl.constexpr,
-    FRESH_BIT: tl.constexpr,
-):
-    token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, TILE_ROWS, False)
-    slot = slot_of(slot_ptr, token, inside, 0)
-    out_slot = slot_of(out_slot_ptr, token, inside, -1)
-    wanted = inside
-    if slot_ptr is not None:
-        known = (slot >= 0) & (slot < num_slots)
-        report(inside & (known == 0), error_ptr, SLOT_BIT)
-        wanted = wanted & known
-    if out_slot_ptr is not None:
-        report(inside & ((out_slot < -1) | (out_slot >= num_out_slots)), error_ptr, SLOT_BIT)
-        wanted = wanted & (out_slot >= 0) & (out_slot < num_out_slots)
+    num_rows, num_fresh, num_slots, num_out_slots,
+    block_stride, row_stride, head_stride,  # all strides in elements
+    out_block_stride, out_row_stride, out_head_stride,
+    fresh_row_stride, fresh_head_stride,
+    MIX: tl.constexpr,  # MixConstants
+):  # fmt: skip
+    NUM_HEADS: tl.constexpr = MIX.value.NUM_HEADS
+    SLOT_BIT: tl.constexpr = MIX.value.SLOT_BIT
+    token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, MIX.value.TILE_ROWS, False)
+    slot, has_row = known_slots(slot_ptr, token, inside, num_slots, 0, error_ptr, SLOT_BIT)
+    out_slot, has_place = known_slots(out_slot_ptr, token, inside, num_out_slots, -1, error_ptr, SLOT_BIT)
+    wanted = has_row & has_place
     is_fresh = token < 0
     fresh = token
     if fresh_ptr is not None:
         fresh_row = tl.load(fresh_row_ptr + token, mask=inside, other=-1)
         bad = inside & ((fresh_row < -1) | (fresh_row >= num_fresh))
-        report(bad, error_ptr, FRESH_BIT)
+        report(bad, error_ptr, MIX.value.FRESH_BIT)
         wanted = wanted & (bad == 0)
         is_fresh = fresh_row >= 0
         fresh = fresh_row * fresh_row_stride + head * fresh_head_stride
-    row = place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE)
-    place = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, OUT_BLOCK_SIZE)
-    if NUM_PAIRS > 0:
-        pair = tl.arange(0, PAIRS)[None, :]
-        table = token[:, None] * NUM_PAIRS + pair
-        is_pair = wanted[:, None] & (pair < NUM_PAIRS)
-        cos = tl.load(cos_ptr + table, mask=is_pair, other=0)
-        sin = tl.load(sin_ptr + table, mask=is_pair, other=0)
-        if INTERLEAVED:
-            cols = tl.arange(0, 2 * PAIRS)[None, :]
-            mask = cols < 2 * NUM_PAIRS
-            both = load_either(row_ptr + FIRST, row, fresh_ptr + FIRST if fresh_ptr is not None else None, fresh, cols,
-                               wanted, is_fresh, mask)  # fmt: skip
-            x, y = tl.split(tl.reshape(both, (TILE_ROWS, PAIRS, 2)))
-            x, y = rotated(x, y, cos, sin, is_fresh, ROW)
-            both = tl.reshape(tl.join(x, y), (TILE_ROWS, 2 * PAIRS))
-            tl.store(out_ptr + FIRST + place[:, None] + cols, both, mask=wanted[:, None] & mask)
-        else:
-            mask = pair < NUM_PAIRS
-            x_cols = FIRST + pair
-            y_cols = FIRST + NUM_PAIRS + pair
-            x = load_either(row_ptr, row, fresh_ptr, fresh, x_cols, wanted, is_fresh, mask)
-            y = load_either(row_ptr, row, fresh_ptr, fresh, y_cols, wanted, is_fresh, mask)
-            x, y = rotated(x, y, cos, sin, is_fresh, ROW)
-            tl.store(out_ptr + place[:, None] + x_cols, x, mask=is_pair)
-            tl.store(out_ptr + place[:, None] + y_cols, y, mask=is_pair)
-    if REST > 0:
-        for begin in range(0, SIZE, REST):
-            rest = begin + tl.arange(0, REST)[None, :]
-            kept = (rest < FIRST) | ((rest >= FIRST + 2 * NUM_PAIRS) & (rest < SIZE))
-            copied = load_either(row_ptr, row, fresh_ptr, fresh, rest, wanted, is_fresh, kept)
-            tl.store(out_ptr + place[:, None] + rest, copied, mask=wanted[:, None] & kept)
+    row = place_of(slot, head, block_stride, row_stride, head_stride, MIX.value.BLOCK_SIZE)
+    place = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, MIX.value.OUT_BLOCK_SIZE)
+    if MIX.value.ROTATES:
+        rotate_pairs(row_ptr, row, out_ptr, place, fresh_ptr, fresh, cos_ptr, sin_ptr, token, wanted, is_fresh, MIX)
+    if MIX.value.COPIES:
+        copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, MIX)
 
 
 def mix_rows(
@@ -171,9 +226,12 @@ def mix_rows(
     first, num_pairs, is_interleaved = (
         (0, 0, False) if rotation is None else (rotation.first, rotation.num_pairs, rotation.is_interleaved)
     )
-    constants = mix_constants(num_heads, size, first, num_pairs, is_interleaved, rows.dtype)
-    block_sizes = [0 if ids is None else part.shape[1] for part, ids in ((rows, slots), (out, out_slots))]
-    mix_rows_kernel[(triton.cdiv(num_rows * num_heads, constants["TILE_ROWS"]), 1, 1)](
+    constants = replace(
+        mix_constants(num_heads, size, first, num_pairs, is_interleaved, rows.dtype),
+        BLOCK_SIZE=0 if slots is None else rows.shape[1],
+        OUT_BLOCK_SIZE=0 if out_slots is None else out.shape[1],
+    )
+    mix_rows_kernel[(triton.cdiv(num_rows * num_heads, constants.TILE_ROWS), 1, 1)](
         as_bits(rows),
         as_bits(out),
         None if fresh is None else as_bits(fresh),
@@ -190,37 +248,24 @@ def mix_rows(
         *_strides(rows, slots),
         *_strides(out, out_slots),
         *((0, 0) if fresh is None else fresh.stride()[:2]),
-        BLOCK_SIZE=block_sizes[0],
-        OUT_BLOCK_SIZE=block_sizes[1],
-        SLOT_BIT=BAD_SLOT,
-        FRESH_BIT=BAD_FRESH_ROW,
+        constants,
+        num_warps=constants.num_warps,
         enable_fp_fusion=False,  # a product and a sum round twice
-        **constants,
     )
 
 
 def mix_constants(
     num_heads: int, size: int, first: int, num_pairs: int, is_interleaved: bool, dtype: torch.dtype
-) -> dict[str, object]:
-    """How rows are cut into tiles: the kernel's last arguments by name, and num_warps."""
+) -> MixConstants:
+    """Cut rows into tiles: enough rows for each thread to hold 16 bytes of pairs.
+
+    Elements that are only copied follow in parts of as many rows.
+    """
     pairs = triton.next_power_of_2(num_pairs) if num_pairs else 0
-    # Enough rows for each thread to hold 16 bytes of pairs; what is only copied follows in pieces of as many rows.
     width = 2 * pairs if pairs else min(triton.next_power_of_2(size), TILE_ELEMENTS)
     tile_rows = min(max(TILE_ELEMENTS // width, 1), MAX_TILE_ROWS)
     rest = min(triton.next_power_of_2(size), max(width, LINE // dtype.itemsize)) if size > 2 * num_pairs else 0
-    width = max(width, rest)
-    return {
-        "NUM_HEADS": num_heads,
-        "SIZE": size,
-        "FIRST": first,
-        "NUM_PAIRS": num_pairs,
-        "PAIRS": pairs,
-        "REST": rest,
-        "INTERLEAVED": is_interleaved,
-        "TILE_ROWS": tile_rows,
-        "ROW": _ROWS[dtype],
-        "num_warps": min(max(4 * tile_rows * width // TILE_ELEMENTS, 4), 16),
-    }
+    return MixConstants(num_heads, size, first, num_pairs, pairs, rest, is_interleaved, tile_rows, _ROWS[dtype])
 
 
 def _whole(

@@ -24,7 +24,7 @@ def at(block_id, offset, head, block_stride, offset_stride, head_stride):
 
 @triton.jit
 def rows_of_tile(tile, num_tokens, NUM_HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, IN_RUNS: tl.constexpr):
-    """Token and head of each row of a tile, int64, and whether there is such a token."""
+    """Return token and head of each row of a tile, int64, and whether there is such a token."""
     none = tl.zeros([TILE_ROWS], tl.int64)
     if IN_RUNS:
         token = (none + tile // NUM_HEADS) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -99,13 +99,15 @@ def into_cache(
     scale_at,  # [rows] offsets of the rows' scales
     inside,  # [rows] whether there is such a row
     wanted,  # [rows] whether it has a place
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
+    PART: tl.constexpr,  # a Part of ROWS
+    ROWS: tl.constexpr,  # RowConstants
 ):
-    """Rows are written to their places in the cache, quantised as it wants them."""
+    """Write rows to their places in the cache, quantised as the cache is."""
+    SIZE: tl.constexpr = PART.value.SIZE
+    TILE: tl.constexpr = PART.value.TILE
+    RUN: tl.constexpr = PART.value.RUN
+    ROW: tl.constexpr = ROWS.value.ROW
+    CODE: tl.constexpr = ROWS.value.CODE
     elements = load_rows(row_ptr, row, inside, SIZE, TILE)
     if CODE == "int8":
         elements, scales = encode_int8(to_fp32(elements, ROW))
@@ -121,21 +123,14 @@ def into_cache(
 
 @triton.jit
 def out_of_cache(
-    row_ptr,
-    row,
-    cache_ptr,
-    place,
-    run_stride,
-    scale_ptr,
-    scale_at,
-    wanted,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE: tl.constexpr,
+    row_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, PART: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The way back; the arguments are those of into_cache."""
+    """Read rows from their places in the cache; the arguments are those of into_cache."""
+    SIZE: tl.constexpr = PART.value.SIZE
+    TILE: tl.constexpr = PART.value.TILE
+    RUN: tl.constexpr = PART.value.RUN
+    ROW: tl.constexpr = ROWS.value.ROW
+    CODE: tl.constexpr = ROWS.value.CODE
     if RUN == 0:
         elements = load_rows(cache_ptr, place, wanted, SIZE, TILE)
     else:

@@ -1,6 +1,11 @@
 """kvpage: the paged KV cache of a language-model server, as a library.
 
-Importing it needs neither a GPU nor Triton nor transformers.
+    BlockManager ── which blocks each sequence has ──► block tables, slots, moves
+    CacheEngine  ── the tensors of both tiers      ──► swap_in, swap_out, copy
+    CacheLayout  ── how a tensor is read           ──► kvpage.ops
+
+Importing it needs neither a GPU nor Triton nor transformers. Further parts are imported by name: kvpage.ops (kernels),
+kvpage.store (chunks on disk and servers), kvpage.serving (an engine for Hugging Face models).
 """
 
 import sys
@@ -13,10 +18,11 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import Allocation, BlockManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
-from kvpage.blocks.space import HostPolicy, SpaceStats
-from kvpage.blocks.stats import BlockStats
+from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.states import Allocation
+from kvpage.blocks.stats import BlockStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
 from kvpage.cache.transfer import Transfer

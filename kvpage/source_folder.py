@@ -1,7 +1,7 @@
-"""Finds the kvpage that is installed, for a Python that was started in the project's own folder.
+"""usable_path: finds the installed kvpage, for a Python that was started in the project's own folder.
 
     sys.path:  ""  ─► ./kvpage            sources alone: nothing is compiled in here
-               site-packages ─► kvpage    what `pip install .` has built
+               site-packages ─► kvpage    built by `pip install .`
 
 There Python finds the sources first. Their package then takes its modules from the installed one.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def usable_path(package_path: Sequence[str], search_path: Iterable[str]) -> list[str]:
-    """Returns where kvpage's modules are: in `package_path` if the extension is there, else where it is installed.
+    """Return the folders of kvpage's modules: `package_path` if compiled, else those of an installed kvpage.
 
     Args:
         package_path: kvpage.__path__ as Python has set it.
@@ -35,6 +35,6 @@ def usable_path(package_path: Sequence[str], search_path: Iterable[str]) -> list
 
 
 def has_extension(package_path: Sequence[str]) -> bool:
-    """Whether one of the folders holds kvpage._C, compiled for this Python."""
+    """Return whether one of the folders has kvpage._C, compiled for this Python."""
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     return any((Path(folder) / f"_C{suffix}").is_file() for folder in package_path for suffix in suffixes)

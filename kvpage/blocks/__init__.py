@@ -1,1 +1,1 @@
-"""Blocks and sequences without their bytes: who holds which block, and what moves."""
+"""Blocks of both tiers: sequences' block tables, the moves between the tiers, and the names of cached blocks."""

@@ -1,9 +1,9 @@
-"""LoadOrCompute: is a cached block worth its way back from the host?
+"""LoadOrCompute: decides whether a cached block is worth its way back from the host.
 
     loading   latency + num_blocks * block_bytes / bandwidth
     computing           num_blocks * block_size  / prefill speed
 
-Both speeds are measured while serving, as moving averages; until both are known, everything is loaded.
+Both speeds are measured while serving, as moving averages. Until both are known, everything is loaded.
 """
 
 import numbers
@@ -14,10 +14,18 @@ SMOOTHING = 0.2  # the weight of the newest measurement
 
 @dataclass(slots=True)
 class LoadOrCompute:
-    """A rule for BlockManager: a slow tier never makes a request slower.
+    """A rule for BlockManager, with which a slow tier never makes a request slower.
 
-    bytes_per_second, tokens_per_second: measured by `saw_transfer` and `saw_prefill`, or given. latency: seconds that a
-    transfer takes however small it is.
+    Attributes:
+        block_bytes: Bytes of a block in all layers.
+        block_size: Tokens of a block.
+        bytes_per_second: Measured by `saw_transfer`, or given.
+        tokens_per_second: Measured by `saw_prefill`, or given.
+        latency: Seconds that the smallest transfer takes.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: A speed or the latency is no number.
     """
 
     block_bytes: int
@@ -42,22 +50,34 @@ class LoadOrCompute:
             raise ValueError(f"latency must not be negative, got {self.latency!r}")
 
     def should_load(self, num_blocks: int) -> bool:
-        """Whether loading so many blocks is expected to be faster than computing their tokens."""
+        """Return whether loading so many blocks is expected to be faster than computing their tokens."""
         if self.bytes_per_second is None or self.tokens_per_second is None:
             return True
         loading = self.latency + num_blocks * self.block_bytes / self.bytes_per_second
         return loading < num_blocks * self.block_size / self.tokens_per_second
 
     def should_store(self) -> bool:
-        """Whether a block on the host could ever be worth loading: the latency of many is shared."""
+        """Return whether a block on the host could ever be worth loading, where many share the latency."""
         if self.bytes_per_second is None or self.tokens_per_second is None:
             return True
         return self.block_bytes / self.bytes_per_second < self.block_size / self.tokens_per_second
 
     def saw_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Update the bandwidth by a transfer. Zero bytes or seconds change nothing.
+
+        Args:
+            num_bytes: Bytes of the transfer.
+            seconds: Its duration.
+        """
         self.bytes_per_second = _smoothed(self.bytes_per_second, num_bytes, seconds)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Update the prefill speed by a prefill. Zero tokens or seconds change nothing.
+
+        Args:
+            num_tokens: Tokens that were computed.
+            seconds: The duration.
+        """
         self.tokens_per_second = _smoothed(self.tokens_per_second, num_tokens, seconds)
 
 

@@ -1,4 +1,4 @@
-"""BlockManager: which blocks each sequence has. It owns the pools and the prefix tree of both tiers; no tensors.
+"""BlockManager: the blocks of each sequence. It owns the pools and the prefix tree of both tiers, and no tensors.
 
 A sequence's table has two parts:
 
@@ -8,59 +8,53 @@ A sequence's table has two parts:
                pinned by    only in the last, partly filled block, which append
                the match    replaces by a copy before it is written)
 
-`commit` moves the border: blocks that the step has filled pass to the tree, under the id that the tree already has for
-the same tokens if there is one. Nothing that is not committed can be found by another sequence.
+`commit` moves the border. Blocks that the step has filled pass to the tree. If the tree already has the same tokens,
+its id for them is taken. No other sequence finds a block that is not committed.
 
-What has to be copied, between the tiers or within one, gathers in the manager, in order; `do_moves` has it done, by
-CacheEngine.do_move, before each step:
+Copies between the tiers or within one gather in the manager as moves, in order. `do_moves` has them done before each
+step:
 
     allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvpage._C import PartMatch
-from kvpage.blocks.check import check_blocks, own_ids
+from kvpage.blocks import swaps
+from kvpage.blocks.growth import begin, fork, grow
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
-from kvpage.blocks.sequence import SequenceState, SwappedState
+from kvpage.blocks.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.states import Allocation, SeqId, SequenceState
 from kvpage.blocks.stats import BlockStats
-from kvpage.blocks.table import BlockTables, Ids, Slots
-from kvpage.checks.errors import OutOfBlocks
+from kvpage.blocks.table import Ids, Slots
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_counts, as_integer, as_list, as_positions, check_flag, check_namespace
-
-SeqId = Hashable
-
-
-class Allocation(NamedTuple):
-    """What a sequence was given.
-
-    num_cached_tokens: its leading tokens whose K and V are in the blocks already, once the moves are done; at least one
-        is left to compute unless `allocate` was told otherwise.
-    block_ids: int32, all of its blocks.
-    """
-
-    num_cached_tokens: int
-    block_ids: Ids
+from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
 
 
 class BlockManager:
-    """Sequences' block tables over the pools and the prefix tree of one rank.
+    """Block tables of sequences, over the pools and the prefix tree of one rank.
 
-    num_blocks, num_host_blocks: of the device tier and of the host tier.
-    enable_prefix_caching: without it every sequence's blocks are its own.
-    share_parts: a new sequence also gets the longest part of the next block that a cached one shares, by a copy.
-    host_policy: when cached blocks are copied to the host. rule: whether they are worth their way back.
-    pin_quota: how many blocks `pin` may keep.
+    Each method gives all or nothing. A call that raises has changed nothing, except for how recently a cached prefix
+    was used, and for pins whose time was over. Every method raises KeyError for an unknown sequence. Not thread-safe:
+    one manager belongs to one loop.
 
-    Each method gives all or nothing: one that raises (OutOfBlocks, ValueError, TypeError, KeyError for an unknown
-    sequence) has changed nothing but how recently a cached prefix was used, and pins whose time was over. Not
-    thread-safe: one manager, one loop.
+    Args:
+        num_blocks: Blocks of the device tier.
+        block_size: Tokens of a block.
+        enable_prefix_caching: Whether sequences share blocks. Without it every sequence has blocks of its own.
+        num_host_blocks: Blocks of the host tier.
+        share_parts: Whether a new sequence also gets a copy of the longest part of the next block that a cached block
+            shares.
+        host_policy: When cached blocks are copied to the host.
+        rule: Whether cached blocks on the host are worth their way back; None loads all of them.
+        pin_quota: How many blocks `space.pin` may keep.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: An argument is of another type.
     """
 
     def __init__(
@@ -82,21 +76,32 @@ class BlockManager:
         self.share_parts = share_parts and enable_prefix_caching
         self.space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
         self.pool, self.tree = self.space.pool, self.space.tree
-        self._tables = BlockTables(block_size)
-        self._sequences: dict[SeqId, SequenceState] = {}
-        self._swapped: dict[SeqId, SwappedState] = {}
+        self._sequences = Sequences(block_size)
 
     def take_moves(self) -> BlockMoves:
-        """What has to be copied before the next step, in order, for CacheEngine.move. Each is handed out once: if it is
-        not done, what the blocks hold is not what the manager takes them for. `do_moves` keeps it until it is.
+        """Hand over the moves to make before the next step, in order. Each is handed over once.
+
+        The manager takes them as made. `do_moves` keeps each move until it is made.
         """
         return self.space.take_moves()
 
-    def do_moves(self, each: Callable[[BlockMove], object]) -> None:
-        """Has what is to be copied done, one move after the other. What `each` raises comes through; then that move and
-        those behind it stay, and come first the next time.
+    def due_moves(self) -> Iterator[BlockMove]:
+        """Return an iterator over the moves in order, for a loop that makes them.
+
+        Returns:
+            The moves. Each counts as made when the next one is asked for. A loop that ends early, as by an exception,
+            leaves its last move, and those after it, for the next time.
         """
-        self.space.do_moves(each)
+        return self.space.due_moves()
+
+    def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
+        """Make all moves in order.
+
+        Args:
+            do_move: Makes one move, such as CacheEngine.do_move. If it raises, that move and those after it stay, and
+                come first in the next call.
+        """
+        self.space.do_moves(do_move)
 
     # --- a sequence's life -------------------------------------------------------------------------------------------
 
@@ -109,67 +114,60 @@ class BlockManager:
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
     ) -> Allocation:
-        """Blocks for all of `tokens`, of which the longest cached prefix is shared: whole blocks, and by a copy the
-        longest part of the next one.
+        """Give blocks to a new sequence. The longest cached prefix is shared: whole blocks, and a part by a copy.
 
-        priority: 0 to 7; what is cached by a sequence of a higher one is evicted later.
-        max_cached_tokens: share no longer prefix than this.
-        num_left_over: as many tokens at least are left to compute. 0, where nobody asks for the last one's logits.
+        Args:
+            seq_id: An id that is not in use.
+            tokens: The prompt, at least one token.
+            namespace: Prefixes are shared within one namespace only.
+            priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
+            max_cached_tokens: The longest prefix to share; None for no limit.
+            num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
 
-        Raises OutOfBlocks if the rest does not fit, ValueError for a seq_id in use, no tokens, or max_cached_tokens or
-        num_left_over under 0, TypeError for a namespace that is not bytes.
+        Returns:
+            The blocks of the whole prompt.
+
+        Raises:
+            OutOfBlocks: The rest does not fit.
+            ValueError: The id is in use, there are no tokens, or a number is out of range.
+            TypeError: An argument is of another type.
         """
         check_namespace(namespace)
-        self._check_new(seq_id)
+        self._sequences.check_new(seq_id)
         tokens = _some_tokens(tokens)
         num_left_over = self._num_left_over(len(tokens), max_cached_tokens, num_left_over)
-        match = self.space.match(tokens, namespace, priority, num_left_over)
-        part = self.space.tree.match_part(match, tokens, num_left_over) if self.share_parts else None
-        num_blocks = self._blocks_for(len(tokens))
-        try:
-            taken = self._with_or_without(part, lambda: self.space.give(match, num_blocks))
-        except BaseException:
-            self.tree.release(match)
-            raise
-        num_part = self.space.copy_part(part, taken) if part and not part.match.is_released else 0
-        num_cached = match.num_tokens + num_part
-        row = self._tables.add_row(match.block_ids)
-        self._tables.extend(row, taken)
-        pending = tokens[match.num_tokens : num_cached].copy()
-        self._sequences[seq_id] = SequenceState(
-            row, match, len(tokens), num_cached, pending, False, namespace, priority
-        )
-        self.space.count_query(len(tokens), num_part)
+        parts = self.share_parts
+        num_cached = begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
         return Allocation(num_cached, self.block_ids(seq_id))
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
-        """Room for so many more tokens in each sequence, each named once.
+        """Make room for more tokens in each sequence.
 
         A last block that a fork shares is replaced by a copy (copy-on-write) for all but its last holder.
+
+        Args:
+            seq_ids: Distinct sequences.
+            num_new_tokens: One number for each sequence, or one for all.
+
+        Raises:
+            OutOfBlocks: The tokens do not fit.
+            ValueError: Ids repeat, a number is negative, or there is another number of numbers.
         """
         seq_ids = as_list("seq_ids", seq_ids)
-        counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
-        self._check_append(seq_ids, counts)
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        copied = self._to_copy([seq for seq, count in zip(sequences, counts, strict=True) if count])
-        added = [
-            self._blocks_for(seq.num_tokens + count) - self._tables.num_blocks(seq.row)
-            for seq, count in zip(sequences, counts, strict=True)
-        ]
-        fresh = self.space.take(len(copied) + sum(added))
-        self._copy_on_write(copied, fresh[: len(copied)])
-        begin = len(copied)
-        for seq, count, num_added in zip(sequences, counts, added, strict=True):
-            if num_added:
-                self._tables.extend(seq.row, fresh[begin : begin + num_added])
-                begin += num_added
-            seq.num_tokens += count
+        grow(self.space, self._sequences, seq_ids, as_counts("num_new_tokens", num_new_tokens, len(seq_ids)))
 
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
-        """Says that K and V of `tokens`, which follow what was cached or committed before, have been written.
+        """Record that K and V of `tokens` have been written. They follow the tokens cached or committed before.
 
-        Blocks that are now full become findable. They may change their ids: where the tree has the same tokens already,
-        its block stands in the table from now on and this sequence's own is released.
+        Other sequences find the blocks that are now full. Ids in the table may change: where the tree has the same
+        tokens already, its block takes the place of this sequence's own, which is released.
+
+        Args:
+            seq_id: The sequence.
+            tokens: Token ids, as many as there is room for at most.
+
+        Raises:
+            ValueError: There is no room for so many tokens.
         """
         seq, tokens = self._sequences[seq_id], as_tokens(tokens)
         if seq.num_written + len(tokens) > seq.num_tokens:
@@ -185,77 +183,80 @@ class BlockManager:
         seq.num_written += len(tokens)
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
-        """A second sequence with the same tokens, or the first `num_tokens` of them, in the same blocks. Whichever
-        grows first into a block that both hold gets a copy of it.
+        """Make a second sequence with the same first tokens, in the same blocks.
 
-        ValueError if not every token that there is room for is committed, and for a num_tokens that ends within what
-        the sequence has cached or given back: those blocks are `allocate`'s to find.
+        The first of the two that grows into a block which both hold gets a copy of it.
+
+        Args:
+            seq_id: A sequence whose tokens are all committed.
+            new_seq_id: An id that is not in use.
+            num_tokens: How many tokens the new sequence has; None for all. At least first_forkable(seq_id): shorter
+                prefixes consist of cached blocks, which `allocate` finds.
+
+        Raises:
+            ValueError: A token with room is not committed, or num_tokens is out of range.
         """
         seq = self._sequences[seq_id]
-        self._check_new(new_seq_id)
+        self._sequences.check_new(new_seq_id)
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
         num_tokens = seq.num_tokens if num_tokens is None else as_integer("num_tokens", num_tokens)
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
-        ids = self._tables.ids(seq.row)[: self._blocks_for(num_tokens)].copy()
-        self.pool.share(ids[seq.match.num_blocks + seq.num_left :])
-        seq.is_forked = True
-        self._sequences[new_seq_id] = SequenceState(
-            self._tables.add_row(ids),
-            self.tree.pin(seq.match),
-            num_tokens,
-            num_tokens,
-            seq.pending[: num_tokens - seq.match.num_tokens],
-            True,
-            seq.namespace,
-            seq.priority,
-            seq.num_left,
-            seq.is_private,
-        )
+        fork(self.space, self._sequences, seq, new_seq_id, num_tokens)
 
     def make_private(self, seq_id: SeqId) -> None:
-        """What the sequence writes from now on is found by nobody: K and V that its tokens alone do not determine."""
+        """Hide all further tokens of the sequence from others: its tokens alone do not determine their K and V."""
         seq = self._sequences[seq_id]
         seq.is_private, seq.pending = True, seq.pending[:0]
 
     def first_forkable(self, seq_id: SeqId) -> int:
-        """The fewest tokens that `fork` takes of the sequence."""
+        """Return the smallest number of tokens that `fork` takes of the sequence."""
         seq = self._sequences[seq_id]
         return min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
 
     def give_back_room(self, seq_id: SeqId) -> None:
-        """The sequence has room for its committed tokens only: what was allocated or appended beyond them is free."""
+        """Free the blocks that the sequence has beyond its committed tokens."""
         seq = self._sequences[seq_id]
-        num_blocks = self._blocks_for(seq.num_written)
-        self.pool.release(self._tables.ids(seq.row)[num_blocks:])
-        self._tables.shorten(seq.row, num_blocks)
+        num_blocks = self._sequences.blocks_for(seq.num_written)
+        self.pool.release(self._sequences.ids(seq)[num_blocks:])
+        self._sequences.tables.shorten(seq.row, num_blocks)
         seq.num_tokens = seq.num_written
 
     def release(self, seq_id: SeqId) -> None:
-        """Ends a sequence, also one that is swapped out. Its cached blocks can be found until they are evicted; its
-        others are free.
+        """End a sequence, also one that is swapped out.
+
+        Its cached blocks can be found until they are evicted. Its other blocks are free.
         """
-        if seq_id in self._swapped:
-            self.space.release_host(self._swapped.pop(seq_id).host_ids)
+        if seq_id in self._sequences.swapped:
+            self.space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
             return
-        seq = self._sequences.pop(seq_id)
-        self.pool.release(self._own_ids(seq))
+        seq = self._sequences[seq_id]
+        self.pool.release(self._sequences.own_ids(seq))
         self.tree.release(seq.match)
-        self._tables.remove_row(seq.row)
+        self._sequences.remove(seq_id)
 
     def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
-        """Gives the sequence's own blocks back that hold only tokens before the `num_tokens`th, for models all of whose
-        layers attend within a sliding window. Cached blocks stay; returns how many blocks became its own no more.
+        """Give back the sequence's own blocks that hold only tokens before the `num_tokens`th. Cached blocks stay.
 
-        Their entries of the table stay and mean nothing. ValueError beyond what is committed.
+        It is for models whose layers all have a sliding window. The table's entries stay and mean nothing.
+
+        Args:
+            seq_id: The sequence.
+            num_tokens: At most the committed tokens.
+
+        Returns:
+            How many blocks were given back.
+
+        Raises:
+            ValueError: num_tokens is out of range.
         """
         seq, num_tokens = self._sequences[seq_id], as_integer("num_tokens", num_tokens)
         if not 0 <= num_tokens <= seq.num_written:
             raise ValueError(f"num_tokens must be in [0, {seq.num_written}] committed ones, got {num_tokens}")
         num_left = max(num_tokens // self.block_size - seq.match.num_blocks, seq.num_left)
-        ids = self._tables.ids(seq.row)[seq.match.num_blocks + seq.num_left : seq.match.num_blocks + num_left]
+        ids = self._sequences.ids(seq)[seq.match.num_blocks + seq.num_left : seq.match.num_blocks + num_left]
         if self._is_shared(seq) or not len(ids):
             return 0
         self.pool.release(ids)
@@ -263,52 +264,44 @@ class BlockManager:
         return len(ids)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all that is cached, in both tiers, and ends all pins: for K and V that are out of date, as after the
-        model's weights have changed.
+        """Forget all cached blocks, in both tiers, and end all pins: as after a change of the model's weights.
 
-        RuntimeError, and nothing is forgotten, while a sequence has blocks, on the device or off it, or while somebody
-        holds a match of the tree: what they hold would be found again.
+        Raises:
+            RuntimeError: A sequence is not released, or a match of the tree. Nothing is forgotten.
         """
-        num_left = len(self._sequences) + len(self._swapped)
-        if num_left:
-            raise RuntimeError(f"reset_prefix_cache needs all sequences to be released, {num_left} are not")
+        if len(self._sequences):
+            raise RuntimeError(f"reset_prefix_cache needs all sequences to be released, {len(self._sequences)} are not")
         self.space.clear()
 
     # --- off the device and back -------------------------------------------------------------------------------------
 
     def swap_out(self, seq_id: SeqId) -> None:
-        """Frees the sequence's device blocks: what is committed and not cached goes to host blocks of its own; what is
-        cached is left to the tree, which may find it again, on either tier.
+        """Free the sequence's device blocks.
 
-        OutOfBlocks if the host lacks room.
+        Committed tokens that are not cached go to host blocks of the sequence's own. Cached blocks are left to the
+        tree, which may find them again, on either tier.
+
+        Raises:
+            OutOfBlocks: The host lacks room.
         """
-        seq = self._sequences[seq_id]
-        own = self._own_ids(seq)
-        written = own[: self._blocks_for(seq.num_written) - seq.match.num_blocks - seq.num_left].copy()
-        host_ids = self.space.take_host(len(written))
-        self.space.move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
-        self._swapped[seq_id] = SwappedState(
-            seq.match.num_blocks,
-            host_ids,
-            seq.num_written,
-            seq.pending,
-            seq.namespace,
-            seq.priority,
-            seq.num_left,
-            seq.is_private,
-        )
-        self.pool.release(own)
-        self.tree.release(seq.match)
-        self._tables.remove_row(seq.row)
-        del self._sequences[seq_id]
+        swaps.swap_out(self.space, self._sequences, seq_id)
 
     def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
-        """Blocks again for a sequence that is swapped out, whose tokens are `tokens`, and what was in them.
+        """Give device blocks to a sequence that is swapped out, with their contents.
 
-        num_cached_tokens is what was committed before, or less where cached blocks were evicted meanwhile: the rest is
-        to be computed again. OutOfBlocks if the device lacks room.
+        Args:
+            seq_id: A sequence that is swapped out.
+            tokens: All of its tokens, at least the committed ones.
+
+        Returns:
+            The blocks. num_cached_tokens is the number of tokens committed before, or less where cached blocks were
+            evicted meanwhile. The rest has to be computed again.
+
+        Raises:
+            OutOfBlocks: The device lacks room.
+            ValueError: There are fewer tokens than committed ones.
         """
-        swapped = self._swapped[seq_id]
+        swapped = self._sequences.swapped[seq_id]
         tokens = _some_tokens(tokens)
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
@@ -316,117 +309,78 @@ class BlockManager:
         fewest_left = int(len(tokens) > swapped.num_written)
         most_found = swapped.first_block * self.block_size if swapped.is_private else None
         num_left_over = self._num_left_over(len(tokens), most_found, fewest_left)
-        match = self.space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
-        try:
-            taken = self.space.give(match, max(self._blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
-        except BaseException:
-            self.tree.release(match)
-            raise
-        num_blocks = match.num_blocks
-        num_written, pending = match.num_tokens, tokens[:0]
-        if num_blocks >= swapped.first_block:
-            kept = swapped.host_ids[num_blocks - swapped.first_block :]
-            self.space.move("swap_in", zip(kept.tolist(), taken.tolist(), strict=False))
-            if match.num_tokens < swapped.num_written:
-                num_written = swapped.num_written
-                is_shared = self.enable_prefix_caching and not swapped.is_private
-                pending = tokens[match.num_tokens : num_written].copy() if is_shared else pending
-        self.space.release_host(swapped.host_ids)
-        row = self._tables.add_row(match.block_ids)
-        self._tables.extend(row, np.zeros(swapped.num_left, np.int32))
-        self._tables.extend(row, taken)
-        del self._swapped[seq_id]
-        self._sequences[seq_id] = SequenceState(
-            row,
-            match,
-            len(tokens),
-            num_written,
-            pending,
-            False,
-            swapped.namespace,
-            swapped.priority,
-            swapped.num_left,
-            swapped.is_private,
-        )
+        is_caching = self.enable_prefix_caching
+        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching)
         return Allocation(num_written, self.block_ids(seq_id))
 
-    # --- what a step needs -------------------------------------------------------------------------------------------
+    # --- arguments of a step -----------------------------------------------------------------------------------------
 
     def block_ids(self, seq_id: SeqId) -> Ids:
-        """A copy of the sequence's block ids."""
-        return self._tables.ids(self._sequences[seq_id].row).copy()
+        """Return a copy of the sequence's block ids, int32 [num_blocks]."""
+        return self._sequences.ids(self._sequences[seq_id]).copy()
 
     def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
-        """Several sequences' tables: [len(seq_ids), max_blocks]; entries behind a sequence's last mean nothing.
+        """Return the tables of several sequences, int32 [num_seqs, max_blocks].
 
-        RuntimeError, as in slot_mappings, while there are moves that were not taken.
+        Entries after a sequence's last block mean nothing.
+
+        Raises:
+            RuntimeError: There are moves to make.
         """
         self._check_moved()
-        return self._tables.tables([self._sequences[seq_id].row for seq_id in as_list("seq_ids", seq_ids)])
+        return self._sequences.block_tables(seq_ids)
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
-        """The slots of the sequence's positions [start, end)."""
+        """Return the slots of the sequence's positions [start, end), int64. Raise as `slot_mappings` does."""
         return self.slot_mappings([seq_id], [start], [end])
 
     def slot_mappings(self, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]) -> Slots:
-        """The slots of the positions [starts[i], ends[i]) of each sequence, one sequence after the other.
+        """Return the slots of the positions [starts[i], ends[i]) of each sequence, int64, one sequence after the other.
 
-        RuntimeError while there are moves that were not taken: whoever wrote now would be overwritten by them.
+        Raises:
+            RuntimeError: There are moves to make. They would overwrite tokens that are written now.
+            ValueError: A position is out of range.
         """
         self._check_moved()
-        seq_ids = as_list("seq_ids", seq_ids)
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        first, last = as_positions("starts", starts, len(seq_ids)), as_positions("ends", ends, len(seq_ids))
-        for seq_id, seq, start, end in zip(seq_ids, sequences, first.tolist(), last.tolist(), strict=True):
-            if not 0 <= start <= end <= seq.num_tokens:
-                raise ValueError(f"positions of {seq_id!r} must lie in [0, {seq.num_tokens}], got [{start}, {end}]")
-        return self._tables.slots([seq.row for seq in sequences], first, last)
+        return self._sequences.slots(seq_ids, starts, ends)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of the device tier."""
         return self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out: free ones, and cached ones in nobody's use."""
+        """Number of blocks that can be handed out: free ones, and cached ones that are not in use."""
         return self.space.num_free
 
     @property
     def usage(self) -> float:
-        """The part of the blocks that sequences hold, 0 to 1."""
+        """The part of the device's blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def is_swapped(self, seq_id: SeqId) -> bool:
-        """Whether the sequence is off the device."""
-        return seq_id in self._swapped
+        """Return whether the sequence is off the device."""
+        return seq_id in self._sequences.swapped
 
     def has_room(self, num_blocks: int) -> bool:
+        """Return whether so many blocks can be handed out."""
         return as_integer("num_blocks", num_blocks) <= self.num_free_blocks
 
     def stats(self) -> BlockStats:
-        space = self.space.stats()
-        return BlockStats(
-            num_blocks=self.num_blocks,
-            num_free_blocks=self.pool.num_free,
-            num_evictable_blocks=self.tree.num_evictable,
-            num_used_blocks=self.num_blocks - self.num_free_blocks,
-            num_sequences=len(self._sequences),
-            query_tokens=space.query_tokens,
-            hit_tokens=space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens,
-            evicted_blocks=space.evicted_blocks,
-            space=space,
-        )
+        """Return the counters, and the state of the blocks now."""
+        return BlockStats.of(self.pool, self.tree, self.space.stats(), len(self._sequences.on_device))
 
     def check(self) -> None:
-        """Raises RuntimeError if an invariant is broken: of the pool, the tree, or of who owns which block."""
-        check_blocks(self.space, self._tables, self._sequences, self._swapped)
+        """Raise RuntimeError if an invariant is broken: of the pool, the tree, or the owners of blocks. For tests."""
+        self._sequences.check(self.space)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _num_left_over(self, num_tokens: int, max_cached_tokens: int | None, num_left_over: int) -> int:
-        """How many of a sequence's tokens not to look up, at its end: all of them without prefix caching."""
+        """Return how many tokens at a sequence's end not to look up: all of them without prefix caching."""
         num_left_over = as_integer("num_left_over", num_left_over)
         most = num_tokens if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
         for name, number in (("max_cached_tokens", most), ("num_left_over", num_left_over)):
@@ -437,71 +391,15 @@ class BlockManager:
     def _is_shared(self, seq: SequenceState) -> bool:
         return self.enable_prefix_caching and not seq.is_private
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _with_or_without(self, part: PartMatch | None, give: Callable[[], Ids]) -> Ids:
-        """What `give` gives. A part of a block is not worth a request: without room its block need not stay."""
-        if part is None:
-            return give()
-        try:
-            return give()
-        except OutOfBlocks:
-            self.tree.release(part.match)
-            return give()
-        except BaseException:
-            self.tree.release(part.match)
-            raise
-
-    def _own_ids(self, seq: SequenceState) -> Ids:
-        return own_ids(self._tables, seq)
-
     def _insert(self, seq: SequenceState, tokens: Ids, num_full: int) -> None:
         begin = seq.match.num_blocks
-        seq.match = self.tree.insert(tokens, self._own_ids(seq)[:num_full], after=seq.match)
-        self._tables.replace(seq.row, begin, seq.match.block_ids_from(begin))
+        seq.match = self.tree.insert(tokens, self._sequences.own_ids(seq)[:num_full], after=seq.match)
+        self._sequences.tables.replace(seq.row, begin, seq.match.block_ids_from(begin))
         self.space.inserted(seq.match)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:
             raise RuntimeError("do_moves must be called before a step")
-
-    def _check_new(self, seq_id: SeqId) -> None:
-        if seq_id in self._sequences or seq_id in self._swapped:
-            raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
-
-    def _check_append(self, seq_ids: Sequence[SeqId], counts: list[int]) -> None:
-        if len(set(seq_ids)) != len(seq_ids):
-            raise ValueError(f"seq_ids must be distinct, got {list(seq_ids)}")
-        if len(counts) != len(seq_ids):
-            raise ValueError(f"num_new_tokens must be one per sequence, got {len(counts)} for {len(seq_ids)}")
-        for seq_id, count in zip(seq_ids, counts, strict=True):
-            if seq_id not in self._sequences:
-                raise KeyError(seq_id)
-            if count < 0:
-                raise ValueError(f"num_new_tokens must not be negative, got {count} for {seq_id!r}")
-
-    def _to_copy(self, sequences: list[SequenceState]) -> list[SequenceState]:
-        """Those whose partly filled last block another sequence reads too, but for the last holder of each block."""
-        holders: dict[int, int] = {}
-        copied = []
-        for seq in sequences:
-            if not seq.is_forked or seq.num_tokens % self.block_size == 0:
-                continue
-            block_id = int(self._tables.ids(seq.row)[-1])
-            left = holders.setdefault(block_id, self.pool.ref_count(block_id))
-            if left > 1:
-                copied.append(seq)
-                holders[block_id] = left - 1
-        return copied
-
-    def _copy_on_write(self, sequences: list[SequenceState], fresh: Ids) -> None:
-        old = [int(self._tables.ids(seq.row)[-1]) for seq in sequences]
-        for seq, block_id in zip(sequences, fresh, strict=True):
-            self._tables.replace(seq.row, self._tables.num_blocks(seq.row) - 1, np.array([block_id], np.int32))
-            seq.is_forked = False
-        self.space.move("copy", zip(old, fresh.tolist(), strict=True))
-        self.pool.release(old)
 
 
 def _some_tokens(tokens: Tokens) -> Ids:

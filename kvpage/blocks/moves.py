@@ -1,11 +1,13 @@
-"""BlockMoves: copies of blocks between and within the tiers, in the order in which they have to be done.
+"""BlockMoves: copies of blocks between and within the tiers, in the order in which they have to be made.
 
-    swap_out  (device, host)      what leaves the device, before its place is written
-    swap_in   (host, device)      what comes back
+    swap_out  (device, host)      blocks that leave the device, before their place is written
+    swap_in   (host, device)      blocks that come back
     copy      (device, device)    a part of a block that another sequence goes on from
 
-A later move may read or overwrite what an earlier one has written; so they are done one after the other, before the
-next step writes anything. One that fails is done again, before all else: the tree counts on it.
+A later move may read or overwrite blocks that an earlier one has written. So they are made one after the other, before
+the next step writes anything. A move that fails is made again before all others: the tree counts on it.
+
+Words: `add_move` puts one into the list, `take_moves` hands the list over, `do_move` makes one, `do_moves` makes all.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,12 @@ _NONE: Pairs = np.zeros((0, 2), np.int64)
 
 
 class BlockMove(NamedTuple):
-    """Pairs of blocks that can be copied in any order, or at once."""
+    """Pairs of blocks that can be copied in any order, or at once.
+
+    Attributes:
+        kind: "swap_out", "swap_in" or "copy".
+        pairs: int64 [num_pairs, 2], (from, to). The kind says in which tier each of the two is.
+    """
 
     kind: Kind
     pairs: Pairs
@@ -34,20 +41,34 @@ class _Added:
 
 
 class BlockMoves:
-    """An ordered list of moves; neighbours of one kind that do not depend on each other are one."""
+    """An ordered list of moves. Neighbours of one kind that do not depend on each other are one move."""
 
     def __init__(self) -> None:
         self._added: list[_Added] = []
 
     def add(self, kind: Kind, pairs: Pairs | Iterable[tuple[int, int]]) -> None:
-        """Puts pairs behind what is there. They must not depend on each other."""
+        """Put pairs at the end of the list.
+
+        Args:
+            kind: "swap_out", "swap_in" or "copy".
+            pairs: (from, to) each. They must not depend on each other.
+        """
         array = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.int64).reshape(-1, 2)
         if len(array):
             self._added.append(_Added(kind, array))
 
     def add_from(self, kind: Kind, change: Callable[[], Pairs]) -> int:
-        """Puts the pairs behind that `change` returns, and returns how many. What it has changed would be wrong without
-        their moves, so they have their place before it is called: none are lost for lack of memory.
+        """Put the pairs that `change` returns at the end of the list.
+
+        The state that `change` has altered would be wrong without these moves. So their place in the list is made
+        before the call: no pair is lost for lack of memory.
+
+        Args:
+            kind: "swap_out", "swap_in" or "copy".
+            change: Returns pairs, int64 [num_pairs, 2].
+
+        Returns:
+            The number of pairs.
         """
         added = _Added(kind, _NONE)
         self._added.append(added)
@@ -59,15 +80,27 @@ class BlockMoves:
         return len(added.pairs)
 
     def num_blocks(self, kind: Kind) -> int:
+        """Return the number of pairs of one kind."""
         return sum(len(added.pairs) for added in self._added if added.kind == kind)
 
-    def do(self, each: Callable[[BlockMove], object]) -> None:
-        """Does them in their order. One for which `each` raises is to be done still, whole, and so are those behind it:
-        what is written before they are done, or read, is not what the blocks are taken for.
+    def do(self, do_move: Callable[[BlockMove], object]) -> None:
+        """Make the moves in their order.
+
+        Args:
+            do_move: Makes one move. If it raises, that whole move and those after it stay in the list. Until they are
+                made, their blocks must be neither read nor written.
+        """
+        for move in self.due():
+            do_move(move)
+
+    def due(self) -> Iterator[BlockMove]:
+        """Yield the moves in their order. Each counts as made when the next one is asked for.
+
+        A loop over it that ends early, as by an exception, leaves its last move, whole, and those after it in the list.
         """
         while self._added:
             move, num_added = self._first(0)
-            each(move)
+            yield move
             del self._added[:num_added]
 
     def __iter__(self) -> Iterator[BlockMove]:
@@ -78,7 +111,7 @@ class BlockMoves:
             begin += num_added
 
     def _first(self, begin: int) -> tuple[BlockMove, int]:
-        """What can be done at once from there on, and how many were added for it."""
+        """Return the pairs that can be copied at once from `begin` on, and the number of their entries."""
         move = BlockMove(self._added[begin].kind, self._added[begin].pairs)
         for end in range(begin + 1, len(self._added)):
             added = self._added[end]

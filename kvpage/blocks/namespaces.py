@@ -1,10 +1,10 @@
-"""What a cached block is known by besides its tokens: a tenant, an adapter, the content behind placeholder tokens.
+"""Names of a cached block besides its tokens: a tenant, an adapter, the content that placeholder tokens represent.
 
     tokens    [ 17 | 5 | IMG IMG IMG IMG ... IMG | 8 ]      IMG: the same id for every image
     keyed     [ 17 | 5 | -a  -b  -c  -d  ... -x  | 8 ]      31 bits of the image's digest each: nine hold all of it
 
-Keyed tokens are for BlockManager and PrefixTree, which compare them like any others; the model gets the real ones. The
-digest is SHA-256 of the content, computed here: who could name it could read what another's image has left.
+Keyed tokens are for BlockManager and PrefixTree, which compare them like any others. The model gets the real ones. The
+digest is SHA-256 of the content, computed here. A caller who could choose the digest could read another image's blocks.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpage.blocks.table import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import check_at_least
 
 __all__ = ["Content", "keyed_tokens", "namespace_of"]
 
@@ -24,7 +25,17 @@ WHOLE_DIGEST = 9  # placeholders that hold 256 bits
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the placeholders [start, start + num_tokens) of a prompt stand for: the bytes of an image, of audio, ..."""
+    """The bytes of an image, of audio or the like, which some placeholders of a prompt represent.
+
+    Attributes:
+        start: Index of the first placeholder.
+        num_tokens: Number of placeholders, at least 1.
+        data: The content.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: data is not bytes.
+    """
 
     start: int
     num_tokens: int
@@ -32,21 +43,26 @@ class Content:
 
     def __post_init__(self) -> None:
         for name, least in (("start", 0), ("num_tokens", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         if not isinstance(self.data, (bytes, bytearray, memoryview)):
             raise TypeError(f"data must be bytes, got {type(self.data).__name__}")
 
     @property
     def end(self) -> int:
+        """Index after the last placeholder."""
         return self.start + self.num_tokens
 
 
 def namespace_of(salt: bytes = b"", lora: str = "", contents: Sequence[bytes] = ()) -> bytes:
-    """A namespace for BlockManager: different for any two different (salt, lora, contents), b"" for none of them.
+    """Return a namespace for BlockManager: another one for any other (salt, lora, contents), and b"" for none of them.
 
-    salt: a tenant's secret. lora: the adapter's name. contents: digests, in order.
+    Args:
+        salt: A tenant's secret.
+        lora: The adapter's name.
+        contents: Digests, in order.
+
+    Raises:
+        TypeError: An argument is of another type.
     """
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
@@ -62,12 +78,23 @@ def namespace_of(salt: bytes = b"", lora: str = "", contents: Sequence[bytes] = 
 
 
 def keyed_tokens(tokens: Tokens, contents: Sequence[Content], salt: bytes = b"", lora: str = "") -> tuple[Ids, bytes]:
-    """The tokens and the namespace that a prompt with such contents is cached under; int32 [num_tokens].
+    """Return the tokens and the namespace that a prompt with contents is cached under.
 
-    The placeholders of a content carry its digest. Fewer than nine cannot hold all of it, so the digest becomes part of
-    the namespace, too: then nothing is shared with prompts that have other contents, not even what comes before.
+    The placeholders of a content carry its digest. Fewer than nine cannot hold all of it. Then the digest becomes part
+    of the namespace, and the prompt shares nothing with prompts of other contents, not even the tokens before them.
 
-    ValueError for contents that overlap, are out of order or lie outside of the tokens, and for negative tokens.
+    Args:
+        tokens: The prompt, without negative ids.
+        contents: The contents, in the order of their placeholders.
+        salt: A tenant's secret.
+        lora: The adapter's name.
+
+    Returns:
+        The keyed tokens, int32 [num_tokens], and the namespace.
+
+    Raises:
+        ValueError: Contents overlap, are out of order or exceed the tokens, or a token is negative.
+        TypeError: An argument is of another type.
     """
     keyed, contents = as_tokens(tokens).copy(), list(contents)
     if not all(isinstance(content, Content) for content in contents):
@@ -78,7 +105,7 @@ def keyed_tokens(tokens: Tokens, contents: Sequence[Content], salt: bytes = b"",
     for content in contents:
         if content.start < end or content.end > len(keyed):
             raise ValueError(
-                f"contents must lie in order within [{end}, {len(keyed)}], got [{content.start}, {content.end}]"
+                f"contents must be in order within [{end}, {len(keyed)}], got [{content.start}, {content.end}]"
             )
         end = content.end
         digest = hashlib.sha256(content.data).digest()
@@ -89,8 +116,8 @@ def keyed_tokens(tokens: Tokens, contents: Sequence[Content], salt: bytes = b"",
 
 
 def _placeholder_ids(digest: bytes, num_tokens: int) -> Ids:
-    """Negative ids: the digest's bits 31 by 31, again from the start behind the ninth."""
+    """Return negative ids: the digest's bits 31 by 31, from the start again after the ninth."""
     number = int.from_bytes(digest, "little")
-    pieces = [number >> (ID_BITS * i) & (2**ID_BITS - 1) for i in range(WHOLE_DIGEST)]
-    ids = -1 - np.array(pieces, np.int64)
+    parts = [number >> (ID_BITS * i) & (2**ID_BITS - 1) for i in range(WHOLE_DIGEST)]
+    ids = -1 - np.array(parts, np.int64)
     return np.resize(ids, num_tokens).astype(np.int32)

@@ -1,4 +1,4 @@
-"""UserPins: cached prefixes that a user wants to keep: within a quota, for a time, and never at a request's cost."""
+"""UserPins: cached prefixes that a user keeps, within a quota and for a time. A request takes precedence over them."""
 
 import numbers
 import time
@@ -6,18 +6,17 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from kvpage._C import Match, PrefixTree
-from kvpage.checks.values import as_integer
+from kvpage.checks.values import as_integer, check_at_least
 
 
 class UserPins:
     """Matches by handle, the oldest first. Not thread-safe.
 
-    quota: blocks that all pins may hold together; a prefix that two pins share counts twice.
+    quota: Blocks that all pins may hold together. A prefix that two pins share counts twice.
     """
 
     def __init__(self, tree: PrefixTree, quota: int, clock: Callable[[], float] = time.monotonic) -> None:
-        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
-            raise ValueError(f"quota must be an integer of at least 0, got {quota!r}")
+        check_at_least("quota", quota, 0)
         self.quota = quota
         self._tree = tree
         self._clock = clock
@@ -26,6 +25,7 @@ class UserPins:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks that all pins hold."""
         pins = list(self._pins.values())  # all at once: statistics may be asked for in another thread
         return sum(match.num_blocks for match, _ in pins)
 
@@ -33,8 +33,13 @@ class UserPins:
         return len(self._pins)
 
     def add(self, match: Match, ttl: float | None) -> int:
-        """Takes the match over; returns a handle. ValueError, and the match stays the caller's, if it exceeds the quota
-        or `ttl` (seconds) is not positive.
+        """Take over a match until its time is over, and return a handle.
+
+        ttl: Seconds; None for no limit.
+
+        Raises:
+            ValueError: It exceeds the quota, or `ttl` is not positive. The match stays the caller's.
+            TypeError: `ttl` is no number.
         """
         if ttl is not None and not isinstance(ttl, numbers.Real):
             raise TypeError(f"ttl must be a number of seconds or None, got {type(ttl).__name__}")
@@ -49,26 +54,27 @@ class UserPins:
         return self._num_handles
 
     def remove(self, handle: int) -> None:
-        """Unpins. A handle whose pin has ended already is nothing to complain about; an unknown one is a KeyError."""
+        """End a pin. One that has ended already is no error; an unknown handle is a KeyError."""
         if not 1 <= as_integer("handle", handle) <= self._num_handles:
             raise KeyError(handle)
         if handle in self._pins:
             self._tree.release(self._pins.pop(handle)[0])
 
     def clear(self) -> None:
-        """Ends all."""
+        """End all pins."""
         for handle in list(self._pins):
             self.remove(handle)
 
     def expire(self) -> None:
-        """Ends what has had its time."""
+        """End the pins whose time is over."""
         now = self._clock()
         for handle in [handle for handle, (_, end) in self._pins.items() if end <= now]:
             self.remove(handle)
 
     def give_up(self, num_blocks: int) -> None:
-        """Ends pins, the oldest first and no more than it takes, so that `num_blocks` more device blocks can go;
-        none where ending all of them would not do.
+        """End the oldest pins, as few as possible, so that `num_blocks` more device blocks can be evicted.
+
+        No pin ends where the end of all of them would not be enough.
         """
         matches, handles = [match for match, _ in self._pins.values()], list(self._pins)
         counts = range(len(matches) + 1)

@@ -1,16 +1,17 @@
-"""BlockSpace: the blocks of both tiers, free and cached, and what has to be copied between them. It knows no sequences.
+"""BlockSpace: the blocks of both tiers, free and cached, and the moves between them. It knows no sequences.
 
 take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demote ──► host blocks ──► evicted there, too
-give(m)   a match's blocks from the host come back, the rest is free blocks
+give(m)   a match's blocks come back from the host, the rest is free blocks
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.pins import UserPins
+from kvpage.blocks.stats import SpaceStats
 from kvpage.blocks.table import Ids
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
@@ -18,10 +19,14 @@ from kvpage.checks.tokens import Tokens, as_tokens
 
 @dataclass(frozen=True, slots=True)
 class HostPolicy:
-    """When a cached block gets its copy on the host.
+    """The time at which a cached block gets its copy on the host.
 
-    after_hits: None, when it is evicted from the device. 0, as soon as it is cached. n, when n requests have found it.
-        An early copy costs a transfer that may never be needed, and makes a later eviction free.
+    Attributes:
+        after_hits: None: when it is evicted from the device. 0: as soon as it is cached. n: when n requests have found
+            it. An early copy costs a transfer that may never be needed, and makes a later eviction free.
+
+    Raises:
+        ValueError: after_hits is neither None nor an integer of at least 0.
     """
 
     after_hits: int | None = None
@@ -32,41 +37,8 @@ class HostPolicy:
             raise ValueError(f"after_hits must be None or an integer of at least 0, got {hits!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceStats:
-    """Counters since the space was made, and the state of the host tier now. Tokens or blocks, as the names say.
-
-    device_hit_tokens, host_hit_tokens: of prompts, found in that tier. part_hit_tokens: parts of blocks, copied.
-    refused_tokens: found on the host and left there, because computing was expected to be faster; once for each try.
-    evicted_blocks: have left the device; demoted_blocks of them were copied to the host for it, written_blocks early.
-    """
-
-    query_tokens: int
-    device_hit_tokens: int
-    host_hit_tokens: int
-    part_hit_tokens: int
-    refused_tokens: int
-    evicted_blocks: int
-    demoted_blocks: int
-    written_blocks: int
-    promoted_blocks: int
-    num_host_blocks: int
-    num_free_host_blocks: int
-    num_cached_host_blocks: int
-    num_pinned_blocks: int
-
-    @property
-    def miss_tokens(self) -> int:
-        return self.query_tokens - self.device_hit_tokens - self.host_hit_tokens - self.part_hit_tokens
-
-    @property
-    def host_evicted_blocks(self) -> int:
-        """Cached blocks that have left the host, also those that were dropped."""
-        return self.demoted_blocks + self.written_blocks - self.num_cached_host_blocks
-
-
 class BlockSpace:
-    """Pools and tree. Each method gives all or nothing. Not thread-safe."""
+    """The pools and the prefix tree of both tiers. Each method gives all or nothing. Not thread-safe."""
 
     def __init__(
         self,
@@ -94,28 +66,38 @@ class BlockSpace:
 
     @property
     def has_moves(self) -> bool:
+        """Whether there are moves to make."""
         return bool(self._moves)
 
     def take_moves(self) -> BlockMoves:
+        """Hand over the moves, each once."""
         moves, self._moves = self._moves, BlockMoves()
         return moves
 
-    def do_moves(self, each: Callable[[BlockMove], object]) -> None:
-        self._moves.do(each)
+    def due_moves(self) -> Iterator[BlockMove]:
+        """Return the moves in order; see BlockMoves.due."""
+        return self._moves.due()
 
-    def move(self, kind: Kind, pairs: Iterable[tuple[int, int]]) -> None:
+    def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
+        """Make all moves in order, each by `do_move`; see BlockMoves.do."""
+        self._moves.do(do_move)
+
+    def add_move(self, kind: Kind, pairs: Iterable[tuple[int, int]]) -> None:
+        """Add a move of independent pairs (from, to)."""
         self._moves.add(kind, pairs)
 
     # --- blocks ---
 
     @property
     def num_free(self) -> int:
-        """Device blocks that can be handed out: free ones, and cached ones in nobody's use."""
+        """Number of device blocks that can be handed out: free ones, and cached ones that are not in use."""
         return self.pool.num_free + self.tree.num_evictable
 
     def take(self, num_blocks: int) -> Ids:
-        """Free device blocks, evicting what lacks, and ending users' pins where that is not enough but they are.
-        OutOfBlocks, with nothing evicted and no pin ended but those that had their time.
+        """Take free device blocks. Where too few are free, cached blocks are evicted, and pins end if that helps.
+
+        Raises:
+            OutOfBlocks: There is no room. Nothing is evicted, and no pin ends except those whose time was over.
         """
         if num_blocks > self.num_free:
             self.pins.expire()
@@ -129,7 +111,11 @@ class BlockSpace:
         return self.pool.allocate(num_blocks)
 
     def take_host(self, num_blocks: int) -> Ids:
-        """Free host blocks, evicting what lacks there. OutOfBlocks before anything is evicted."""
+        """Take free host blocks. Cached blocks are evicted there where too few are free.
+
+        Raises:
+            OutOfBlocks: There is no room. Nothing is evicted.
+        """
         lacking = num_blocks - self.host_pool.num_free
         if lacking > self.tree.num_host_evictable:
             raise OutOfBlocks(num_blocks, self.host_pool.num_free + self.tree.num_host_evictable)
@@ -138,11 +124,17 @@ class BlockSpace:
         return self.host_pool.allocate(num_blocks)
 
     def release_host(self, host_ids: Ids) -> None:
+        """Free host blocks."""
         self.host_pool.release(host_ids)
 
     def give(self, match: Match, num_blocks: int) -> Ids:
-        """Brings what of the match is on the host to the device, and takes free blocks up to `num_blocks` in all:
-        returns these. OutOfBlocks, and the match is as it was.
+        """Bring the host blocks of a match to the device, and take free blocks up to `num_blocks` in all.
+
+        Returns:
+            The free blocks, int32.
+
+        Raises:
+            OutOfBlocks: There is no room. The match is as it was.
         """
         num_on_device = match.num_device_blocks
         num_host = match.num_blocks - num_on_device
@@ -155,16 +147,16 @@ class BlockSpace:
         return taken[num_host:]
 
     def copy_part(self, part: PartMatch, taken: Ids) -> int:
-        """The block's shared part comes into the first of `taken`: the number of its tokens. Ends the part's pin."""
+        """Add the move of the shared part into the first of `taken`, end its pin, and return its number of tokens."""
         kind: Kind = "copy" if part.is_on_device else "swap_in"
         self._moves.add(kind, [(part.block_id, int(taken[0]))])
         self.tree.release(part.match)
         return part.num_tokens
 
     def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> Match:
-        """The cached prefix of `tokens`, without what is on the host and expected to be computed faster than loaded.
+        """Return the cached prefix of `tokens`, without host blocks that are likely computed faster than loaded.
 
-        num_left_over: as many tokens at least are left to compute.
+        num_left_over: At least so many tokens are left to compute.
         """
         match = self.tree.match(tokens, namespace, priority, num_left_over)
         num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
@@ -174,16 +166,28 @@ class BlockSpace:
         return match
 
     def inserted(self, match: Match) -> None:
-        """The end of a path has been cached."""
+        """Write the match's blocks to the host if the policy says so: the end of its path has just been cached."""
         if self.host_policy.after_hits == 0:
             self._write_out(match, 0)
 
     # --- hints and pins ---
 
     def pin(self, tokens: Tokens, namespace: bytes = b"", ttl: float | None = None) -> int:
-        """Keeps the cached prefix of `tokens`, in whichever tier it is, for `ttl` seconds or until `unpin`; returns a
-        handle. Requests come first: pins end, the oldest first, where one fits by that and not without, so that what
-        users pin makes no request wait for ever. ValueError beyond the quota.
+        """Keep the cached prefix of `tokens`, in either tier.
+
+        Requests come first. Where one fits only without pins, pins end, the oldest first. So no request waits for ever.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+            ttl: Seconds until the pin ends; None: until `unpin`.
+
+        Returns:
+            A handle for `unpin`.
+
+        Raises:
+            ValueError: All pins together would exceed the quota, or ttl is not positive.
+            TypeError: An argument is of another type.
         """
         match = self._match_all(tokens, namespace)
         try:
@@ -193,11 +197,23 @@ class BlockSpace:
             raise
 
     def unpin(self, handle: int) -> None:
-        """Ends a pin; one that has ended already is fine. KeyError for a handle that was never given."""
+        """End a pin. A pin that has ended already is no error.
+
+        Raises:
+            KeyError: The handle was never given.
+        """
         self.pins.remove(handle)
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Brings what of the tokens' prefix is on the host to the device, if there is room: how many tokens it was."""
+        """Bring the host blocks of the tokens' prefix to the device, if there is room.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+
+        Returns:
+            The number of tokens in these blocks.
+        """
         match = self._match_all(tokens, namespace)
         try:
             num_host = match.num_blocks - match.num_device_blocks
@@ -209,12 +225,22 @@ class BlockSpace:
             self.tree.release(match)
 
     def drop(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Forgets the blocks of `tokens` that nobody uses and no other cached prompt shares: how many tokens it was."""
+        """Forget the blocks of `tokens` that are not in use and that no other cached prompt shares.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+
+        Returns:
+            The number of tokens in these blocks.
+        """
         return self.tree.drop(as_tokens(tokens), namespace)
 
     def clear(self) -> None:
-        """Forgets all that is cached, in both tiers, and ends all pins. RuntimeError, and nothing is forgotten, while
-        somebody holds a match.
+        """Forget all cached blocks, in both tiers, and end all pins.
+
+        Raises:
+            RuntimeError: A match is not released. Nothing is forgotten.
         """
         num_held = self.tree.num_matches - len(self.pins)
         if num_held:
@@ -225,10 +251,12 @@ class BlockSpace:
     # --- questions ---
 
     def count_query(self, num_tokens: int, num_part_tokens: int) -> None:
+        """Count a prompt's tokens, and those that it shares in a part of a block."""
         self._counts["query"] += num_tokens
         self._counts["part_hit"] += num_part_tokens
 
     def stats(self) -> SpaceStats:
+        """Return the counters, and the state of the host tier now."""
         return SpaceStats(
             **{f"{name}_tokens": count for name, count in self._counts.items()},
             **{f"{name}_blocks": count for name, count in self._blocks.items()},
@@ -239,7 +267,7 @@ class BlockSpace:
         )
 
     def check_host(self, owned_ids: list[int]) -> None:
-        """RuntimeError unless free, cached and owned host blocks make up the tier."""
+        """Raise RuntimeError unless free, cached and owned host blocks make up the tier."""
         self.host_pool.check()
         total = self.host_pool.num_free + self.tree.num_host_cached + len(owned_ids)
         if total != self.host_pool.num_blocks or len(set(owned_ids)) != len(owned_ids):
@@ -251,7 +279,7 @@ class BlockSpace:
     # --- inside ---
 
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
-        """Also of a prompt that is cached to its last token."""
+        """Return the match, also of a prompt that is cached to its last token."""
         return self.tree.match(as_tokens(tokens), namespace, num_left_over=0)
 
     def _evict(self, num_blocks: int) -> None:

@@ -1,17 +1,70 @@
-"""BlockStats: what a BlockManager has done, and what its blocks are doing now."""
+"""Statistics of blocks: counters since a BlockManager was made, and the state of its blocks now."""
 
 from dataclasses import dataclass
 
-from kvpage.blocks.space import SpaceStats
+from kvpage._C import BlockPool, PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStats:
+    """Counters of both tiers, in tokens or blocks as the names say, and the state of the host tier now.
+
+    Attributes:
+        query_tokens: Tokens of all prompts.
+        device_hit_tokens: Prompt tokens found on the device.
+        host_hit_tokens: Prompt tokens found on the host.
+        part_hit_tokens: Prompt tokens found in parts of blocks, and copied.
+        refused_tokens: Tokens found on the host and left there, since computing them was expected to be faster. They
+            count once for each try.
+        evicted_blocks: Cached blocks that have left the device.
+        demoted_blocks: Those of them that were copied to the host for it.
+        written_blocks: Blocks that were copied to the host before their eviction.
+        promoted_blocks: Blocks that came back from the host.
+        num_host_blocks: Blocks of the host tier.
+        num_free_host_blocks: Host blocks that are free.
+        num_cached_host_blocks: Host blocks in the tree.
+        num_pinned_blocks: Blocks that users have pinned. A block of two pins counts twice.
+    """
+
+    query_tokens: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    part_hit_tokens: int
+    refused_tokens: int
+    evicted_blocks: int
+    demoted_blocks: int
+    written_blocks: int
+    promoted_blocks: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    num_cached_host_blocks: int
+    num_pinned_blocks: int
+
+    @property
+    def miss_tokens(self) -> int:
+        """Prompt tokens that were not found."""
+        return self.query_tokens - self.device_hit_tokens - self.host_hit_tokens - self.part_hit_tokens
+
+    @property
+    def host_evicted_blocks(self) -> int:
+        """Cached blocks that have left the host, also those that were dropped."""
+        return self.demoted_blocks + self.written_blocks - self.num_cached_host_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Counters since the manager was made, and the state of the blocks now.
+    """Counters since the manager was made, and the state of the device blocks now.
 
-    num_used_blocks: held by sequences, whether their own or pinned in the tree.
-    num_evictable_blocks: cached, in nobody's use.
-    space: the same of both tiers, in more detail.
+    Attributes:
+        num_blocks: Blocks of the device tier.
+        num_free_blocks: Blocks without contents.
+        num_evictable_blocks: Cached blocks that are not in use.
+        num_used_blocks: Blocks that sequences hold, whether their own or pinned in the tree.
+        num_sequences: Sequences on the device.
+        query_tokens: Tokens of all prompts.
+        hit_tokens: Prompt tokens found on either tier.
+        evicted_blocks: Cached blocks that have left the device.
+        space: The same of both tiers, in more detail.
     """
 
     num_blocks: int
@@ -24,6 +77,22 @@ class BlockStats:
     evicted_blocks: int
     space: SpaceStats
 
+    @classmethod
+    def of(cls, pool: BlockPool, tree: PrefixTree, space: SpaceStats, num_sequences: int) -> "BlockStats":
+        """Return the statistics of a pool and its tree, with the counters of both tiers."""
+        return cls(
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_evictable_blocks=tree.num_evictable,
+            num_used_blocks=pool.num_blocks - pool.num_free - tree.num_evictable,
+            num_sequences=num_sequences,
+            query_tokens=space.query_tokens,
+            hit_tokens=space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens,
+            evicted_blocks=space.evicted_blocks,
+            space=space,
+        )
+
     @property
     def hit_rate(self) -> float:
+        """The part of the prompt tokens that was found, 0 to 1."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0

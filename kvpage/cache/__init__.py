@@ -1,1 +1,1 @@
-"""The tensors of both tiers, and how their blocks move."""
+"""Cache tensors of both tiers, and the copies of their blocks."""

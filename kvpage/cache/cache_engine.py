@@ -1,6 +1,6 @@
-"""CacheEngine: owns the cache tensors of the device tier and the host tier, and moves blocks within and between them.
+"""CacheEngine: owns the cache tensors of the device tier and the host tier, and copies blocks within and between them.
 
-It knows block ids and nothing of tokens, sequences or who uses which block: that is the block manager's.
+It knows block ids. It knows nothing of tokens, of sequences or of the owners of blocks: those are the block manager's.
 """
 
 import weakref
@@ -12,8 +12,8 @@ import torch
 
 import kvpage._C as _C
 from kvpage.blocks.moves import BlockMove
-from kvpage.cache.block_mover import BlockMover, copy_mover, no_mover, swap_mover
 from kvpage.cache.calibration import Calibration, calibrate
+from kvpage.cache.copiers import Copier, device_copier, no_copier, swap_copier
 from kvpage.cache.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
 from kvpage.cache.transfer_stream import TransferStream, open_stream
 from kvpage.checks.values import check_flag
@@ -33,27 +33,39 @@ from kvpage.ops.token_args import check_scales
 class CacheEngine:
     """The caches of one rank.
 
-    gpu_cache, cpu_cache: one tensor per attention layer of this pipeline stage, in the backend's generic shape, strided
-        as its stride order and the layer layout say, zeroed. On a CPU device the "gpu_cache" is simply the device tier
-        in host memory. When the device is a GPU, host memory is pinned. It comes from torch's caching host allocator,
-        which rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for all.
-        So the host tier may take up to twice its blocks' bytes; choose num_cpu_blocks with that in mind.
-    layer_ids: the layer in the whole model of each entry of these lists.
+    The tensors live as long as the engine. A swap or copy on a GPU is ordered on the current stream, and the host does
+    not wait for it. Each raises as `BlockCopier.run` does, before anything is written. A backend's own
+    `swap_blocks` or `copy_blocks` checks the ids itself.
 
-    kv_scales: of 8-bit floats, one a layer; None means 1. They stay what they are as long as the engine lives, as every
-        block that was written with them is read with them. ValueError for a cache that takes none, and for others than
-        the layout takes.
-    calibration: when swaps on a GPU are copied by its kernel; by default `kvpage.calibrate` measures it, once per
-        device and process, before the caches are allocated.
-    make_stream: what asynchronous swaps run on. It is kept until the engine goes, and must not keep the engine.
+    With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread).
+    It comes after earlier swaps and after the work that the current stream has at the call. It returns a `Transfer`.
+    Every other swap or copy comes after the transfers in flight.
 
-    The tensors live as long as the engine. A `swap_*` or `copy` on a GPU is ordered on the current stream and not
-    waited for. Each raises what `BlockCopier.run` raises, before anything is written, unless the backend brings its own
-    `swap_blocks` or `copy_blocks`, which then check the ids themselves. TypeError for a config of another type.
+    Attributes:
+        gpu_cache: One tensor for each attention layer of this pipeline stage, in the backend's generic shape, zeroed.
+            Its strides are those of the stride order and the layer layout. On a CPU device it is the device tier in
+            host memory.
+        cpu_cache: The same for the host tier. Beside a GPU it is pinned, and comes from torch's caching host allocator.
+            That rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for
+            all. So the host tier may take up to twice its blocks' bytes. Choose num_cpu_blocks with that in mind.
+        layer_ids: The layer in the whole model of each entry of these lists.
+        kv_scales: The scales of each layer, or None.
 
-    With non_blocking=True a swap runs beside the computation, on one stream of the engine's own (on a CPU: one thread),
-    in the order of the calls, after what the current stream had to do when it was called; it returns a `Transfer`.
-    Every other swap or copy comes after the transfers that are in flight.
+    Args:
+        cache_config: Layout and numbers of blocks.
+        model_config: Layers, heads and sizes.
+        parallel_config: The rank; by default the only one.
+        device_config: The device; by default the CPU.
+        calibration: When swaps on a GPU are copied by its kernel. By default `kvpage.calibrate` measures it, once per
+            device and process, before the caches are allocated.
+        make_stream: Makes the stream of asynchronous swaps for a device. The engine keeps it to its end, and it must
+            not keep the engine.
+        kv_scales: Scales of 8-bit floats, one a layer; None means 1. They stay as long as the engine lives: every block
+            that was written with them is read with them.
+
+    Raises:
+        TypeError: A config is of another type.
+        ValueError: Configs do not fit together, or the layout does not take the scales.
     """
 
     def __init__(
@@ -79,7 +91,7 @@ class CacheEngine:
         self._block_bytes = 0  # in all layers
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
-        self._swap_in = self._swap_out = self._copy = no_mover()
+        self._swap_in = self._swap_out = self._copy = no_copier()
         if self.layer_ids:
             self._allocate(cache_config.layout(model_config, parallel_config), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
@@ -90,7 +102,11 @@ class CacheEngine:
 
     @property
     def layout(self) -> CacheLayout:
-        """The layout of every tensor of both tiers. ValueError where this stage has no attention layer."""
+        """The layout of every tensor of both tiers.
+
+        Raises:
+            ValueError: This stage has no attention layer.
+        """
         if self._layout is None:
             raise ValueError("layout needs a stage with attention layers, this one has none")
         return self._layout
@@ -116,15 +132,24 @@ class CacheEngine:
         on_done: OnDone | None = None,
         by_layer: bool = False,
     ) -> Transfer | None:
-        """Copies host blocks to device blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (host, device).
+        """Copy host blocks to device blocks in all layers.
 
-        non_blocking: returns a Transfer at once instead of None; the other parameters are for it alone (ValueError).
-        pools: (host's, device's); the blocks get one reference more in them until the transfer is done, and None leaves
-            a side to the caller. Blocks cached by a tree cannot be shared: hold their Match, and release it in
-            `on_done`.
-        on_done: called with the transfer, once, by whichever thread finds that it is done or failed, after the pins are
-            given back; it must not wait for another thread that uses the transfer. What it raises, `wait` raises.
-        by_layer: each layer can be waited for alone. It costs a copy a layer, instead of one for all.
+        Args:
+            src_to_dst: int64 [num_pairs, 2] on the CPU, (host block, device block).
+            non_blocking: Return a Transfer at once instead of None. The other arguments need it.
+            pools: The host's and the device's BlockPool. Blocks get one more reference in them until the transfer is
+                done. None leaves a side to the caller. Blocks cached by a tree cannot be shared: hold their Match
+                instead, and release it in `on_done`.
+            on_done: Called with the transfer, once, after the pins are given back, by the thread that finds it done or
+                failed. It must not wait for another thread that uses the transfer. `wait` raises its errors.
+            by_layer: Whether each layer can be waited for alone. It costs a copy a layer, instead of one for all.
+
+        Returns:
+            The Transfer, or None without non_blocking.
+
+        Raises:
+            ValueError: An id is out of range, a destination is named twice, or an argument needs non_blocking.
+            TypeError: An argument is of another type.
         """
         return self._swap(self._swap_in, src_to_dst, non_blocking, pools, on_done, by_layer)
 
@@ -149,24 +174,52 @@ class CacheEngine:
         on_done: OnDone | None = None,
         by_layer: bool = False,
     ) -> Transfer | None:
-        """Copies device blocks to host blocks in all layers. src_to_dst: int64 CPU [num_pairs, 2], (device, host).
+        """Copy device blocks to host blocks in all layers.
 
-        Everything else as for `swap_in`; `pools` are (device's, host's).
+        Args:
+            src_to_dst: int64 [num_pairs, 2] on the CPU, (device block, host block).
+            non_blocking: As in `swap_in`.
+            pools: The device's and the host's BlockPool, or None each.
+            on_done: As in `swap_in`.
+            by_layer: As in `swap_in`.
+
+        Returns:
+            The Transfer, or None without non_blocking.
+
+        Raises:
+            ValueError: As in `swap_in`.
+            TypeError: As in `swap_in`.
         """
         return self._swap(self._swap_out, src_to_dst, non_blocking, pools, on_done, by_layer)
 
     def copy(self, src_to_dsts: torch.Tensor) -> None:
-        """Copies device blocks to device blocks in all layers. src_to_dsts: int64 CPU [num_pairs, 2], (from, to)."""
+        """Copy device blocks to device blocks in all layers.
+
+        Args:
+            src_to_dsts: int64 [num_pairs, 2] on the CPU, (from, to).
+
+        Raises:
+            ValueError: An id is out of range, or pairs depend on each other.
+            TypeError: It is no tensor.
+        """
         self._transfers.order_current()
         self._copy.run(src_to_dsts)
 
-    def move(self, moves: Iterable[BlockMove]) -> None:
-        """Does what a BlockManager asks for, in its order."""
+    def do_moves(self, moves: Iterable[BlockMove]) -> None:
+        """Make moves that BlockManager.take_moves handed over, in their order.
+
+        Args:
+            moves: The moves.
+        """
         for move in moves:
             self.do_move(move)
 
     def do_move(self, move: BlockMove) -> None:
-        """One of them, for BlockManager.do_moves."""
+        """Make one move, for BlockManager.do_moves.
+
+        Args:
+            move: The move.
+        """
         do: dict[str, Callable[[torch.Tensor], object]] = {
             "swap_out": self.swap_out,
             "swap_in": self.swap_in,
@@ -175,12 +228,16 @@ class CacheEngine:
         do[move.kind](torch.from_numpy(move.pairs))
 
     def poll(self) -> int:
-        """Finishes the transfers that are done, as every swap and copy does; returns how many are still in flight."""
+        """Finish the transfers that are done, as every swap and copy does.
+
+        Returns:
+            How many transfers are in flight still.
+        """
         return self._transfers.poll()
 
     def _swap(
         self,
-        mover: BlockMover,
+        copier: Copier,
         src_to_dst: torch.Tensor,
         non_blocking: bool,
         pools: Pools,
@@ -193,22 +250,22 @@ class CacheEngine:
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done must be callable, got {type(on_done).__name__}")
         if non_blocking:
-            return self._start(mover, src_to_dst, pools, on_done, by_layer)
+            return self._start(copier, src_to_dst, pools, on_done, by_layer)
         if by_layer or on_done is not None or any(pool is not None for pool in pools):
             raise ValueError("pools, on_done and by_layer need non_blocking=True")
         self._transfers.order_current()
-        mover.run(src_to_dst)
+        copier.run(src_to_dst)
         return None
 
     def _start(
-        self, mover: BlockMover, src_to_dst: torch.Tensor, pools: Pools, on_done: OnDone | None, by_layer: bool
+        self, copier: Copier, src_to_dst: torch.Tensor, pools: Pools, on_done: OnDone | None, by_layer: bool
     ) -> Transfer:
         self._transfers.poll()
-        mover.check(src_to_dst)
-        pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change his
-        movers = mover.split_layers() if by_layer else [mover]
+        copier.check(src_to_dst)
+        pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change the original
+        copiers = copier.split_layers() if by_layer else [copier]
         transfer = Transfer(len(pairs) * self._block_bytes, BlockPins(pools, pairs), on_done)
-        return self._transfers.start(transfer, [partial(each.run, pairs) for each in movers], by_layer)
+        return self._transfers.start(transfer, [partial(each.run, pairs) for each in copiers], by_layer)
 
     def _check_kv_scales(self) -> None:
         if self.kv_scales is None:
@@ -226,21 +283,31 @@ class CacheEngine:
         self._layout, self._block_bytes = layout, layout.block_bytes * num_layers
         self.gpu_cache = layout.allocate(self.num_gpu_blocks, num_layers, self.device)
         self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, on_gpu)
-        self._swap_in = swap_mover(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
-        self._swap_out = swap_mover(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
-        self._copy = copy_mover(self.gpu_cache, layout)
+        self._swap_in = swap_copier(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
+        self._swap_out = swap_copier(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
+        self._copy = device_copier(self.gpu_cache, layout)
 
     @staticmethod
     def get_cache_block_size(
         cache_config: CacheConfig, model_config: ModelConfig, parallel_config: ParallelConfig | None = None
     ) -> int:
-        """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
+        """Return the bytes of one block in all attention layers of one rank, K and V together. MLA has no value part.
+
+        Args:
+            cache_config: Layout and dtype.
+            model_config: Layers, heads and sizes.
+            parallel_config: The rank; by default the only one.
+
+        Raises:
+            TypeError: A config is of another type.
+            ValueError: Configs do not fit together.
+        """
         check_configs(cache_config, model_config, parallel_config)
         return cache_block_bytes(cache_config, model_config, parallel_config or ParallelConfig())
 
 
 def _check_pools(pools: Pools) -> None:
-    """TypeError unless each is a BlockPool or None, ValueError unless they are two."""
+    """Raise TypeError unless each is a BlockPool or None, and ValueError unless they are two."""
     if not isinstance(pools, (tuple, list)):
         raise TypeError(f"pools must be a pair of BlockPools or None, got {type(pools).__name__}")
     if len(pools) != 2:

@@ -1,13 +1,13 @@
 """Calibration: up to which size of extents the SM kernel beats the copy engines, between pinned memory and one device.
 
-    GB/s │            engine ____________        The engines work off extents one after the other, each at a fixed cost;
-         │                 ╱                     the kernel pays nothing for one more, but may not reach the engines'
-         │  kernel ──────╱──────────────         full rate with the few multiprocessors that it may take. So the lines
-         │             ╱                         cross once. Where is a matter of device, driver and bus, and of the
-         └───────────────────────── extent      direction.
+    GB/s │            engine ____________        The engines copy extents one after the other, each at a fixed cost.
+         │                 ╱                     The kernel pays nothing for one more, but with its few multiprocessors
+         │  kernel ──────╱──────────────         it may not reach the engines' full rate. So the lines cross once.
+         │             ╱                         The device, the driver, the bus and the direction decide where.
+         └───────────────────────── extent
            2 KiB             2 MiB
 
-It is measured in a fraction of a second and kept for the process: `calibrate(device)`.
+`calibrate(device)` measures it in a fraction of a second and keeps it for the process.
 """
 
 import functools
@@ -32,7 +32,13 @@ SECONDS = 0.8  # after which no further size is measured: with the buffers' allo
 
 
 class Throughput(NamedTuple):
-    """What both executors moved, in GB/s (10^9 bytes), in pieces of so many bytes at random places."""
+    """Rates of both executors, in GB/s (10^9 bytes), for pieces at random places.
+
+    Attributes:
+        piece_bytes: Bytes of a piece.
+        engine: The copy engines' rate.
+        kernel: The kernel's rate.
+    """
 
     piece_bytes: int
     engine: float
@@ -41,11 +47,16 @@ class Throughput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on one device.
+    """The measurement of one device.
 
-    swap_in, swap_out: from host to device and back, from the smallest pieces to the largest that were measured.
-    max_bytes_in, max_bytes_out: the largest extents, on average, that the kernel is to copy; 0 if it never wins.
-    seconds: what it took, allocation included.
+    Attributes:
+        device: The device's name.
+        max_groups: Thread groups that the kernel may take.
+        swap_in: Rates from host to device, from the smallest pieces to the largest that were measured.
+        swap_out: Rates from device to host.
+        max_bytes_in: The largest extents, on average, that the kernel copies to the device; 0 if it never wins.
+        max_bytes_out: The same from the device.
+        seconds: Duration of the measurement, allocation included.
     """
 
     device: str
@@ -58,17 +69,23 @@ class Calibration:
 
 
 def find_crossover(table: Sequence[Throughput]) -> int:
-    """The piece size up to which the kernel should copy: 0 for never, the last one of the table for always.
+    """Return the piece size up to which the kernel should copy: 0 for never, the last one of the table for always.
 
-    `table` ascends by size. Of all places where the line could be drawn, the one that costs least in total, a size's
-    cost being the logarithm of how much faster the other executor was: one noisy figure among many moves the line
-    little. The kernel has to be MIN_GAIN times as fast; of equal places the smallest is taken.
+    Of all places for the border, the cheapest in total is taken; a size's cost is the logarithm of the ratio by which
+    the other executor was faster. So one noisy figure among many moves the border little. The kernel has to be MIN_GAIN
+    times as fast. Of equal places the smallest is taken.
+
+    Args:
+        table: Rates, ascending by size.
+
+    Raises:
+        ValueError: The sizes do not ascend, or a rate is not positive.
     """
     if any(a.piece_bytes >= b.piece_bytes for a, b in zip(table, table[1:], strict=False)):
         raise ValueError(f"table must ascend by piece_bytes, got {[row.piece_bytes for row in table]}")
     best = least = 0.0
     crossover = 0
-    for row in table:  # least: what drawing the line above this row saves over drawing it below the first
+    for row in table:  # least: the gain of the line above this row over the line below the first
         if row.engine <= 0 or row.kernel <= 0:
             raise ValueError(f"table must hold positive rates, got {row}")
         least += math.log(row.kernel / (row.engine * MIN_GAIN))
@@ -78,13 +95,18 @@ def find_crossover(table: Sequence[Throughput]) -> int:
 
 
 def calibrate(device: torch.device | str | int = "cuda", max_groups: int = MAX_GROUPS) -> Calibration:
-    """Measures both executors between pinned memory and `device`, in less than a second; once per process and device.
+    """Measure both executors between pinned memory and a device, in less than a second, once per process and device.
 
-    It takes 32 MiB of memory on either side while it runs, and does not wait for other work on the device, which would
-    spoil the figures: call it, or make the first CacheEngine, before the serving begins.
+    It takes 32 MiB of memory on either side while it runs. It does not wait for other work on the device, which would
+    spoil the figures. So call it, or make the first CacheEngine, before the serving begins.
 
-    Raises ValueError for a device that is not CUDA and while a graph is captured; RuntimeError where CUDA cannot be
-    used.
+    Args:
+        device: A CUDA device.
+        max_groups: Thread groups that the kernel may take.
+
+    Raises:
+        ValueError: The device is not CUDA, or a graph is captured.
+        RuntimeError: CUDA cannot be used.
     """
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
@@ -101,7 +123,7 @@ def calibrate(device: torch.device | str | int = "cuda", max_groups: int = MAX_G
 def _calibrate(index: int, max_groups: int) -> Calibration:
     start = time.perf_counter()
     device = torch.device("cuda", index)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
     with torch.cuda.device(device), torch.cuda.stream(stream):
         host = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
@@ -126,7 +148,7 @@ def _calibrate(index: int, max_groups: int) -> Calibration:
 def _measure(
     src: torch.Tensor, dst: torch.Tensor, piece_bytes: int, max_groups: int, stream: torch.cuda.Stream
 ) -> Throughput:
-    """Pieces at random places of both buffers, so that no two of them are neighbours on both sides."""
+    """Measure pieces at random places of both buffers, so that no two of them are neighbours on both sides."""
     layout = CacheLayout(1, 1, piece_bytes, torch.uint8, backend="mla")
     num_pieces = len(src) // piece_bytes
     srcs, dsts = ([side.view(layout.shape(num_pieces))] for side in (src, dst))
@@ -140,7 +162,7 @@ def _measure(
 
 
 def _fastest(copier: BlockCopier, mapping: torch.Tensor, stream: torch.cuda.Stream) -> float:
-    """Seconds from the call until the bytes have arrived, the host's part included; the first round warms up."""
+    """Return the seconds from the call until the bytes have arrived, the host's part included. Round 1 warms up."""
     rounds = []
     for _ in range(ROUNDS + 1):
         stream.synchronize()

@@ -3,12 +3,12 @@
     swap_out(pairs, non_blocking=True)
        │  check the pairs, pin the blocks of both pools                  a failure up to here raises and changes nothing
        ▼
-    in flight ── the stream copies, layer by layer or all at once ──►    a failure from here on is wait()'s to raise
+    in flight ── the stream copies, layer by layer or all at once ──►    `wait` raises a failure from here on
        │
-       ▼  somebody finds that the event has passed: wait(), is_done(), or the engine's next call
+       ▼  a call finds that the event has passed: wait(), is_done(), or the engine's next call
     settled: the pins are given back and on_done is called, once
 
-From the pins to the settling, both ends' tensors are kept alive.
+From the pins to the settling, the tensors of both ends are kept alive.
 """
 
 import os
@@ -29,10 +29,10 @@ Pools = tuple["BlockPool | None", "BlockPool | None"]
 
 
 class BlockPins:
-    """One reference more on every block that a mapping reads and writes, until `release`.
+    """One more reference to every block that a mapping reads and writes, until `release`.
 
-    pools: of the sources and of the destinations; None where the caller sees to it himself. Raises what
-    `BlockPool.share` raises (ValueError for blocks that are free or cached by a tree), and then holds nothing.
+    pools: Of the sources and of the destinations; None where the caller keeps the blocks itself. It raises as
+    `BlockPool.share` does (ValueError for blocks that are free or cached by a tree), and then holds nothing.
     """
 
     def __init__(self, pools: Pools, block_mapping: torch.Tensor) -> None:
@@ -45,19 +45,20 @@ class BlockPins:
             self._held = held.pop_all()
 
     def release(self) -> None:
-        """Gives all references back; a second time it does nothing."""
+        """Give all references back. A second call does nothing."""
         self._held.close()
 
 
 class Transfer:
-    """An asynchronous swap: what `CacheEngine.swap_in` and `swap_out` return with non_blocking=True.
+    """An asynchronous swap, which `CacheEngine.swap_in` and `swap_out` return with non_blocking=True.
 
-    num_bytes: of the blocks of all layers.
+    While it is in flight, the source blocks must not be written and the destination blocks not be used. Its pins keep
+    the pools from handing them out. Any thread may call its methods, but not while another thread captures a graph:
+    CUDA forbids it. A transfer that failed leaves its destination blocks undefined. If the caller drops the handle, the
+    engine finishes the transfer. An error that no call has raised becomes a RuntimeWarning then.
 
-    While it is in flight, neither the source blocks may be written nor the destination blocks used; its pins keep the
-    pools from handing them to others. Any thread may ask it, yet none while another one captures a graph: CUDA forbids
-    it. A transfer that failed leaves its destination blocks undefined. If its handle is dropped unasked, the engine
-    finishes it; an error that nobody asked for is a RuntimeWarning then.
+    Attributes:
+        num_bytes: Bytes of the blocks in all layers.
     """
 
     def __init__(self, num_bytes: int, pins: BlockPins, on_done: OnDone | None = None) -> None:
@@ -73,23 +74,32 @@ class Transfer:
         self._layers: list[TransferEvent] | None = None
 
     def wait(self) -> None:
-        """Until the blocks are copied; then the pins are given back. Raises what made the copy, or on_done, fail."""
+        """Wait until the blocks are copied, and give the pins back.
+
+        Raises:
+            Exception: The error of the copy, or of on_done.
+        """
         self._wait_quietly()
         self._raise_error()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
-        """What `stream` (None: the current one) is given from now on finds the blocks copied. The host does not wait.
+        """Order a stream's further work after the copy. The host waits only on a CPU device.
 
-        On a CPU device, where there are no streams, it does. Raises the transfer's error as far as it is known by then,
-        and ValueError for a stream that captures a graph.
+        Args:
+            stream: The stream; None for the current one.
+
+        Raises:
+            ValueError: The stream captures a graph.
+            Exception: The transfer's error, as far as it is known by then.
         """
         self._event().wait_stream(stream)
         self._raise_error()
 
     def is_done(self) -> bool:
-        """Whether the blocks are copied, or the transfer failed; if so, the pins are given back. It never raises.
+        """Return whether the blocks are copied, or the transfer failed. If so, the pins are given back.
 
-        It says no as long as the current stream captures a graph.
+
+        It never raises. It returns False as long as the current stream captures a graph.
         """
         with self._lock:
             if not self._settled and self._has_passed():
@@ -97,34 +107,48 @@ class Transfer:
             return self._settled
 
     def layer_ready(self, layer: int) -> bool:
-        """Whether that layer's blocks (counted from 0 in this stage) are copied. Raises the error of a failed transfer.
+        """Return whether one layer's blocks are copied.
 
-        ValueError without by_layer=True, or for a layer out of range.
+        Args:
+            layer: The layer, counted from 0 in this stage.
+
+        Raises:
+            ValueError: The swap was made without by_layer=True, or the layer is out of range.
+            Exception: The error of a failed transfer.
         """
         ready = self._layer_event(layer).is_done()
         self._raise_error()
         return ready
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """`wait_stream` for one layer, so that it computes while the next ones arrive. Raises as `layer_ready` does."""
+        """Order a stream's further work after the copy of one layer, so that it computes while the next layers arrive.
+
+        Args:
+            layer: The layer, counted from 0 in this stage.
+            stream: The stream; None for the current one.
+
+        Raises:
+            ValueError: As in `layer_ready` and `wait_stream`.
+            Exception: The error of a failed transfer.
+        """
         self._layer_event(layer).wait_stream(stream)
         self._raise_error()
 
     @property
     def seconds(self) -> float | None:
-        """From the moment the stream came to it until it was done; None before that is known, and if it failed."""
+        """Seconds from the stream's arrival at it until it was done; None while unknown, and if it failed."""
         return self._seconds if self.is_done() else None
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """10^9 bytes a second; None where `seconds` is."""
+        """Rate in 10^9 bytes a second; None where `seconds` is."""
         seconds = self.seconds
         return None if seconds is None else self.num_bytes / max(seconds, 1e-9) / 1e9
 
     def _start(
         self, open_stream: Callable[[], TransferStream], steps: Sequence[Callable[[], None]], by_layer: bool
     ) -> None:
-        """Submits the steps, each followed by an event. If the stream refuses, the pins go back and this raises."""
+        """Submit the steps, each followed by an event. If the stream refuses, the pins go back and this raises."""
         self._steps = steps
         try:
             stream = open_stream()
@@ -171,12 +195,12 @@ class Transfer:
         try:
             self._pins.release()
             if self._error is None:
-                self._seconds = self._event().seconds_since(self._begin)  # type: ignore[arg-type]
+                self._seconds = self._event().seconds_since(self._begin)
             if self._on_done is not None:
                 self._on_done(self)
         except Exception as error:  # wait() raises it
             self._error = self._error or error
-        self._on_done, self._steps = None, ()  # what they refer to may go
+        self._on_done, self._steps = None, ()  # their objects may go
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -184,26 +208,28 @@ class Transfer:
             raise self._error
 
     def _event(self) -> TransferEvent:
-        assert self._end is not None  # set by _start, before anybody else sees the transfer
+        assert self._end is not None  # _start sets it before any other call
         return self._end
 
     def _layer_event(self, layer: int) -> TransferEvent:
         if self._layers is None:
-            raise ValueError("layers can be asked for only where the swap was made with by_layer=True")
+            raise ValueError("by_layer must be True in the swap for calls on layers, it was False")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in [0, {len(self._layers)}), got {layer}")
         return self._layers[layer]
 
     def __del__(self) -> None:
         if self._error is not None and not self._error_seen:
-            warnings.warn(f"a transfer failed and nobody asked: {self._error!r}", RuntimeWarning, stacklevel=1)
+            warnings.warn(
+                f"a transfer failed, and no call has raised its error: {self._error!r}", RuntimeWarning, stacklevel=1
+            )
 
 
 class TransferQueue:
-    """The transfers in flight of one engine. It holds them until they are settled, whether or not others do.
+    """The transfers in flight of one engine. It holds them until they are settled, even if their handles are dropped.
 
-    The stream is made for the first transfer. A forked child forgets the transfers of its parent, pins and all: they
-    are the parent's to finish.
+    The stream is made for the first transfer. A forked child forgets the transfers of its parent, with their pins: the
+    parent finishes them.
     """
 
     def __init__(self, make_stream: Callable[[], TransferStream]) -> None:
@@ -214,7 +240,7 @@ class TransferQueue:
         self._pid = os.getpid()
 
     def start(self, transfer: Transfer, steps: Sequence[Callable[[], None]], by_layer: bool = False) -> Transfer:
-        """Has the steps done one after the other, after all earlier transfers and the caller's current stream."""
+        """Have the steps done one after the other, after all earlier transfers and the caller's current stream."""
         transfer._start(self._open, steps, by_layer)
         self._in_flight[transfer] = None
         return transfer
@@ -226,7 +252,7 @@ class TransferQueue:
             return self._stream
 
     def poll(self) -> int:
-        """Settles the transfers that are done; returns how many are still in flight."""
+        """Settle the transfers that are done, and return how many are in flight still."""
         if self._pid != os.getpid():
             self._in_flight, self._pid = {}, os.getpid()
         for transfer in tuple(self._in_flight):
@@ -235,13 +261,13 @@ class TransferQueue:
         return len(self._in_flight)
 
     def order_current(self) -> None:
-        """What the caller's current stream is given from now on comes after all transfers in flight."""
+        """Order the further work of the caller's current stream after all transfers in flight."""
         if self.poll():
             for transfer in tuple(self._in_flight):
                 transfer._event().wait_stream(None)
 
     def close(self) -> None:
-        """Waits for all transfers, settles them and ends the stream."""
+        """Wait for all transfers, settle them and end the stream."""
         self.poll()
         if self._stream is not None:
             stream, self._stream = self._stream, None
@@ -249,8 +275,9 @@ class TransferQueue:
             stream.close(partial(_settle_all, in_flight))
 
     def abandon(self) -> None:
-        """`close`, some time soon: for the garbage collector, in which nobody may wait. Without transfers in flight
-        there is nothing to wait for, and the stream ends by being forgotten.
+        """Close soon, on another thread: for the garbage collector, in which no call may wait.
+
+        Without transfers in flight there is nothing to wait for, and the stream ends when it is forgotten.
         """
         if self._in_flight:
             close_later(self.close)

@@ -1,10 +1,10 @@
 """TransferStream: an order of work beside the computation, on a CUDA stream or on a thread.
 
-    computation   ──A──●───────B────────────────●───C──►     ● wait_current: what is submitted next comes after A
+    computation   ──A──●───────B────────────────●───C──►     ● wait_current: work that is submitted next comes after A
     the stream         └──work──event──work──event──►          event.wait_stream: C comes after the work
 
-Work runs in the order in which it was submitted; an event has passed when all that was submitted before it is done. The
-rest of kvpage knows no more of streams than these two protocols say, so that a test can put its own in their place.
+Work runs in the order in which it was submitted. An event has passed when all work submitted before it is done. The
+rest of kvpage knows streams by these two protocols alone, so that a test can put its own in their place.
 """
 
 import os
@@ -17,53 +17,79 @@ import torch
 
 
 class TransferEvent(Protocol):
-    """A point in a stream's order. RuntimeError from any of these: the device has failed."""
+    """A point in a stream's order. Each method raises RuntimeError if the device has failed."""
 
     def is_done(self) -> bool:
-        """Whether it has passed. It may say no as long as the device cannot be asked: while a graph is captured."""
+        """Return whether it has passed. False also where the device cannot be asked: while a graph is captured."""
 
     def wait(self) -> None:
-        """Until it has passed. ValueError while a graph is captured."""
+        """Wait until it has passed.
+
+        Raises:
+            ValueError: A graph is captured.
+        """
 
     def wait_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """What `stream` (None: the current one) is given from now on comes after this point.
+        """Order a stream's further work after this point. Where the computation runs on the host, the caller waits.
 
-        Where the computation runs on the host, the caller waits. ValueError for a stream that captures a graph.
+        Args:
+            stream: The stream; None for the current one.
+
+        Raises:
+            ValueError: The stream captures a graph.
         """
 
     def seconds_since(self, earlier: Any) -> float:
-        """From another event of the same stream to this one; both have passed."""
+        """Return the seconds from an earlier event of the same stream to this one. Both have passed.
+
+        Args:
+            earlier: The earlier event.
+        """
 
 
 class TransferStream(Protocol):
     """Does work in the order in which it was submitted, beside the caller."""
 
     def wait_current(self) -> None:
-        """What is submitted from now on comes after the work that the caller's current stream has by now.
+        """Order further submitted work after the work that the caller's current stream has by now.
 
-        ValueError while that stream captures a graph.
+        Raises:
+            ValueError: That stream captures a graph.
         """
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Has `work`, which must not raise, done: called, and what it enqueues on the current stream, ran through."""
+        """Have `work` called, and wait in order for the work that it enqueues on the current stream.
+
+        Args:
+            work: A function that must not raise.
+        """
 
     def record(self) -> TransferEvent:
-        """The point after all that was submitted so far."""
+        """Return the point after all work submitted so far."""
 
     def close(self, last: Callable[[], None]) -> None:
-        """Calls `last` when all that was submitted is done, waits for that, and ends the stream."""
+        """Wait until all submitted work is done, call `last`, and end the stream.
+
+        Args:
+            last: The last work.
+        """
 
 
 def open_stream(device: torch.device) -> TransferStream:
+    """Return a new stream for a device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 class CudaEvent:
+    """An event of a CUDA stream."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def is_done(self) -> bool:
-        return not _is_capturing(self._device) and self._event.query()  # a query would end the capture with an error
+        if _is_capturing(self._device):  # a query would end the capture with an error
+            return False
+        return bool(self._event.query())  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
 
     def wait(self) -> None:
         _check_not_capturing(self._device)
@@ -76,16 +102,20 @@ class CudaEvent:
         waiting.wait_event(self._event)
 
     def seconds_since(self, earlier: "CudaEvent") -> float:
-        return earlier._event.elapsed_time(self._event) / 1000
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class CudaStream:
-    """A CUDA stream that does not wait for the null stream by itself, and orders itself by events with any other."""
+    """A CUDA stream that does not wait for the null stream by itself, and orders itself by events with any other.
+
+    Raises:
+        ValueError: A graph is captured.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """ValueError while a graph is captured."""
         _check_not_capturing(device)
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
 
     def wait_current(self) -> None:
         _check_not_capturing(self._device)
@@ -96,7 +126,7 @@ class CudaStream:
             work()
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
         event.record(self._stream)
         return CudaEvent(event, self._device)
 
@@ -106,6 +136,8 @@ class CudaStream:
 
 
 class HostEvent:
+    """A point in the order of a thread's work."""
+
     def __init__(self, passed: "Future[float]") -> None:
         self._passed = passed  # the time
 
@@ -123,10 +155,10 @@ class HostEvent:
 
 
 class HostStream:
-    """One thread, started when there is work for the first time and ended by close, or when the stream is forgotten.
+    """One thread, started for the first work and ended by `close`, or when the stream is forgotten.
 
-    A forked child has no thread of its parent's: the stream starts one of its own there, and what was submitted before
-    the fork is the parent's to do. At the end of the interpreter all that was submitted is still done.
+    A forked child has no thread of its parent's. The stream starts one of its own there; work submitted before the fork
+    is the parent's to do. At the end of the interpreter all submitted work is still done.
     """
 
     def __init__(self) -> None:
@@ -134,7 +166,7 @@ class HostStream:
         self._pid = 0
 
     def wait_current(self) -> None:
-        """Nothing to wait for: what the host computes is done when its call returns."""
+        """Do nothing: the host's computation is done when its call returns."""
 
     def submit(self, work: Callable[[], None]) -> None:
         self._open().submit(work)

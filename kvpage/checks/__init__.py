@@ -2,7 +2,7 @@
 
 To check arguments:
 
-    a number, a flag, a list, a namespace       values.py     as_integer, check_flag, as_list, check_namespace, ...
+    a number, a flag, a list, a namespace       values.py     as_integer, check_at_least, check_flag, as_list, ...
     one number a sequence                       values.py     as_counts, as_positions
     token ids                                   tokens.py     as_tokens, as_array
     a tensor to read by its address             tensors.py    check_dense, check_plain, readable

@@ -28,6 +28,12 @@ def as_integer(name: str, value: SupportsIndex) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from error
 
 
+def check_at_least(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless it is an int of at least `least`. True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
 def as_list(name: str, values: Iterable[Any]) -> list[Any]:
     """Return `values` as a list. Raise TypeError if they cannot be iterated over."""
     try:

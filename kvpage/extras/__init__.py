@@ -1,1 +1,1 @@
-"""Whole-sequence slots and token tries: useful beside a cache, needed by nothing else here."""
+"""Whole-sequence slots and token tries. They are useful beside a cache, and no other room needs them."""

@@ -1,4 +1,4 @@
-"""OutputCache: a bounded cache of tensors, least recently used first out."""
+"""OutputCache: a bounded cache of tensors. The least recently used tensor goes first."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -10,11 +10,18 @@ from kvpage.extras.owned_arrays import owned
 
 
 class OutputCache:
-    """A bounded cache of tensors; the one that was not read or written for the longest time goes first.
+    """A bounded cache of tensors. The tensor that was not read or written for the longest time goes first.
 
-    With `move_to_cpu` the tensors wait in host memory and are given out on the device that they came from. A tensor
-    whose storage holds more than itself is copied, so that `num_bytes` is what the cache keeps from being freed (a
-    tensor under two keys counts twice).
+    A tensor whose storage holds more than itself is copied. So `num_bytes` is the memory that the cache keeps. A tensor
+    under two keys counts twice.
+
+    Args:
+        maxsize: Number of tensors to keep; 0 keeps none.
+        move_to_cpu: Whether tensors are kept in host memory, and returned on the device that they came from.
+
+    Raises:
+        ValueError: maxsize is negative.
+        TypeError: maxsize is no integer.
     """
 
     def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
@@ -33,13 +40,21 @@ class OutputCache:
         return self._num_bytes
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:
-        """On its original device; it is now the last used. KeyError if it is not held."""
+        """Return the tensor on its original device. It is the last used then.
+
+        Raises:
+            KeyError: The key is not held.
+        """
         device, tensor = self._entries[key]
         self._entries.move_to_end(key)
         return tensor.to(device)
 
     def __setitem__(self, key: Hashable, tensor: torch.Tensor) -> None:
-        """Replaces what `key` had, and otherwise evicts the least recently used where the cache is full."""
+        """Keep a tensor in place of the key's earlier one. In a full cache, the least recently used one goes.
+
+        Raises:
+            TypeError: The value is no tensor.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"values must be torch.Tensors, got {type(tensor).__name__}")
         if self.maxsize == 0:
@@ -53,17 +68,22 @@ class OutputCache:
         self._num_bytes += held.untyped_storage().nbytes()
 
     def __delitem__(self, key: Hashable) -> None:
-        """KeyError if it is not held."""
+        """Forget a key.
+
+        Raises:
+            KeyError: The key is not held.
+        """
         _, tensor = self._entries.pop(key)
         self._num_bytes -= tensor.untyped_storage().nbytes()
 
     def __contains__(self, key: Hashable) -> bool:
-        """Is no use."""
+        """Return whether the key is held. It does not count as a use."""
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
+        """Forget all tensors."""
         self._entries.clear()
         self._num_bytes = 0

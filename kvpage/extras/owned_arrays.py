@@ -1,6 +1,6 @@
 """Arrays that their holder owns: tensors, numpy's arrays, or those of another library that slice as they do.
 
-Never a view into something larger, which would live as long as the view.
+They are never views into a larger array, which would live as long as the view.
 """
 
 import copy
@@ -13,7 +13,7 @@ from kvpage.checks.tensors import check_dense
 
 
 def check_array(name: str, array: Any) -> None:
-    """TypeError unless it is a tensor or an array that slices. A tensor raises as check_dense does."""
+    """Raise TypeError unless it is a tensor or an array that slices. For a tensor, raise as check_dense does."""
     if isinstance(array, torch.Tensor):
         check_dense(name, array)
     elif not _slices(array):
@@ -21,7 +21,7 @@ def check_array(name: str, array: Any) -> None:
 
 
 def owned(array: Any) -> Any:
-    """`array`, or a copy if what it keeps in memory holds more than its own elements.
+    """Return `array`, or a copy if it keeps more memory than its own elements need.
 
     A copy of a tensor is contiguous. A tensor raises as check_dense does. An object that is no array stays as it is.
     """
@@ -35,7 +35,7 @@ def owned(array: Any) -> Any:
 
 
 def copied(array: Any) -> Any:
-    """A copy in kind, by its `copy` or `clone`, or as the standard library's copy makes one."""
+    """Return a copy of the same kind, by the array's `copy` or `clone`, or by the standard library's copy."""
     for name in ("copy", "clone"):
         method = getattr(array, name, None)
         if callable(method):
@@ -44,7 +44,7 @@ def copied(array: Any) -> Any:
 
 
 def _slices(array: Any) -> bool:
-    """It has a shape of integers, and items."""
+    """Return whether it has a shape of integers, and items."""
     shape = getattr(array, "shape", None)
     has_shape = isinstance(shape, (tuple, list)) and all(isinstance(size, (int, np.integer)) for size in shape)
     return has_shape and hasattr(type(array), "__getitem__")

@@ -8,8 +8,8 @@
         cache.insert(prompt, slot, slots.version(slot))            # can be found, and is pinned
         cache.release(prompt); slots.free(slot)                    # can be found until the slot is handed out again
 
-It suits fixed batches of sequences of like length. Where lengths differ, blocks (BlockManager) waste less memory and
-share prefixes without copies.
+It suits fixed batches of sequences of similar length. Where lengths differ, blocks (BlockManager) waste less memory
+and share prefixes without copies.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,13 @@ LayerKV = torch.Tensor | Sequence[torch.Tensor]
 
 
 class PrefixHit(NamedTuple):
-    """The longest prefix that a slot holds: (0, None, None) if none holds even the first token."""
+    """The longest prefix that a slot holds: (0, None, None) if none holds even the first token.
+
+    Attributes:
+        prefix_len: Tokens of the prefix.
+        slot: The slot that holds it.
+        slot_ver: The slot's version when it was inserted.
+    """
 
     prefix_len: int
     slot: int | None
@@ -38,16 +44,22 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixCacheManager:
-    """Which slots hold which token sequences: a compressed radix tree, split at any token.
+    """A compressed radix tree, split at any token, of the token sequences that slots hold.
 
-    A slot holds one sequence, and with it every prefix of it. A path is pinned by each `insert` and each `pin` that
-    took it, and given back by `release` with the same tokens. What is not pinned is forgotten in order of last use, a
-    sequence's end before its beginning, so that no more than `max_capacity` tokens are held; a prefix that several
-    sequences share counts once. Pinned tokens stay: where all are, the cache goes over its capacity (`insert` returns
-    by how much, `num_over` tells), and comes back to it as they are released.
+    A slot holds one sequence, and with it every prefix of the sequence. Each `insert` and each `pin` pins a path, and
+    `release` with the same tokens gives it back. Paths without pins are forgotten in order of last use, a sequence's
+    end before its beginning, so that at most `max_capacity` tokens are held. A prefix that several sequences share
+    counts once. Pinned tokens stay. Where all are pinned, the cache exceeds its capacity: `insert` returns by how much,
+    and so does `num_over`. It returns to its capacity as they are released.
 
-    `token_ids`: a list, or a one-dimensional int32 or int64 array, buffer or CPU tensor, which is read in place. A call
-    that raises has changed nothing. Safe to use from several threads.
+    `token_ids` is a list, or a one-dimensional int32 or int64 array, buffer or CPU tensor, which is read in place. A
+    call that raises has changed nothing. Safe to use from several threads.
+
+    Args:
+        max_capacity: Tokens to hold.
+
+    Raises:
+        ValueError: max_capacity is negative.
     """
 
     def __init__(self, max_capacity: int) -> None:
@@ -55,37 +67,70 @@ class PrefixCacheManager:
         self._tree = _C.SlotTree(max_capacity)
 
     def insert(self, token_ids: Tokens, slot: int, slot_ver: int) -> int:
-        """`slot`, in its version `slot_ver`, now holds the K and V of `token_ids`, and of nothing else.
+        """Record that `slot`, in its version `slot_ver`, holds the K and V of `token_ids`, and of no other tokens.
 
-        Pins the path until `release(token_ids)`. Returns the tokens over capacity after eviction: 0, unless all is
-        pinned. ValueError for no tokens, an id that does not fit into 32 bits, or a negative slot.
+        The path is pinned until `release(token_ids)`.
+
+        Args:
+            token_ids: At least one token.
+            slot: The slot.
+            slot_ver: Its version, as SlotAllocator.version returns it.
+
+        Returns:
+            The tokens over capacity after eviction: 0, unless all are pinned.
+
+        Raises:
+            ValueError: There are no tokens, an id does not fit into 32 bits, or the slot is negative.
         """
         return self._tree.insert(token_ids, slot, slot_ver)
 
     def find(self, token_ids: Tokens, allocator: SlotAllocator | None = None) -> PrefixHit:
-        """The longest prefix of `token_ids` that a slot holds, as (prefix_len, slot, slot_ver); it counts as a use.
+        """Return the longest prefix of `token_ids` that a slot holds. It counts as a use.
 
-        With the allocator, only slots whose version is still the inserted one count; those found to be of an old
-        version are forgotten for good. Without it, the caller compares `slot_ver` with the slot's version. ValueError
-        if the allocator does not have a slot that was inserted.
+        Args:
+            token_ids: Token ids.
+            allocator: The slots' allocator. With it, only slots count whose version is still the inserted one; slots of
+                an old version are forgotten for good. Without it, the caller compares `slot_ver` with the slot's
+                version.
+
+        Raises:
+            ValueError: The allocator does not have a slot that was inserted.
         """
         return PrefixHit._make(self._tree.find(token_ids, allocator))
 
     def pin(self, token_ids: Tokens, allocator: SlotAllocator | None = None) -> PrefixHit:
-        """As `find`, and pins what it finds, till `release(token_ids[:prefix_len])`. No prefix takes no pin."""
+        """Do the same as `find`, and pin the prefix until `release(token_ids[:prefix_len])`. No prefix takes no pin.
+
+        Args:
+            token_ids: Token ids.
+            allocator: As in `find`.
+
+        Raises:
+            ValueError: As in `find`.
+        """
         return PrefixHit._make(self._tree.pin(token_ids, allocator))
 
     def release(self, token_ids: Tokens) -> None:
-        """Gives back the whole path of one `insert` or `pin` of exactly these tokens. No tokens: nothing to give back.
+        """Give back the whole path of one `insert` or `pin` of exactly these tokens. No tokens need no release.
 
-        ValueError if no such pin is left.
+        Args:
+            token_ids: Token ids.
+
+        Raises:
+            ValueError: No such pin is left.
         """
         self._tree.release(token_ids)
 
     def withdraw(self, slot: int) -> bool:
-        """Forgets what `slot` holds; for one that is taken with `occupy` to be written anew. False if it held nothing.
+        """Forget the contents of `slot`: for a slot that is taken with `occupy` to be written anew.
 
-        Pins stay until they are released, and the path of what other slots hold stays too.
+        Pins stay until they are released. The paths of other slots stay, too.
+
+        Args:
+            slot: The slot.
+
+        Returns:
+            False if it held nothing.
         """
         return self._tree.withdraw(slot)
 
@@ -97,20 +142,28 @@ class PrefixCacheManager:
         n_layers: int,
         allocator: SlotAllocator | None = None,
     ) -> int:
-        """Copies K and V of the longest prefix of `token_ids` that a slot holds to `target_slot`, in one launch.
+        """Copy K and V of the longest prefix of `token_ids` that a slot holds to `target_slot`, in one launch.
 
-        kv_cache: one tensor [num_layers, 2, max_slots, max_len, ...], or a sequence with an entry a layer, each one
-            tensor [2, max_slots, max_len, ...] or a sequence of tensors [max_slots, max_len, ...] (K and V; MLA's
-            latents alone), all of one shape, dtype and device. Views with other strides do, such as a cache
-            [max_slots, heads, max_len, size] with its dimensions transposed. n_layers: how many of the layers, from
-            the first on.
+        Only these tokens of the slot are written. On CUDA it is ordered on the current stream, and the host does not
+        wait.
 
-        Returns the length of the prefix; 0 copies nothing, and neither does a prefix that `target_slot` holds itself.
-        Only these tokens of the slot are written. On CUDA it is ordered on the current stream and not waited for.
+        Args:
+            token_ids: Token ids.
+            target_slot: The slot to write.
+            kv_cache: One tensor [num_layers, 2, max_slots, max_len, ...], or an entry for each layer. An entry is one
+                tensor [2, max_slots, max_len, ...] or a sequence of tensors [max_slots, max_len, ...] (K and V; MLA's
+                latents alone). All are of one shape, dtype and device. Views with other strides are accepted, such as a
+                cache [max_slots, heads, max_len, size] with its dimensions transposed.
+            n_layers: How many of the layers to copy, from the first on.
+            allocator: As in `find`.
 
-        ValueError, with nothing written, besides those of `find`: if target_slot or the slot found is not one of the
-        cache's, if the prefix is longer than max_len, if n_layers is not between 1 and the number of layers, and for
-        tensors of other shapes. Slots found to be of an old version are forgotten all the same.
+        Returns:
+            The length of the prefix. 0 copies nothing, and neither does a prefix that `target_slot` holds itself.
+
+        Raises:
+            ValueError: A slot is not one of the cache's, the prefix is longer than max_len, n_layers is out of range,
+                or tensors differ in shape; also as in `find`. Nothing is written. Slots of an old version are forgotten
+                all the same.
         """
         parts = _parts(kv_cache, n_layers)
         max_slots, max_len = parts[0].shape[:2]
@@ -129,41 +182,41 @@ class PrefixCacheManager:
 
     @property
     def max_capacity(self) -> int:
-        """In tokens."""
+        """Limit of tokens to hold."""
         return self._tree.max_capacity
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held, a shared prefix once."""
+        """Number of tokens held; a shared prefix counts once."""
         return self._tree.num_tokens
 
     @property
     def num_over(self) -> int:
-        """Tokens above max_capacity: none, unless all that is held is pinned."""
+        """Number of tokens above max_capacity: 0, unless all tokens are pinned."""
         return self._tree.num_over
 
     @property
     def num_slots(self) -> int:
-        """Slots that hold something."""
+        """Number of slots with tokens."""
         return self._tree.num_slots
 
     @property
     def num_nodes(self) -> int:
-        """Edges of the tree: what a path's cost grows with."""
+        """Number of edges of the tree, with which a path's cost grows."""
         return self._tree.num_nodes
 
     @property
     def num_pins(self) -> int:
-        """Pins taken by insert and pin and not yet released."""
+        """Number of pins taken by insert and pin and not yet released."""
         return self._tree.num_pins
 
     def check(self) -> None:
-        """RuntimeError that names the broken invariant, if one is: for tests. O(tree)."""
+        """Raise RuntimeError if an invariant is broken; the message names it. For tests: it walks the whole tree."""
         self._tree.check()
 
 
 def _parts(kv_cache: torch.Tensor | Sequence[LayerKV], n_layers: int) -> list[torch.Tensor]:
-    """The tensors [max_slots, max_len, ...] of the first n_layers layers, all of one shape, dtype and device."""
+    """Return the tensors [max_slots, max_len, ...] of the first n_layers layers, all of one shape, dtype and device."""
     if isinstance(kv_cache, torch.Tensor):
         check_dense("kv_cache", kv_cache)
     n_layers = as_integer("n_layers", n_layers)
@@ -182,7 +235,7 @@ def _parts(kv_cache: torch.Tensor | Sequence[LayerKV], n_layers: int) -> list[to
 
 
 def _copy_slot(parts: list[torch.Tensor], source: int, target: int) -> None:
-    """Slot `target` of each part becomes its slot `source`: slots are blocks to BlockCopier's native plan."""
+    """Copy slot `source` of each part to its slot `target`. Slots are blocks to BlockCopier's native plan."""
     device = parts[0].device
     if device.type != "cpu" and _C.cuda_error() is not None:
         for part in parts:

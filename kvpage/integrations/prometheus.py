@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from error
 
 from kvpage.observe.histogram import HistogramStats
-from kvpage.serving.blending.link import BlendStats
+from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.engine import Engine
 from kvpage.serving.stats import EngineStats
 

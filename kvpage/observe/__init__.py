@@ -1,1 +1,1 @@
-"""Reports of what happens: events, telemetry, residency."""
+"""Reports on the cache: events, telemetry, residency."""

@@ -1,11 +1,11 @@
-"""BlockResidency: how long cached blocks stay in a tier, and how long they lie unused before they leave it. Sampled.
+"""BlockResidency: how long cached blocks stay in a tier, and how long they are unused before they leave it. Sampled.
 
     cached ── in use ── idle ── in use ── idle ── gone
     |─────────────── lifetime ──────────────────|
                                          |─ idle ─|      since the last request that used it ended
 
-Short lives and short idle times say that the tier is too small for what is asked of it. Times are those of the steps in
-which something happened.
+Short lifetimes and short idle times mean that the tier is too small for its requests. Times are those of the steps in
+which a block came, was used or left.
 """
 
 import random
@@ -21,14 +21,19 @@ _LEAVES = {ChangeKind.LEFT_DEVICE: "device", ChangeKind.LEFT_HOST: "host"}
 
 @dataclass(frozen=True, slots=True)
 class ResidencyStats:
-    """Of sampled blocks that have left a tier, in seconds."""
+    """Times of sampled blocks that have left a tier, in seconds.
+
+    Attributes:
+        lifetime: From the moment when a block came until it left.
+        idle_time: From its last use until it left.
+    """
 
     lifetime: HistogramStats
     idle_time: HistogramStats
 
 
 class BlockResidency:
-    """Listens to a TreeWatch. sample_rate: the part of the blocks, 0 to 1, whose times are taken."""
+    """A listener of a TreeWatch. sample_rate: The part of the blocks, 0 to 1, whose times are taken."""
 
     def __init__(self, sample_rate: float, seed: int = 0) -> None:
         if not 0 <= sample_rate <= 1:
@@ -40,11 +45,12 @@ class BlockResidency:
         self._idle_times = {tier: Histogram() for tier in _TIERS}
 
     def stats(self) -> dict[str, ResidencyStats]:
-        """By tier."""
+        """Return the times by tier, "device" and "host"."""
         return {tier: ResidencyStats(self._lifetimes[tier].stats(), self._idle_times[tier].stats()) for tier in _TIERS}
 
     def tell(self, changes: TreeChanges) -> None:
-        if changes.is_restart:  # nobody knows how long these have been there
+        """Take the times of the blocks that came and left."""
+        if changes.is_restart:  # how long these have been there is unknown
             self._begins = {tier: {} for tier in _TIERS}
             return
         for kind, block_id, value in changes.changes.tolist():

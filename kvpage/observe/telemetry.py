@@ -1,4 +1,4 @@
-"""Telemetry: what a serving loop tells of its cache besides counters: events for routers, and how long blocks stay."""
+"""Telemetry: reports of a serving loop besides its counters: events for routers, and how long blocks stay."""
 
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,17 @@ __all__ = ["Telemetry"]
 
 
 class Telemetry:
-    """Follows a tree if there is something to tell; else it does nothing. `tell` is called after each step.
+    """Follows a tree and reports its changes after each step. Without events and sampling it does nothing.
 
-    Raises ModuleNotFoundError if events need the extra, and zmq.ZMQError if an endpoint cannot be bound.
+    Args:
+        tree: The tree to follow.
+        events: Where events are published; None for none.
+        residency_sample_rate: The part of the blocks, 0 to 1, whose times are taken.
+
+    Raises:
+        ModuleNotFoundError: Events need the extra `events`, which is not installed.
+        zmq.ZMQError: An endpoint cannot be bound.
+        ValueError: The sample rate is out of range.
     """
 
     def __init__(self, tree: PrefixTree, events: EventConfig | None, residency_sample_rate: float) -> None:
@@ -34,11 +42,12 @@ class Telemetry:
         self.tell()
 
     def tell(self) -> None:
+        """Report the changes since the last call. The serving loop calls it after each step."""
         if self._watch is not None:
             self._watch.poll()
 
     def close(self) -> None:
-        """Tells what is left, and ends. Closing again does nothing; what was counted stays."""
+        """Report the last changes, and end. A second call does nothing; the counters stay."""
         if self._watch is None:
             return
         self.tell()
@@ -48,17 +57,17 @@ class Telemetry:
         self._watch = None
 
     def residency(self) -> dict[str, ResidencyStats] | None:
-        """By tier; None if it is not sampled."""
+        """Return the times of blocks by tier, or None without sampling."""
         return self._residency.stats() if self._residency else None
 
     @property
     def num_lost_events(self) -> int | None:
-        """Batches of events that were dropped; None without events."""
+        """Number of event batches that were dropped; None without events."""
         return self._stream.publisher.num_lost if self._stream else None
 
     @property
     def event_endpoints(self) -> tuple[str, str | None] | None:
-        """Where events are published, and where past ones can be had, with the ports that were taken."""
+        """Endpoint of the events and of the replay of past ones, with the ports taken; None without events."""
         return (self._stream.publisher.endpoint, self._stream.publisher.replay_endpoint) if self._stream else None
 
 

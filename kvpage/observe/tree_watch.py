@@ -1,4 +1,4 @@
-"""TreeWatch: tells others what a PrefixTree has cached and given up, once a step. Nothing is recorded without one.
+"""TreeWatch: reports the blocks that a PrefixTree has cached and evicted, once a step. Without one nothing is recorded.
 
 tree ─► changes, in order ─► BlockEvents (hashes, for routers)
                           └► BlockResidency (how long blocks stay)
@@ -17,12 +17,15 @@ DEFAULT_MAX_BYTES = 64 << 20
 
 
 class ChangeKind(IntEnum):
-    """The first column of TreeChanges.changes; the second is a block's id, the third depends on it.
+    """The first column of TreeChanges.changes. The second is a block's id, and the third depends on the kind.
 
-    INSERTED: a device block; the block before it, of either tier (see `before`), or NOTHING_BEFORE.
-    INSERTED_HOST: the same of a host block; in a restart only.
-    PROMOTED: a device block; the host block that it is a copy of. WRITTEN: a host block; the device block, likewise.
-    LEFT_DEVICE, LEFT_HOST: a block; when it was last used, on the clock of TreeChanges.now, or 0 if nobody knows.
+    Attributes:
+        INSERTED: A device block; the block before it, of either tier (see `before`), or NOTHING_BEFORE.
+        INSERTED_HOST: The same of a host block; in a restart only.
+        PROMOTED: A device block; the host block that it is a copy of.
+        WRITTEN: A host block; the device block that it is a copy of.
+        LEFT_DEVICE: A device block; when it was last used, on the clock of TreeChanges.now, or 0 if that is unknown.
+        LEFT_HOST: The same of a host block.
     """
 
     INSERTED = 0
@@ -37,12 +40,15 @@ NOTHING_BEFORE = -1
 
 
 class TreeChanges(NamedTuple):
-    """What has happened to cached blocks since the last answer.
+    """Changes of cached blocks since the last answer.
 
-    is_restart: forget what is known: the changes are all that is cached now, as if it were inserted.
-    now: nanoseconds of a steady clock.
-    changes: int64 [num_changes, 3], in order. tokens: int32 [number of insertions, block_size], in the same order.
-    namespaces: of the insertions with nothing before them.
+    Attributes:
+        is_restart: Whether the listener has to forget earlier changes. Then the changes are all cached blocks, as if
+            they were inserted now.
+        now: Nanoseconds of a steady clock.
+        changes: int64 [num_changes, 3], in order; see ChangeKind.
+        tokens: int32 [number of insertions, block_size], in the same order.
+        namespaces: Namespaces of the insertions with nothing before them.
     """
 
     is_restart: bool
@@ -53,7 +59,7 @@ class TreeChanges(NamedTuple):
 
 
 def before(value: int) -> tuple[bool, int] | None:
-    """Of an insertion: whether the block before it is named by its device id, and this id; None for NOTHING_BEFORE."""
+    """Return the block before an inserted one: whether the id is a device id, and the id. None: NOTHING_BEFORE."""
     if value == NOTHING_BEFORE:
         return None
     return (True, value) if value >= 0 else (False, -2 - value)
@@ -62,8 +68,8 @@ def before(value: int) -> tuple[bool, int] | None:
 class TreeWatch:
     """Follows a tree until `close`.
 
-    max_bytes: of the tree's log between two calls of `poll`; beyond it, or where memory lacks, the listeners get a
-        restart.
+    max_bytes: The limit of the tree's log between two calls of `poll`. When the log exceeds it, or memory is lacking,
+    the listeners get a restart.
     """
 
     def __init__(self, tree: PrefixTree, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
@@ -74,15 +80,15 @@ class TreeWatch:
         tree.log_changes(max_bytes)
 
     def poll(self) -> None:
-        """Tells every listener what has happened since the last time: the first time, all that is cached."""
+        """Report the changes since the last call to every listener; the first call reports all that is cached."""
         changes = TreeChanges(*self._tree.take_changes())
         for listener in self.listeners:
             listener(changes)
 
     def restart(self) -> None:
-        """Makes the next `poll` tell all that is cached."""
+        """Have the next `poll` report all that is cached."""
         self._tree.lose_changes()
 
     def close(self) -> None:
-        """The tree records nothing any more; `poll` must not be called again."""
+        """End the tree's record. `poll` must not be called again."""
         self._tree.log_changes(0)

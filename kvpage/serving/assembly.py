@@ -1,6 +1,10 @@
-"""What Engine.from_model puts together: the cache of a model, and who gives out its blocks."""
+"""Assembly: the parts of an engine, made for one model and one EngineConfig.
+
+model, EngineConfig ─► checks, and a little computed over blocks ─► EngineParts ─► Engine
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from transformers import PreTrainedModel
@@ -8,39 +12,98 @@ from transformers import PreTrainedModel
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.stored_segments import StoredSegments
 from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.tokens import Tokens
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
-from kvpage.serving.loop.store_link import BlockStore
+from kvpage.observe.telemetry import Telemetry
+from kvpage.serving.blending.blender import Blender
+from kvpage.serving.blending.blender_check import checked_blender
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.store_connector import BlockStore
+from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
+from kvpage.serving.model.limits import limited_model_len
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.store import KVStore
 
 
-def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
-    """What the cache has to know of the model. TypeError and ValueError as Engine.from_model, before any work."""
-    if not isinstance(cache_config, CacheConfig):
-        raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
-    if cache_config.num_gpu_blocks == 0:
-        raise ValueError(
-            "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
-        )
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of one engine, which are made before it.
+
+    max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
+    rule: whether blocks of the host are loaded or computed; None for always loaded.
+    store_rule: the same of a store, whose speed differs. blender: None without blending.
+    """
+
+    runner: ModelRunner
+    cache: CacheEngine
+    manager: BlockManager
+    telemetry: Telemetry
+    defaults: ParamDefaults
+    max_model_len: int
+    window: int | None
+    rule: LoadOrCompute | None
+    store_rule: LoadOrCompute | None
+    blender: Blender | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServableModel:
+    """A model that was tried out over blocks. window: of the attention of all layers; None if one sees everything."""
+
+    runner: ModelRunner
+    config: ModelConfig
+    window: int | None
+
+
+def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
+    """TypeError for others than a model and an EngineConfig, ValueError for a compiled model."""
+    check_model(model)
+    if not isinstance(config, EngineConfig):
+        hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
+        raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
+
+
+def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ServableModel:
+    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
+    model_config = _model_config(model, cache_config)
+    runner = ModelRunner(model)
+    if model_config.use_mla:
+        verify_latents(runner, cache_config, model_config)
+    return ServableModel(runner, model_config, verify_model(runner, cache_config, model_config))
+
+
+def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
+    """Make the parts. Raises as Engine.from_model does."""
+    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
+    model = runner.model
+    defaults = ParamDefaults.of_model(model, config.generation_config)
+    max_model_len = limited_model_len(model, config.max_model_len)
+    cache = make_cache(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
+    rule, store_rule = (make_rule(config, model_config) for _ in range(2))
+    manager = make_manager(config, rule)
+    blender = None
+    if config.blend is not None:
+        blender = checked_blender(config.blend, runner, cache_config, model_config)
+    telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
+    return EngineParts(
+        runner, cache, manager, telemetry, defaults, max_model_len, servable.window, rule, store_rule, blender
+    )
+
+
+def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
     check_config(model)
     keeps_latents = cache_config.backend == "mla"
     if keeps_latents:
         check_latents(model.config.get_text_config(decoder=True), type(model).__name__)
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
-
-
-def verify(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
-    """Computes a little over blocks of its own: see verify_model, and verify_latents where blocks hold latents."""
-    if model_config.use_mla:
-        verify_latents(runner, cache_config, model_config)
-    return verify_model(runner, cache_config, model_config)
 
 
 def make_cache(
@@ -50,7 +113,7 @@ def make_cache(
     kv_scales: Sequence[KVScales] | Literal["calibrate"] | None,
     calibration_tokens: Tokens | None,
 ) -> CacheEngine:
-    """The cache with its scales, which stay; where it quantises, something of the model must be left, or ValueError."""
+    """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
     scales = choose_scales(runner, cache_config, model_config, kv_scales, calibration_tokens)
     device_config = DeviceConfig(runner.model.device)
     cache = CacheEngine(cache_config, model_config, device_config=device_config, kv_scales=scales)
@@ -59,13 +122,30 @@ def make_cache(
     return cache
 
 
-def make_rule(cache_config: CacheConfig, model_config: ModelConfig) -> LoadOrCompute:
-    """Whether a block is loaded or computed. Each tier has one of its own: their speeds differ."""
-    return LoadOrCompute(CacheEngine.get_cache_block_size(cache_config, model_config), cache_config.block_size)
+def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
+    """Return the rule by which blocks of one tier are loaded or computed; None if they are always loaded."""
+    if not config.load_or_compute:
+        return None
+    block_bytes = CacheEngine.get_cache_block_size(config.cache_config, model_config)
+    return LoadOrCompute(block_bytes, config.cache_config.block_size)
+
+
+def make_manager(config: EngineConfig, rule: LoadOrCompute | None) -> BlockManager:
+    """Return the manager of both tiers' blocks."""
+    return BlockManager(
+        config.cache_config.num_gpu_blocks,
+        config.cache_config.block_size,
+        config.enable_prefix_caching,
+        num_host_blocks=config.cache_config.num_cpu_blocks,
+        share_parts=config.share_parts,
+        host_policy=config.host_policy,
+        rule=rule,
+        pin_quota=config.pin_quota,
+    )
 
 
 def default_segments(store: BlockStore | None, cache: CacheEngine, max_bytes: int) -> SegmentCache:
-    """In the store, where that can hold rows of the cache as they are, or in host memory."""
+    """Return segments in the store, where that can hold rows of the cache as they are, or in host memory."""
     return StoredSegments(store) if _keeps_rows(store, cache) else MemorySegments(max_bytes)
 
 

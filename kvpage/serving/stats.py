@@ -6,9 +6,9 @@ from kvpage.blocks.moves import Kind
 from kvpage.blocks.stats import BlockStats
 from kvpage.observe.histogram import HistogramStats
 from kvpage.observe.residency import ResidencyStats
-from kvpage.serving.blending.link import BlendStats
-from kvpage.serving.loop.store_link import StoreLinkStats
-from kvpage.serving.loop.transfer_meter import TransferStats
+from kvpage.serving.blending.connector import BlendStats
+from kvpage.serving.loop.block_transfers import TransferStats
+from kvpage.serving.loop.store_connector import StoreConnectorStats
 
 __all__ = [
     "BlendStats",
@@ -16,7 +16,7 @@ __all__ = [
     "EngineStats",
     "HistogramStats",
     "ResidencyStats",
-    "StoreLinkStats",
+    "StoreConnectorStats",
     "TransferStats",
 ]
 
@@ -54,7 +54,7 @@ class EngineStats:
     transfers: dict[Kind, TransferStats]
     residency: dict[str, ResidencyStats] | None
     num_lost_events: int | None
-    store: StoreLinkStats | None
+    store: StoreConnectorStats | None
     blend: BlendStats | None
 
     @property

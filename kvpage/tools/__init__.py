@@ -1,1 +1,1 @@
-"""The command line: demo, replay, benchmarks, stores."""
+"""The command line and its parts: build information, the demo, the replay of traces, stores."""

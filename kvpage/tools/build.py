@@ -1,4 +1,4 @@
-"""What was built and what was found on this machine."""
+"""Build information: versions of kvpage and its parts, and the devices of this machine."""
 
 import importlib.metadata
 from typing import Any
@@ -7,14 +7,23 @@ import kvpage._C as _C
 
 
 def build_info() -> dict[str, Any]:
-    """What this kvpage was built with and what it finds here; None for what is absent. Starts nothing on any device.
+    """Return versions of this build and of installed parts, and the devices found here. No device is started.
 
-    version; sources (a digest of what the extension was compiled from); compiler (of the native core); cuda (the
-    toolkit it was built with), cuda_archs (compiled in, in CMake's words); driver (the CUDA version of the installed
-    driver, "13.0"); cuda_error (why CUDA cannot be used here);
-    devices: a list of dicts with name, compute_capability (major, minor) and num_copy_engines, as CUDA numbers them;
-    batched_copy: whether the driver copies many extents in one call; torch, torch_cuda (what that torch was built for),
-    triton, transformers: versions.
+    Returns:
+        A dict with these entries. An absent part is None.
+
+        version: kvpage's version.
+        sources: A digest of the sources that the extension was compiled from.
+        compiler: The compiler of the native core.
+        cuda: The CUDA toolkit of the build.
+        cuda_archs: The architectures compiled in, in CMake's words.
+        driver: The CUDA version of the installed driver, such as "13.0".
+        cuda_error: The reason why CUDA cannot be used here.
+        devices: A list of dicts with name, compute_capability (major, minor) and num_copy_engines, as CUDA numbers
+            them.
+        batched_copy: Whether the driver copies many extents in one call.
+        torch, triton, transformers: Installed versions.
+        torch_cuda: The CUDA version that this torch was built for.
     """
     machine = _C.cuda_machine() or {"driver_version": 0, "devices": [], "batched_copy": False}
     return {

@@ -18,9 +18,9 @@ app.add_typer(store_app, name="store")
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from kvpage import __version__
+        from kvpage.tools.build import build_info
 
-        print(f"kvpage {__version__}")
+        print(f"kvpage {build_info()['version']}")
         raise typer.Exit
 
 
@@ -37,10 +37,10 @@ def kvpage(
 def info(
     calibrate: Annotated[bool, typer.Option(help="also measure how swaps are best copied on the CUDA device")] = False,
 ) -> None:
-    """What was built and what was found."""
+    """Print versions and devices."""
     from kvpage.tools.build import build_info
 
-    table = Table("what", "found", title="kvpage")
+    table = Table("part", "found", title="kvpage")
     for name, value in build_info().items():
         table.add_row(name, "none" if value is None else str(value))
     Console().print(table)
@@ -76,13 +76,13 @@ def demo(
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     layer_layout: Annotated[str, typer.Option(help="separate or packed")] = "separate",
     sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 12,
-    seed: Annotated[int, typer.Option(help="of the random weights")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
     cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
     store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
 ) -> None:
-    """Serves conversations with shared system prompts, and shows that the tokens are those of model.generate."""
+    """Serve conversations with shared system prompts, and compare the tokens with those of model.generate."""
     from kvpage.tools.demo import DemoOptions, run
 
     try:
@@ -104,11 +104,13 @@ def replay(
     host_blocks: Annotated[int | None, typer.Option(min=0, help="blocks of the host tier")] = None,
     host_gib: Annotated[float | None, typer.Option(help="memory of the host tier; needs --model-config")] = None,
     model_config: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or its folder")] = None,
-    cache_dtype: Annotated[str, typer.Option(help="of the cache, as CacheConfig names it")] = "auto",
+    cache_dtype: Annotated[str, typer.Option(help="type of the cache, as CacheConfig names it")] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are those of one")] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
-    policy: Annotated[str, typer.Option(help="of copies to the host: on_eviction or at_once")] = "on_eviction",
+    policy: Annotated[
+        str, typer.Option(help="when blocks are copied to the host: on_eviction or at_once")
+    ] = "on_eviction",
     outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
     prefill: Annotated[
         float | None,
@@ -116,10 +118,10 @@ def replay(
     ] = None,
     bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
     sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
-    plot: Annotated[Path | None, typer.Option(help="where to draw; of a sweep, kvpage-replay.png by default")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to draw; a sweep draws kvpage-replay.png by default")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
-    """Drives pool, tree and tiers with a production trace: what would so much memory find again?"""
+    """Replay a production trace against pool, tree and tiers, and print how much memory of this size finds again."""
     import sys
 
     from kvpage.tools import replay_report as report
@@ -159,9 +161,10 @@ def replay(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(
-    context: typer.Context, op: Annotated[str | None, typer.Argument(help="which one; none: list them")] = None
+    context: typer.Context,
+    op: Annotated[str | None, typer.Argument(help="its name; without one, all are listed")] = None,
 ) -> None:
-    """Runs a microbenchmark: a bound, a peer, a table, a line of JSON. `kvpage bench OP --help` tells its options."""
+    """Run a microbenchmark: a bound, a peer, a table, a line of JSON. `kvpage bench OP --help` lists its options."""
     import importlib.util
     import sys
 
@@ -183,4 +186,5 @@ def bench(
 
 
 def main() -> None:
+    """Run the command line."""
     app()

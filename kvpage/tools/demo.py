@@ -1,8 +1,9 @@
 """`kvpage demo`: conversations with shared system prompts, served from paged blocks and checked against model.generate.
 
 By default the model is a small Llama with seeded random weights over bytes, and the prompts are made of this project's
-own documents: each conversation has one of a few system prompts and several turns, and each turn's prompt repeats all
-that was said before. What a served request has written is found again by the next turn, and a system prompt by all.
+own documents. Each conversation has one of a few system prompts and several turns. The prompt of a turn repeats the
+whole conversation before it. So the next turn finds the blocks of the last one, and all conversations find a system
+prompt.
 """
 
 import ast
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, DeviceConfig
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
 from kvpage.serving.params.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.tools.demo_text import show_answers, tier_in_words
@@ -33,7 +34,7 @@ SYSTEM_BYTES, TURN_BYTES = 768, 96
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line gives; see `kvpage demo --help`."""
+    """Options of the command line; see `kvpage demo --help`."""
 
     model: Path | None = None
     prompts: Path | None = None
@@ -58,13 +59,13 @@ class DemoOptions:
 
 
 class Tokenizer(Protocol):
-    """What the demo asks of a tokenizer; transformers' have it."""
+    """The part of a tokenizer that the demo uses. Those of transformers have it."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """Makes a token of each byte of UTF-8."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -72,7 +73,7 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns still to be said, and all tokens so far: system prompt, questions and answers."""
+    """Turns still to come, and all tokens so far: system prompt, questions and answers."""
 
     turns: list[list[int]]
     history: list[int] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Record:
-    """What happened: finished requests, and blocks in use after each step."""
+    """Finished requests, and the blocks in use after each step."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -89,20 +90,24 @@ class Record:
 
 
 def run(options: DemoOptions, console: Console) -> bool:
-    """Runs the demo; False if a compared request differs from model.generate, unless the cache rounds: then it may."""
+    """Run the demo.
+
+    Returns:
+        False if a compared request differs from model.generate. With a cache that rounds, it may differ: then True.
+    """
     config = cache_config(options)
     model, tokenizer = load_model(options)
     conversations = make_conversations(options, tokenizer)
     leave_out_unserved(model, console)
     is_fp8 = options.cache_dtype.startswith("fp8")
-    engine = Engine.from_model(model, config, kv_scales="calibrate" if is_fp8 else None)
+    engine = Engine.from_model(model, EngineConfig(config, kv_scales="calibrate" if is_fp8 else None))
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
     store = open_store(engine, model, options) if options.store else None
     record = serve(engine, conversations, params, console)
     if store:
         show_store(engine, store, options, console)
     num_equal, num_compared = compare(model, record.outputs, options, console)
-    if options.model is not None:  # random weights have nothing to say
+    if options.model is not None:  # answers of random weights are no text
         show_answers(record.outputs, tokenizer, console)
     show(engine, record, console)
     draw(record, options)
@@ -115,14 +120,14 @@ def run(options: DemoOptions, console: Console) -> bool:
 
 
 def leave_out_unserved(model: Any, console: Console) -> None:
-    """What the generation config asks for and the engine does not do, `generate` does not do here either."""
+    """Take settings out of the generation config that the engine does not serve, for `model.generate` as well."""
     for asked in unserved_fields(model.generation_config):
         console.print(f"generation_config asks for {asked}, which is not served: both sides go without", markup=False)
         setattr(model.generation_config, asked.partition("=")[0], None)
 
 
 def open_store(engine: Engine, model: Any, options: DemoOptions) -> KVStore:
-    """A store in the folder, under a name that no other weights have."""
+    """Open a store in the folder, under a name that no other weights have."""
     metadata = metadata_of(engine.cache, weights_digest(model))
     store = KVStore(
         KVStoreConfig(64, (f"disk://{quote(str((options.store or Path()).absolute()))}?size=1GiB",)), metadata
@@ -132,7 +137,7 @@ def open_store(engine: Engine, model: Any, options: DemoOptions) -> KVStore:
 
 
 def weights_digest(model: Any) -> str:
-    """SHA-256 over the config and a few numbers of each weight."""
+    """Return the model's class and a SHA-256 over the config and a few numbers of each weight."""
     digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, weight in model.named_parameters():
         digest.update(name.encode())
@@ -141,6 +146,7 @@ def weights_digest(model: Any) -> str:
 
 
 def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Console) -> None:
+    """Close the engine and the store, and print the tokens loaded and the records kept."""
     stats = engine.stats()
     engine.close()
     assert stats.store is not None
@@ -156,6 +162,7 @@ def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Co
 
 
 def cache_config(options: DemoOptions) -> CacheConfig:
+    """Return the cache's configuration."""
     return CacheConfig(
         block_size=options.block_size,
         num_gpu_blocks=options.num_blocks,
@@ -168,21 +175,21 @@ def cache_config(options: DemoOptions) -> CacheConfig:
 
 
 def load_model(options: DemoOptions) -> tuple[Any, Any]:
-    """The model in fp32, in which equal tokens can be asked for, and its tokenizer."""
+    """Return the model in fp32, in which equal tokens can be expected, and its tokenizer."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]  # not annotated there
     if options.model is None:
         return small_llama(options.seed).to(options.device), ByteTokenizer()
     if not options.model.is_dir():
         raise ValueError(f"--model must be a folder, got {options.model}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
-    return model.eval().to(options.device), tokenizer
+    return model.train(False).to(options.device), tokenizer
 
 
 def small_llama(seed: int) -> Any:
-    """A Llama over bytes whose random weights are large enough for its greedy tokens to vary."""
+    """Return a Llama over bytes whose random weights are large enough for its greedy tokens to vary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -191,11 +198,11 @@ def small_llama(seed: int) -> Any:
         num_key_value_heads=4, max_position_embeddings=8192, initializer_range=0.08,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).train(False)
 
 
 def make_conversations(options: DemoOptions, tokenizer: Tokenizer) -> list[Conversation]:
-    """As many conversations as make up the requests; the last ones may have fewer turns."""
+    """Return enough conversations for the requests. The last one may have fewer turns."""
     if options.prompts is not None:
         lines = [line for line in options.prompts.read_text().splitlines() if line.strip()]
         if not lines:
@@ -203,7 +210,7 @@ def make_conversations(options: DemoOptions, tokenizer: Tokenizer) -> list[Conve
         return [Conversation([tokenizer.encode(line)]) for line in lines[: options.num_requests]]
     text = project_text()
     systems = [text[i * SYSTEM_BYTES : (i + 1) * SYSTEM_BYTES] for i in range(NUM_SYSTEM_PROMPTS)]
-    questions = pieces(text[NUM_SYSTEM_PROMPTS * SYSTEM_BYTES :], TURN_BYTES)
+    questions = excerpts(text[NUM_SYSTEM_PROMPTS * SYSTEM_BYTES :], TURN_BYTES)
     conversations: list[Conversation] = []
     for first in range(0, options.num_requests, options.num_turns):
         num_turns = min(options.num_turns, options.num_requests - first)
@@ -214,15 +221,15 @@ def make_conversations(options: DemoOptions, tokenizer: Tokenizer) -> list[Conve
 
 
 def project_text() -> str:
-    """The README, from the installed metadata, and the docstrings of the package's modules."""
+    """Return the README, from the installed metadata, and the docstrings of the package's modules."""
     readme = importlib.metadata.metadata("kvpage").json.get("description", "")
     modules = sorted(Path(__file__).parents[1].rglob("*.py"))
     documents = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules]
     return "\n".join([str(readme), *documents])
 
 
-def pieces(text: str, size: int) -> Iterator[str]:
-    """Distinct pieces of `text`, without end: each time around begins one character further on."""
+def excerpts(text: str, size: int) -> Iterator[str]:
+    """Yield distinct excerpts of `text`, without end: each time around begins one character further on."""
     start = 0
     while True:
         for begin in range(start, len(text) - size, size):
@@ -234,7 +241,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def serve(engine: Engine, conversations: list[Conversation], params: SamplingParams, console: Console) -> Record:
-    """Serves all turns; a conversation's next turn is asked as soon as the one before is answered."""
+    """Serve all turns. A conversation's next turn begins as soon as the last one is answered."""
     record, started = Record(), time.perf_counter()
     by_request = {ask(engine, conversation, params): conversation for conversation in conversations}
     num_requests = sum(len(conversation.turns) + 1 for conversation in conversations)
@@ -259,12 +266,13 @@ def serve(engine: Engine, conversations: list[Conversation], params: SamplingPar
 
 
 def ask(engine: Engine, conversation: Conversation, params: SamplingParams) -> str:
+    """Send the conversation's next turn, and return the request's id."""
     conversation.history = conversation.history + conversation.turns.pop(0)
     return engine.add_request(conversation.history, params)
 
 
 def compare(model: Any, outputs: list[RequestOutput], options: DemoOptions, console: Console) -> tuple[int, int]:
-    """How many of an even sample of the requests have model.generate's tokens, and how many were compared."""
+    """Compare an even sample of the requests with model.generate. Return the numbers of equal and of all ones."""
     step = max(1, len(outputs) // max(1, options.num_checked))
     chosen = outputs[::step][: options.num_checked]
     columns = TextColumn("comparing with model.generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -277,11 +285,13 @@ def compare(model: Any, outputs: list[RequestOutput], options: DemoOptions, cons
 
 
 def equals_generate(model: Any, output: RequestOutput) -> bool:
-    return by_generate(model, output).sequences[0, len(output.prompt_token_ids) :].tolist() == list(output.token_ids)
+    """Return whether model.generate gives the same tokens."""
+    theirs: list[int] = by_generate(model, output).sequences[0, len(output.prompt_token_ids) :].tolist()
+    return theirs == list(output.token_ids)
 
 
 def by_generate(model: Any, output: RequestOutput) -> Any:
-    """As the engine was asked: greedily, with the penalties and the like of the model's generation config."""
+    """Return model.generate's answer: greedy, with the penalties and the like of the model's generation config."""
     prompt = torch.tensor([list(output.prompt_token_ids)], device=model.device)
     return model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(output.token_ids), do_sample=False,
@@ -290,7 +300,7 @@ def by_generate(model: Any, output: RequestOutput) -> Any:
 
 
 def difference(model: Any, output: RequestOutput) -> str:
-    """Where the tokens part, and how near their scores are there: nearer than rounding, and both are right."""
+    """Return where the tokens differ, and how near their scores are there. If nearer than rounding, both are right."""
     found = by_generate(model, output)
     theirs = found.sequences[0, len(output.prompt_token_ids) :].tolist()
     pairs = enumerate(zip(output.token_ids, theirs, strict=False))
@@ -301,10 +311,11 @@ def difference(model: Any, output: RequestOutput) -> str:
     return f"{output.request_id}: token {at} is {own}, {other} by model.generate, whose scores are {gap:.1e} apart"
 
 
-# --- what people look at ---------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------
 
 
 def show(engine: Engine, record: Record, console: Console) -> None:
+    """Print the table of figures."""
     stats, blocks = engine.stats(), engine.manager.stats()
     first_token = [1e3 * ((o.first_token_time or o.finish_time) - o.arrival_time) for o in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
@@ -325,6 +336,7 @@ def show(engine: Engine, record: Record, console: Console) -> None:
 
 
 def draw(record: Record, options: DemoOptions) -> None:
+    """Draw the blocks in use over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")

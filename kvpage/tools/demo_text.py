@@ -1,4 +1,4 @@
-"""What the demo says in words: the answers of a model with a tokenizer, and what a tier of its store holds."""
+"""Text of the demo: the answers of a model with a tokenizer, and the contents of its store's tier in words."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -15,13 +15,13 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 class Decoder(Protocol):
-    """What is asked of a tokenizer; transformers' have it."""
+    """The part of a tokenizer that the demo uses. Those of transformers have it."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 def show_answers(outputs: Iterable[RequestOutput], tokenizer: Decoder, console: Console) -> None:
-    """Prints the first few prompts, of long ones the end, and what the model has answered."""
+    """Print the first few prompts, with the end of long ones, and the model's answers."""
     table = Table("prompt", "answer", "from the cache", title="the first answers", show_lines=True)
     for output in list(outputs)[:NUM_SHOWN]:
         prompt = tokenizer.decode(list(output.prompt_token_ids), skip_special_tokens=True).strip()
@@ -35,7 +35,7 @@ def show_answers(outputs: Iterable[RequestOutput], tokenizer: Decoder, console: 
 
 
 def tier_in_words(stats: TierStats) -> str:
-    """Such as "96 records, 4.5 MiB of 1.0 GiB; 0 evicted, 0 corrupted, 0 errors"."""
+    """Return text such as "96 records, 4.5 MiB of 1.0 GiB; 0 evicted, 0 corrupted, 0 errors"."""
     held = [] if stats.num_records is None else [f"{stats.num_records:,} records"]
     if stats.num_bytes is not None:
         limit = "" if stats.capacity is None else f" of {bytes_in_words(stats.capacity)}"
@@ -45,6 +45,7 @@ def tier_in_words(stats: TierStats) -> str:
 
 
 def bytes_in_words(num_bytes: int) -> str:
+    """Return text such as "4.5 MiB"."""
     size, unit = float(num_bytes), 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1

@@ -1,11 +1,11 @@
-"""Replaying a production trace against the real pool, prefix tree and tiers: no model, no tensors.
+"""Replay of a production trace against the real pool, prefix tree and tiers, without a model and tensors.
 
     line of the trace ─► keys of its blocks ─► match ─► promote ─► evict or demote ─► allocate ─► insert ─► release
     (timestamp, input_length, output_length, hash_ids: one for each `hash_tokens` tokens)
 
-Requests run one after the other. Blocks are the tree's, of `block_size` tokens; a hash id stands for the content of
-hash_tokens / block_size of them, so a block is known by (hash id, number within it), and the tree holds one such key
-where a server's tree holds the block's tokens: what is found, kept and lost is the same.
+Requests run one after the other. Blocks of `block_size` tokens are the tree's. A hash id represents the content of
+hash_tokens / block_size of them, so (hash id, number within it) names a block. The tree holds one such key where a
+server's tree holds the block's tokens. Hits, evictions and losses are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import BlockPool, PrefixTree
+from kvpage.checks.values import check_at_least
 
 __all__ = ["POLICIES", "Replay", "ReplayConfig", "ReplayReport", "TraceError", "TraceRequest", "read_trace"]
 
@@ -27,7 +28,14 @@ POLICIES = ("on_eviction", "at_once")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line. timestamp: milliseconds since the trace began."""
+    """One line of a trace.
+
+    Attributes:
+        timestamp: Milliseconds since the trace began.
+        input_length: Tokens of the prompt.
+        output_length: Generated tokens.
+        hash_ids: Ids of the prompt's contents, one for each `hash_tokens` tokens.
+    """
 
     timestamp: int
     input_length: int
@@ -36,21 +44,28 @@ class TraceRequest:
 
 
 class TraceError(ValueError):
-    """A malformed line; names its number."""
+    """A malformed line of a trace. The message has its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """What is simulated.
+    """The simulated machine.
 
-    device_blocks, host_blocks: of `block_size` tokens; no host tier with 0.
-    policy: when a block gets its host copy, "on_eviction" or "at_once" (as soon as it is computed).
-    with_outputs: generated tokens occupy blocks while their request runs. They are never found: a trace does not name
-        them.
-    block_bytes: of one block in all layers; 0: no volumes, no loading times.
-    prefill_tokens_per_second: what one such machine computes; None: no times to first token. A trace of a whole fleet
-        asks for more than one machine has: then requests queue without end.
-    host_bytes_per_second: how fast blocks come from the host, for the times to first token.
+    Attributes:
+        device_blocks: Blocks of the device tier.
+        host_blocks: Blocks of the host tier; 0 for no host tier.
+        block_size: Tokens of a block.
+        hash_tokens: Tokens of a hash id, a multiple of block_size.
+        policy: When a block gets its host copy: "on_eviction", or "at_once" (as soon as it is computed).
+        with_outputs: Whether generated tokens occupy blocks while their request runs. They are never found, since a
+            trace does not name them.
+        block_bytes: Bytes of a block in all layers; 0: no volumes and no loading times.
+        prefill_tokens_per_second: Prefill speed of one such machine; None: no times to first token. A trace of a whole
+            fleet needs more than one machine. Then requests queue without end.
+        host_bytes_per_second: Bandwidth from the host, for the times to first token.
+
+    Raises:
+        ValueError: A number or the policy is out of range.
     """
 
     device_blocks: int
@@ -65,9 +80,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("block_size", 1), ("block_bytes", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         if self.hash_tokens < 1 or self.hash_tokens % self.block_size:
             raise ValueError(f"hash_tokens must be a multiple of block_size={self.block_size}, got {self.hash_tokens}")
         if self.policy not in POLICIES:
@@ -82,17 +95,26 @@ class ReplayConfig:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay has counted. Tokens unless the name says otherwise.
+    """Counts of a replay, in tokens unless the name says otherwise.
 
-    device_hit_tokens, host_hit_tokens: of prompts, found in that tier first.
-    evicted_blocks: left the device, demoted_blocks of them with a copy to the host; lost_host_blocks left the host.
-    loaded_bytes, stored_bytes: host to device and back. peak_bytes_per_second: of both, in the busiest minute.
-    skipped: requests whose prompt alone is larger than the device tier.
-    computed_tokens: of prompts, what was found nowhere.
-    first_token_seconds: of each request, loading and computing, alone on the machine; queued_seconds: the same with
-        what it waits for the requests before it at the trace's pace. Both are empty where the speed of prefill is not
-        given.
-    used_blocks: (timestamp, device blocks that hold something, host blocks that do), some hundred points.
+    Attributes:
+        requests: Number of requests.
+        skipped: Number of requests whose prompt alone is larger than the device tier.
+        prompt_tokens: Tokens of all prompts.
+        device_hit_tokens: Prompt tokens found on the device.
+        host_hit_tokens: Prompt tokens found on the host.
+        computed_tokens: Prompt tokens that were not found.
+        evicted_blocks: Blocks that left the device.
+        demoted_blocks: Those of them that were copied to the host for it.
+        lost_host_blocks: Blocks that left the host.
+        loaded_bytes: Bytes from host to device.
+        stored_bytes: Bytes from device to host.
+        peak_bytes_per_second: Rate of both, in the busiest minute.
+        trace_seconds: Duration of the trace.
+        first_token_seconds: Seconds of each request for loading and computing, alone on the machine. Empty where the
+            speed of prefill is not given.
+        queued_seconds: The same, with the wait for earlier requests at the trace's pace.
+        used_blocks: (timestamp, device blocks in use, host blocks in use), some hundred points.
     """
 
     requests: int = 0
@@ -114,32 +136,45 @@ class ReplayReport:
 
     @property
     def hit_rate(self) -> float:
+        """The part of the prompt tokens that was found, 0 to 1."""
         hits = self.device_hit_tokens + self.host_hit_tokens
         return hits / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def bytes_per_second(self) -> float:
-        """What the transfers need at the trace's pace, on average."""
+        """Mean rate of the transfers at the trace's pace."""
         return (self.loaded_bytes + self.stored_bytes) / self.trace_seconds if self.trace_seconds else 0.0
 
     @property
     def computed_tokens_per_second(self) -> float:
-        """How fast prefill has to be at least, on average, for the trace's pace."""
+        """Mean prefill speed that the trace's pace needs."""
         return self.computed_tokens / self.trace_seconds if self.trace_seconds else 0.0
 
     @property
     def busy_share(self) -> float:
-        """Of the trace's time, how much loading and computing fill. Above 1 the queue grows to the end."""
+        """The part of the trace's time that loading and computing fill. Above 1 the queue grows to the end."""
         return sum(self.first_token_seconds) / self.trace_seconds if self.trace_seconds else 0.0
 
     def percentile(self, name: str, percent: float) -> float:
-        """Of first_token_seconds or queued_seconds; 0 without requests."""
+        """Return a percentile of first_token_seconds or queued_seconds; 0 without requests.
+
+        Args:
+            name: "first_token_seconds" or "queued_seconds".
+            percent: 0 to 100.
+        """
         values = getattr(self, name)
         return float(np.percentile(values, percent)) if values else 0.0
 
 
 def read_trace(lines: Iterable[str]) -> Iterator[TraceRequest]:
-    """The requests of a JSON-lines trace; empty lines are passed over. TraceError for a malformed one."""
+    """Yield the requests of a JSON-lines trace. Empty lines are skipped.
+
+    Args:
+        lines: The lines.
+
+    Raises:
+        TraceError: A line is malformed.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -164,22 +199,37 @@ def _request(record: Any) -> TraceRequest:
 
 
 class Replay:
-    """One device tier and one host tier, and what requests do to them."""
+    """A device tier and a host tier that requests fill, and the counts.
+
+    Args:
+        config: The simulated machine.
+    """
 
     def __init__(self, config: ReplayConfig) -> None:
         self.config = config
         self.report = ReplayReport()
         self.pool = BlockPool(config.device_blocks)
         self.host_pool = BlockPool(config.host_blocks) if config.host_blocks else None
-        self.tree = PrefixTree(self.pool, 1, self.host_pool)  # a key stands for a block's tokens
+        self.tree = PrefixTree(self.pool, 1, self.host_pool)  # a key represents a block's tokens
         self._keys: dict[int, int] = {}  # the first key of each hash id
         self._per_hash = config.hash_tokens // config.block_size
         self._within = np.arange(self._per_hash, dtype=np.int32)
         self._moved_in_minute: dict[int, int] = {}
-        self._free_at = 0.0  # when the machine has finished what came before
+        self._free_at = 0.0  # when the machine has finished the requests before
 
     def run(self, requests: Iterable[TraceRequest], on_request: Callable[[], None] | None = None) -> ReplayReport:
-        """Replays all of them. `on_request` is called after each, for a progress bar."""
+        """Replay all requests.
+
+        Args:
+            requests: The requests.
+            on_request: Called after each request, for a progress bar.
+
+        Returns:
+            The counts.
+
+        Raises:
+            ValueError: A request has too few hash ids for its length.
+        """
         for request in requests:
             self.step(request)
             if on_request:
@@ -187,7 +237,14 @@ class Replay:
         return self.finish()
 
     def step(self, request: TraceRequest) -> None:
-        """One request, from its arrival to its first token; its blocks stay cached."""
+        """Replay one request, from its arrival to its first token. Its blocks stay cached.
+
+        Args:
+            request: The request.
+
+        Raises:
+            ValueError: It has too few hash ids for its length.
+        """
         config, report = self.config, self.report
         keys = self._block_keys(request)
         # The last block of a prompt that is cached whole is computed again, into a block of its own.
@@ -220,12 +277,13 @@ class Replay:
         self._count(request, num_on_device, num_loaded, stored)
 
     def finish(self) -> ReplayReport:
+        """Return the counts."""
         if self._moved_in_minute:
             self.report.peak_bytes_per_second = max(self._moved_in_minute.values()) / 60
         return self.report
 
     def _block_keys(self, request: TraceRequest) -> npt.NDArray[np.int32]:
-        """A key for each whole block of the prompt."""
+        """Return a key for each whole block of the prompt."""
         num_hashes = -(-request.input_length // self.config.hash_tokens)
         if len(request.hash_ids) < num_hashes:
             raise ValueError(
@@ -238,7 +296,7 @@ class Replay:
         return keys.reshape(-1)[: request.input_length // self.config.block_size]
 
     def _take(self, num_blocks: int) -> tuple[npt.NDArray[np.int32], int]:
-        """Blocks for a request, after evicting what lacks; and how many were copied to the host for that."""
+        """Return blocks for a request, evicted where too few are free, and how many went to the host for it."""
         lacking, num_stored = num_blocks - self.pool.num_free, 0
         if lacking > 0:
             self.report.evicted_blocks += lacking

@@ -1,4 +1,4 @@
-"""What `kvpage replay` shows: sizes from memory and a model, a table, a sweep over sizes, curves."""
+"""Output of `kvpage replay`: sizes from memory and a model, a table, a sweep over sizes, curves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One size in steps of a factor of two, from `first` to `last`, both among them."""
+    """One size in steps of a factor of two, from `first` to `last`, both included."""
 
     name: str
     first: float
@@ -36,7 +36,7 @@ class Sweep:
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
-        """From "device-gib=10:640". ValueError for anything else."""
+        """Return the sweep of a text such as "device-gib=10:640". Raise ValueError for any other text."""
         found = re.fullmatch(r"([a-z-]+)=([0-9.]+):([0-9.]+)", text)
         if not found or found[1] not in SWEPT:
             raise ValueError(f"sweep must be like device-gib=10:640, with one of {', '.join(SWEPT)}, got {text!r}")
@@ -46,12 +46,14 @@ class Sweep:
         return cls(found[1], first, last)
 
     def sizes(self) -> list[float]:
+        """Return the sizes."""
         sizes = [self.first]
         while sizes[-1] * 2 < self.last:
             sizes.append(sizes[-1] * 2)
         return sizes + [self.last] * (sizes[-1] < self.last)
 
     def configs(self, config: ReplayConfig) -> list[ReplayConfig]:
+        """Return a configuration for each size."""
         counts = [blocks_of(self.name, size, config.block_bytes) for size in self.sizes()]
         if SWEPT[self.name] == "device_blocks":
             return [dataclasses.replace(config, device_blocks=count) for count in counts]
@@ -59,7 +61,11 @@ class Sweep:
 
 
 def blocks_of(name: str, size: float, block_bytes: int) -> int:
-    """How many blocks `size` is: GiB where the name says so. ValueError where the bytes of a block are not known."""
+    """Return the number of blocks in `size`, which is GiB if the name ends so.
+
+    Raises:
+        ValueError: The bytes of a block are not known.
+    """
     if not name.endswith("-gib"):
         return int(size)
     if block_bytes == 0:
@@ -68,7 +74,7 @@ def blocks_of(name: str, size: float, block_bytes: int) -> int:
 
 
 def block_bytes_of(model_config: Path, block_size: int, cache_dtype: str, tensor_parallel_size: int) -> int:
-    """Bytes of a block in all layers of one rank, from the config.json of a Hugging Face model."""
+    """Return the bytes of a block in all layers of one rank, from the config.json of a Hugging Face model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(model_config))
@@ -79,7 +85,7 @@ def block_bytes_of(model_config: Path, block_size: int, cache_dtype: str, tensor
 
 
 def replay_all(requests: list[TraceRequest], configs: list[ReplayConfig], console: Console) -> list[ReplayReport]:
-    """One replay a config, with a progress bar (on a terminal)."""
+    """Run one replay for each configuration, with a progress bar (on a terminal)."""
     columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("requests", total=len(requests) * len(configs))
@@ -88,7 +94,7 @@ def replay_all(requests: list[TraceRequest], configs: list[ReplayConfig], consol
 
 
 def _every(count: int, call: Callable[[int], Any]) -> Callable[[], None]:
-    """Calls only each `count`th time: a progress bar must not cost more than what it shows."""
+    """Return a function that calls only each `count`th time: a progress bar must not cost more than its work."""
     state = [0]
 
     def step() -> None:
@@ -101,7 +107,7 @@ def _every(count: int, call: Callable[[int], Any]) -> Callable[[], None]:
 
 
 def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
-    """The numbers of one replay, ready for JSON."""
+    """Return the numbers of one replay, ready for JSON."""
     share = 1 / report.prompt_tokens if report.prompt_tokens else 0.0
     columns = {
         "device_blocks": config.device_blocks,
@@ -131,7 +137,7 @@ def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
 
 
 def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Console) -> None:
-    """A column a replay."""
+    """Print a table with a column for each replay."""
     columns = [figures(config, report) for config, report in zip(configs, reports, strict=True)]
     table = Table("", *(str(i + 1) for i in range(len(columns))), title="kvpage replay")
     for name in columns[0] if columns else ():
@@ -147,11 +153,12 @@ def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Cons
 
 
 def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
+    """Return the numbers of all replays as JSON."""
     return json.dumps([figures(config, report) for config, report in zip(configs, reports, strict=True)])
 
 
 def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path) -> None:
-    """The hit rate over the size that is swept; without a sweep, the blocks in use over time."""
+    """Draw the hit rate over the swept size. Without a sweep, draw the blocks in use over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -181,4 +188,4 @@ def _draw_use(axes: Any, report: ReplayReport) -> None:
     axes.plot(minutes, [device for _, device, _ in report.used_blocks], label="device")
     if any(host for _, _, host in report.used_blocks):
         axes.plot(minutes, [host for _, _, host in report.used_blocks], label="host")
-    axes.set(xlabel="minutes of the trace", ylabel="blocks that hold something", title="Blocks in use")
+    axes.set(xlabel="minutes of the trace", ylabel="blocks in use", title="Blocks in use")

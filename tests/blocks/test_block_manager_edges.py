@@ -120,7 +120,7 @@ def test_append_makes_room_for_one_token_unless_told_otherwise():
     manager.allocate(1, MINE[: B - 1])
     manager.append([1])
     assert len(manager.slot_mapping(1, 0, B)) == B
-    with pytest.raises(ValueError, match=r"positions of 1 must lie in \[0, 4\]"):
+    with pytest.raises(ValueError, match=r"positions of 1 must be in \[0, 4\]"):
         manager.slot_mapping(1, 0, B + 1)
 
 

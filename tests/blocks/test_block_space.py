@@ -72,7 +72,7 @@ def test_the_engine_carries_moves_out_in_order():
     moves.add("swap_out", [(3, 0)])
     moves.add("copy", [(1, 3)])
     moves.add("swap_in", [(0, 1)])
-    engine.move(moves)
+    engine.do_moves(moves)
     assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [0, 3, 2, 1]
     moves = BlockMoves()
     moves.add("swap_out", [(1, 2)])

@@ -66,7 +66,7 @@ def test_several_contents():
 
 @pytest.mark.parametrize("spans", [[(0, 3), (2, 2)], [(4, 2), (0, 2)], [(8, 3)], [(11, 1)]])
 def test_contents_must_lie_in_order_within_the_tokens(spans):
-    with pytest.raises(ValueError, match="contents must lie in order within"):
+    with pytest.raises(ValueError, match="contents must be in order within"):
         keyed_tokens(list(range(10)), [Content(start, count, b"x") for start, count in spans])
 
 

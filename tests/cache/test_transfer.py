@@ -328,7 +328,7 @@ def test_an_error_reaches_the_transfer_and_the_pins_go_back(stream, failing, by_
 def test_an_error_that_nobody_asks_for_is_a_warning(stream, failing):
     failing.swap_out(pairs((6, 0)), non_blocking=True)
     stream.run()
-    with pytest.warns(RuntimeWarning, match=r"a transfer failed and nobody asked: KeyError\('call 1'\)"):
+    with pytest.warns(RuntimeWarning, match=r"failed, and no call has raised its error: KeyError\('call 1'\)"):
         failing.poll()
         gc.collect()
 

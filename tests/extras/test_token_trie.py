@@ -1,146 +1,14 @@
 """OutputCache, TokenTrie, DynamicTokenTrie against slow ones; that slices own their bytes; every documented error."""
 
-import asyncio
 import gc
 import random
 import weakref
-from collections import OrderedDict
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from support.trie_arrays import kv_of, storage_bytes, walk
 
-from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
-
-LAYERS, HEADS, SIZE = 2, 3, 4
-
-
-def kv_of(num_tokens: int) -> torch.Tensor:
-    return torch.randn(LAYERS, 2, HEADS, num_tokens, SIZE)
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
-def walk(node, token_ids):
-    for token_id in token_ids:
-        node = node.get_token(token_id)
-    return node
-
-
-# --- OutputCache ---
-
-
-def test_output_cache_gives_back_what_it_was_given():
-    cache = OutputCache(2)
-    x, y = torch.randn(3), torch.randn(4).double()
-    cache["x"], cache[7] = x, y
-    assert cache["x"] is x and cache[7] is y
-    assert len(cache) == 2 and 7 in cache and "y" not in cache
-    assert cache.num_bytes == 3 * 4 + 4 * 8
-
-
-def test_output_cache_evicts_the_least_recently_used():
-    cache = OutputCache(2)
-    cache["a"], cache["b"] = torch.zeros(1), torch.zeros(2)
-    _ = cache["a"]
-    cache["c"] = torch.zeros(3)
-    assert "b" not in cache and "a" in cache and "c" in cache
-    assert cache.num_bytes == 16
-
-
-def test_overwriting_evicts_nothing():
-    cache = OutputCache(2)
-    cache["a"], cache["b"] = torch.zeros(1), torch.zeros(1)
-    new = torch.ones(5)
-    cache["a"] = new
-    assert cache["a"] is new and "b" in cache and cache.num_bytes == 24
-    cache["c"] = torch.zeros(1)
-    assert "b" not in cache and "a" in cache
-
-
-@pytest.mark.parametrize("move_to_cpu", [False, True])
-def test_maxsize_0_keeps_nothing(move_to_cpu):
-    cache = OutputCache(0, move_to_cpu)
-    cache["a"] = torch.zeros(1)
-    assert len(cache) == 0 and cache.num_bytes == 0 and "a" not in cache
-
-
-def test_maxsize_1():
-    cache = OutputCache(1)
-    for i in range(3):
-        cache[i] = torch.full((2,), i)
-        assert len(cache) == 1 and cache[i].tolist() == [i, i]
-
-
-@pytest.mark.parametrize("move_to_cpu", [False, True])
-def test_a_slice_owns_its_bytes_and_nothing_more(move_to_cpu):
-    cache, whole = OutputCache(4, move_to_cpu), torch.randn(1000, 8)
-    cache["row"], cache["column"], cache["all"] = whole[3], whole[:, 2], whole
-    assert cache.num_bytes == 8 * 4 + 1000 * 4 + whole.nbytes
-    assert torch.equal(cache["row"], whole[3]) and torch.equal(cache["column"], whole[:, 2])
-    assert storage_bytes(cache["row"]) == 32
-    kept = weakref.ref(whole.untyped_storage())
-    del cache["all"], whole
-    gc.collect()
-    assert kept() is None and cache.num_bytes == 4032
-
-
-def test_clear_and_delete():
-    cache = OutputCache(3)
-    cache["a"], cache["b"] = torch.zeros(1), torch.zeros(2)
-    del cache["a"]
-    assert cache.num_bytes == 8 and len(cache) == 1
-    cache.clear()
-    assert cache.num_bytes == 0 and len(cache) == 0
-
-
-@pytest.mark.gpu
-def test_offloaded_tensors_come_back_to_their_device():
-    cache = OutputCache(2, move_to_cpu=True)
-    here, there = torch.randn(4), torch.randn(4, device="cuda")
-    cache["here"], cache["there"] = here, there
-    assert cache["there"].device == there.device and torch.equal(cache["there"], there)
-    assert cache["here"].device == here.device
-    assert all(tensor.device.type == "cpu" for _, tensor in cache._entries.values())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_output_cache_random(seed):
-    rng = random.Random(seed)
-    maxsize = rng.randint(0, 5)
-    cache, naive = OutputCache(maxsize, seed % 2 == 1), OrderedDict()
-    for _ in range(500):
-        key = rng.randrange(8)
-        if rng.random() < 0.5:
-            cache[key] = torch.zeros(key + rng.randrange(3))
-            naive[key] = cache[key].numel() if maxsize else 0
-            naive.move_to_end(key)
-            while len(naive) > maxsize:
-                naive.popitem(last=False)
-        elif key in naive:
-            assert cache[key].numel() == naive[key], seed
-            naive.move_to_end(key)
-        assert [k in cache for k in range(8)] == [k in naive for k in range(8)], seed
-        assert cache.num_bytes == 4 * sum(naive.values()), seed
-
-
-def test_output_cache_errors():
-    with pytest.raises(ValueError, match="maxsize must not be negative, got -1"):
-        OutputCache(-1)
-    cache = OutputCache(1)
-    cache["a"] = torch.zeros(2)
-    for key in ("b", 0):
-        with pytest.raises(KeyError):
-            cache[key]
-        with pytest.raises(KeyError):
-            del cache[key]
-    with pytest.raises(TypeError, match="values must be torch.Tensors, got list"):
-        cache["b"] = [1]
-    assert cache["a"].tolist() == [0, 0] and cache.num_bytes == 8
-
+from kvpage.extras.token_trie import DynamicTokenTrie, TokenTrie
 
 # --- TokenTrie ---
 
@@ -178,7 +46,7 @@ def test_extend_cache_is_log_softmax_row_by_row(num_tokens, next_token_index, ba
 
 
 def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr("kvpage.extras.token_trie.LOGITS_AT_ONCE", 25)
+    monkeypatch.setattr("kvpage.extras.token_trie.plain.LOGITS_AT_ONCE", 25)
     logits, node = torch.randn(9, 10), TokenTrie()
     node.extend_cache(2, list(range(9)), logits, 0)
     for j in range(2, 9):
@@ -273,7 +141,7 @@ def test_each_node_gets_its_own_slice():
 
 @pytest.mark.parametrize("at_once", [1, 48, 10**6])
 def test_slices_in_parts_and_of_any_layout(monkeypatch, at_once):
-    monkeypatch.setattr("kvpage.extras.token_trie.KV_AT_ONCE", at_once)
+    monkeypatch.setattr("kvpage.extras.token_trie.dynamic.KV_AT_ONCE", at_once)
     for kv in (kv_of(1), kv_of(7), kv_of(7).transpose(3, 4).contiguous().transpose(3, 4), kv_of(20)[:, :, :, 3:9]):
         root = DynamicTokenTrie()
         root.extend_cache(0, range(kv.shape[3]), None, kv)
@@ -487,118 +355,3 @@ def test_steps_do_not_grow_with_depth(kv):
     seen.clear()
     root.evict_lru_kv(1990)
     assert len(seen) <= 10 * 10
-
-
-# --- arrays of other libraries ---------------------------------------------------------------------------------------
-
-
-class Slices:
-    """An array that has a shape, slices, and nothing else that a node could need; it keeps what it is a slice of."""
-
-    def __init__(self, numbers, of=None):
-        self._numbers, self.of = numbers, of
-
-    @property
-    def shape(self):
-        return self._numbers.shape
-
-    def __getitem__(self, key):
-        return type(self)(self._numbers[key], self)
-
-    def __copy__(self):
-        return type(self)(self._numbers.copy())
-
-
-class Cloneable(Slices):
-    def clone(self):
-        return type(self)(self._numbers.copy())
-
-
-KINDS = {"numpy": lambda numbers: numbers, "copied": Slices, "cloned": Cloneable}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_each_node_gets_its_slice_of_an_array_in_kind(kind, num_tokens):
-    numbers = kv_of(num_tokens).numpy()
-    kv = KINDS[kind](numbers)
-    root = DynamicTokenTrie()
-    logprobs = KINDS[kind](np.arange(3.0))
-    end = root.extend_cache(1, range(num_tokens + 1), logprobs, kv)
-    assert end is walk(root, range(1, num_tokens + 1)) and root.count_kv_size() == num_tokens
-    assert type(end.logprobs) is type(logprobs)
-    for i in range(num_tokens):
-        piece = walk(root, range(1, i + 2)).past_key_values
-        assert type(piece) is type(kv) and piece.shape == (LAYERS, 2, HEADS, 1, SIZE)
-        held = piece if kind == "numpy" else piece._numbers
-        assert np.array_equal(held, numbers[:, :, :, i : i + 1])
-        assert held.base is None and getattr(piece, "of", None) is None  # its own
-    if num_tokens:
-        numbers[:] = 0
-        assert held.any()
-
-
-def test_a_view_of_an_array_is_copied_and_a_whole_one_is_not():
-    whole, root = np.ones((4, 3)), DynamicTokenTrie()
-    assert root.add_token(1, whole, whole).past_key_values is whole and root.get_token(1).logprobs is whole
-    row = root.add_token(2, whole[1], whole[2:])
-    assert row.past_key_values.base is None and row.logprobs.base is None
-    row.past_key_values = whole[:1]
-    assert row.past_key_values.base is None and np.array_equal(row.past_key_values, whole[:1])
-
-
-def test_arrays_that_are_there_stay():
-    root, kv = DynamicTokenTrie(), kv_of(2).numpy()
-    end = root.extend_cache(0, [1, 2], np.zeros(2), kv)
-    assert root.extend_cache(0, [1, 2], np.ones(2), kv + 1) is end
-    assert not end.logprobs.any() and np.array_equal(end.past_key_values, kv[:, :, :, 1:])
-
-
-class Refuses(Slices):
-    def __getitem__(self, key):
-        raise RuntimeError("no memory")
-
-
-@pytest.mark.parametrize(
-    "kv, error, message",
-    [
-        (np.zeros((2, 2, 3, 3, 4)), ValueError, r"kv must be \[num_layers, 2, heads, 2, head_size\] for 2 new tokens"),
-        (np.zeros((2, 3)), ValueError, "for 2 new tokens"),
-        (np.float32(1), ValueError, r"got shape \[\]"),
-        ([1, 2], TypeError, "kv must be a tensor or an array that slices, got list"),
-        ("kv", TypeError, "kv must be a tensor or an array that slices, got str"),
-        (Refuses(np.zeros((2, 2, 3, 2, 4))), RuntimeError, "no memory"),
-        (SimpleNamespace(shape=(2, 2, 3, 2, 4)), TypeError, "an array that slices, got SimpleNamespace"),
-        (SimpleNamespace(shape="ab", __getitem__=None), TypeError, "an array that slices, got SimpleNamespace"),
-        (torch.zeros(2, 2, 3, 2, 4).to_sparse(), ValueError, "kv must be a tensor with strides"),
-    ],
-)
-def test_what_is_no_array_of_the_tokens_adds_nothing(kv, error, message):
-    root = DynamicTokenTrie()
-    with pytest.raises(error, match=message):
-        root.extend_cache(1, [1, 2, 3], None, kv)
-    assert root.children == {} and root.count_kv_size() == 0
-    with pytest.raises(TypeError, match="logprobs must be a tensor or an array that slices, got int"):
-        root.extend_cache(0, [1], 7)
-    assert root.children == {}
-
-
-def test_a_batch_of_queries_on_a_timer_answers_each():
-    """The way servers of another library use a trie: one that raised in a timer's callback would leave all waiting."""
-    trie = DynamicTokenTrie()
-    prompts = {(1, 2, 3): Slices(kv_of(3).numpy()), (1, 2, 4): kv_of(3).numpy(), (5,): kv_of(1)}
-
-    async def ask():
-        loop = asyncio.get_running_loop()
-        futures = {prompt: loop.create_future() for prompt in prompts}
-
-        def answer():
-            for prompt, future in futures.items():
-                end = trie.extend_cache(0, list(prompt), np.arange(4.0), prompts[prompt])
-                future.set_result(end.logprobs)
-
-        loop.call_later(0, answer)
-        return await asyncio.wait_for(asyncio.gather(*futures.values()), 10)
-
-    assert [list(row) for row in asyncio.run(ask())] == [[0, 1, 2, 3]] * 3
-    assert trie.count_kv_size() == 5

@@ -6,7 +6,7 @@ from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B = 4
@@ -18,7 +18,8 @@ ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest
 
 def make_engine(device, kind="llama", num_gpu_blocks=128, num_cpu_blocks=0, dtype="auto", backend="flash", **options):
     cache = CacheConfig(B, num_gpu_blocks, num_cpu_blocks, cache_dtype=dtype, backend=backend)
-    return Engine.from_model(make_model(kind).to(device), cache, **options)
+    store = options.pop("store", None)
+    return Engine.from_model(make_model(kind).to(device), EngineConfig(cache, **options), store=store)
 
 
 def tokens_of(engine, prompts=PROMPTS, **options):

@@ -45,11 +45,11 @@ def test_own_loop_gives_the_tokens_of_generate(capsys):
 def test_particles_estimate_what_enumeration_finds_and_compute_each_token_once(capsys):
     """Two tokens after a prompt: all pairs that keep the rule can be summed up."""
     from kvpage import CacheConfig
-    from kvpage.serving import Engine, PagedTokenTrie
+    from kvpage.serving import Engine, EngineConfig, PagedTokenTrie
 
     example = load(ROOT / "examples" / "particles.py")
     model, prompt = tiny_llama("eager"), [3, 8, 100]
-    engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=512))
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=512)))
     with PagedTokenTrie(engine) as trie:
         particles, estimate, asked = example.sample(trie, prompt, num_particles=64, num_tokens=2)
     assert engine.stats().num_computed_tokens == 3 + len({tuple(tokens) for tokens in asked[1]})

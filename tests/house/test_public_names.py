@@ -24,13 +24,13 @@ MODULES = [
     "kvpage.tools.replay",
     "kvpage.serving",
     "kvpage.serving.stats",
-    "kvpage.serving.loop.store_link",
+    "kvpage.serving.loop.store_connector",
     "kvpage.extras.slots",
     "kvpage.store",
     "kvpage.store.tiers.tier",
     "kvpage.observe.telemetry",
     "kvpage.extras.token_trie",
-    "kvpage.integrations.vllm_ops.ops",
+    "kvpage.integrations.vllm_ops",
 ]
 EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
@@ -41,10 +41,12 @@ PRIVATE = {
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
+    "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.loop.scheduler.Scheduler": "made by Engine.from_model",
     "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
+    "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
     "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",

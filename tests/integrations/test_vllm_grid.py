@@ -1,4 +1,4 @@
-"""The parameters of vLLM's own tests of its cache kernels, on kvpage.integrations.vllm_ops: every byte compared, mapped or not.
+"""The parameters of vLLM's own tests of its cache kernels, on kvpage.integrations.vllm_ops: every byte is compared.
 
 On the CPU a selection in which every pair of parameters occurs, with 1,024 blocks and no more heads than fit a small
 machine; on a GPU all of them. Rows are exact for "auto"; for "fp8" they are the reference's bits, and near fp32.
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvpage import ops
-from kvpage.integrations.vllm_ops import ops as vllm_ops
+from kvpage.integrations import vllm_ops
 from kvpage.ops import reference
 
 FP8 = torch.float8_e4m3fn

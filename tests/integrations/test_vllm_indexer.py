@@ -4,10 +4,10 @@ import struct
 
 import pytest
 import torch
-from integrations.test_vllm_latents import DEVICES, FP8, Unchanged, code, fp32, noise, power_from, quotient
+from support.vllm_tensors import DEVICES, FP8, Unchanged, code, fp32, noise, power_from, quotient
 
 from kvpage import ops
-from kvpage.integrations.vllm_ops import ops as vllm_ops
+from kvpage.integrations import vllm_ops
 from kvpage.integrations.vllm_ops.fp8_tiles import power_of_two_from
 
 BLOCK_SIZE = 4

@@ -17,8 +17,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 from kvpage import CacheLayout  # noqa: E402
-from kvpage.kernels.attention import MERGED, SEARCH, merge_splits_kernel, paged_attention_kernel  # noqa: E402
+from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
+from kvpage.kernels.attention_constants import SEARCH  # noqa: E402
 from kvpage.kernels.attention_launch import Options, Rows, constants_of, sizes_of  # noqa: E402
+from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
 from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -111,8 +113,8 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
     query = torch.empty(queries, layout.num_kv_heads * group, layout.head_size, dtype=query_dtype, device="meta")
     sizes = sizes_of(query, value_size, key, value is None)
     tile = choose_tile(sizes, group * queries, arch)
-    constants = constants_of(sizes, tile, query, key, value, options, arch)
-    constants["TILE_TOKENS"] = tile.num_tokens(group, queries)
+    tile_tokens = tile.num_tokens(group, queries)
+    constants = {"A": constants_of(sizes, tile, tile_tokens, query, key, value, options, arch)}
     stored = "*u8" if layout.dtype in (E4M3, E5M2) else TYPES[layout.dtype]
     scale_pointer = None if key.scales is None else "*fp32"
     pointers = {

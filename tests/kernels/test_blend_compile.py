@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,7 @@ def test_in_the_interpreter(tmp_path):
 
 def compiled_of(kernel, arch, constants, dtype, given, aligned=True):
     """As a launch would compile it: pointers and strides that are multiples of 16 bytes and elements, or neither."""
-    options = {"num_warps": constants.get("num_warps", 4), "enable_fp_fusion": False}
-    values = {"BLOCK_SIZE": 0, "OUT_BLOCK_SIZE": 0, "SLOT_BIT": 1, "FRESH_BIT": 8, **constants, **given}
+    options = {"num_warps": getattr(constants, "num_warps", 4), "enable_fp_fusion": False}
     kinds = {"error_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "valid_ptr": "*i8", "out_ptr": None}
     kinds |= {"slot_ptr": None, "out_slot_ptr": None, "fresh_row_ptr": None, "fresh_ptr": None}
     element = f"*i{8 * dtype.itemsize}"
@@ -72,12 +72,12 @@ def compiled_of(kernel, arch, constants, dtype, given, aligned=True):
     kinds |= {name: kind for name, kind in given.items() if name.endswith("_ptr")}
     if kinds["fresh_ptr"] or kernel is row_deviation_kernel:
         kinds["fresh_ptr"] = element
-    if not values.get("NUM_PAIRS", 1):
+    if not getattr(constants, "NUM_PAIRS", 1):
         kinds["cos_ptr"] = kinds["sin_ptr"] = None
     signature, attributes, used = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name.isupper():
-            signature[name], used[name] = "constexpr", values[name]
+            signature[name], used[name] = "constexpr", constants
         elif name.endswith("_ptr"):
             signature[name] = kinds.get(name, element)
             if signature[name] is None:
@@ -93,7 +93,8 @@ def compiled_of(kernel, arch, constants, dtype, given, aligned=True):
 
 def compile_mix(shape, arch, dtype, place="rows", is_interleaved=False, aligned=True):
     constants = mix_constants(*SHAPES[shape], is_interleaved, dtype)
-    return compiled_of(mix_rows_kernel, arch, constants, dtype, PLACES[place], aligned)
+    sizes = {name: size for name, size in PLACES[place].items() if name.endswith("BLOCK_SIZE")}
+    return compiled_of(mix_rows_kernel, arch, replace(constants, **sizes), dtype, PLACES[place], aligned)
 
 
 def tool_output(compiled, tmp_path, option):

@@ -670,7 +670,7 @@ def test_gpu_the_serving_loop_reads_in_place(monkeypatch):
     """The same tokens as on the CPU, without a call of gather_cache."""
     transformers = pytest.importorskip("transformers")
     from kvpage import CacheConfig
-    from kvpage.serving import Engine, SamplingParams
+    from kvpage.serving import Engine, EngineConfig, SamplingParams
 
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -682,6 +682,6 @@ def test_gpu_the_serving_loop_reads_in_place(monkeypatch):
     for device in ("cpu", "cuda"):
         if device == "cuda":
             monkeypatch.delattr(ops, "gather_cache")
-        engine = Engine.from_model(model.to(device), CacheConfig(block_size=16, num_gpu_blocks=64))
+        engine = Engine.from_model(model.to(device), EngineConfig(CacheConfig(block_size=16, num_gpu_blocks=64)))
         found.append([output.token_ids for output in engine.generate(prompts, SamplingParams(max_tokens=12))])
     assert found[0] == found[1]

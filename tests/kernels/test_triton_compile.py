@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.arguments import row_constants  # noqa: E402
-from kvpage.kernels.chunk import chunk_kernel  # noqa: E402
+from kvpage.kernels.chunk import ChunkConstants, chunk_kernel  # noqa: E402
 from kvpage.kernels.gather import gather_cache_kernel  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache_kernel  # noqa: E402
 from kvpage.kernels.rows import ROWS_FIRST  # noqa: E402
@@ -82,8 +82,11 @@ def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, sca
     views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
     constants = row_constants(sizes, rows, views)
     quantized = constants.CODE != "bits"
-    values = {**constants._asdict(), "BIT": 1, "LENGTH_BIT": 4, "WIDTH": 8 * layout.dtype.itemsize, "ALIGNED": aligned}
-    values |= {"SCALED": layout.has_token_scales or (quantized and scaled), **kind}
+    values = {"ROWS": constants, "BIT": 1, "LENGTH_BIT": 4, **kind}
+    if kernel is chunk_kernel:
+        is_scaled = layout.has_token_scales or (quantized and scaled)
+        as_bytes, to_chunk, turns = is_scaled and not quantized, kind["TO_CHUNK"], kind["TURNS"]
+        values["CHUNK"] = ChunkConstants(is_scaled, as_bytes, 8 * layout.dtype.itemsize, aligned, to_chunk, turns)
     signature, attributes = {}, {}
     for i, argument in enumerate(kernel.arg_names):
         kinds = {**POINTERS, **kind}

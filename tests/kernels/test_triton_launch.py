@@ -130,7 +130,7 @@ def test_programs_are_limited_by_powers_of_two_of_tiles(fake):
         chunk = torch.zeros(2, 2, num_tokens, 8, 128, dtype=BF16)
         move_chunk([call.cache] * 2, views, ids, 0, chunk, None, error, False, max_programs=8)
         _, (programs, layers, _), _, args = fake.launches[-1]
-        turns = args[list(chunk_kernel.arg_names).index("TURNS")]
+        turns = args[list(chunk_kernel.arg_names).index("CHUNK")].TURNS
         assert layers == 2 and programs <= 4 and (programs - 1) * turns < -(-num_tokens * 8 // 16) <= programs * turns
     assert len(compiled(chunk_kernel)) <= 10
 

@@ -20,7 +20,7 @@ from resident import Resident
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.placement import Placed
 
@@ -80,7 +80,9 @@ def shake(model: torch.nn.Module) -> torch.nn.Module:
 
 def alone(model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
     """The tokens of each sample of each prompt, one request after the other, without a cache."""
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=128), enable_prefix_caching=False)
+    engine = Engine.from_model(
+        model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=128), enable_prefix_caching=False)
+    )
     outputs = []
     for prompt in prompts:
         samples: list[list[int]] = []
@@ -93,7 +95,9 @@ def alone(model: torch.nn.Module, prompts: list[list[int]], params: SamplingPara
 
 def together(model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
     """As `alone`, but for the order of sums."""
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=2048), enable_prefix_caching=False)
+    engine = Engine.from_model(
+        model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=2048), enable_prefix_caching=False)
+    )
     return [[sample.token_ids for sample in output.samples] for output in engine.generate(prompts, params)]
 
 
@@ -104,14 +108,15 @@ class Server:
         self.model, self.chaos, self.placed, self.rng, self.figures = model, chaos, placed, rng, figures
         cache = CacheConfig(block_size=B, num_gpu_blocks=NUM_BLOCKS, num_cpu_blocks=NUM_HOST_BLOCKS)
         is_loading = rng.random() < 0.7  # whatever it costs; otherwise as the rule says
-        self.engine = Engine.from_model(
-            model.model, cache, max_num_seqs=24, max_num_batched_tokens=60, load_or_compute=not is_loading
+        config = EngineConfig(
+            cache, max_num_seqs=24, max_num_batched_tokens=60, load_or_compute=not is_loading, store_deadline=0.2
         )
+        self.engine = Engine.from_model(model.model, config)
         for layer in (*self.engine.cache.gpu_cache, *self.engine.cache.cpu_cache):
             layer.fill_(float("nan"))
         metadata = metadata_of(self.engine.cache, model.kind)
         self.store = KVStore(KVStoreConfig(CHUNK, save_decode_cache=True, num_threads=2), metadata, placed)
-        self.engine.use_store(self.store, deadline=0.2)
+        self.engine.use_store(self.store)
         self.asked: dict[str, Ask] = {}
 
     def serve(self, count: int, advance: Advance) -> None:

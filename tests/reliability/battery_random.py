@@ -216,10 +216,9 @@ class ManagerLife(RandomLife):
     def check_conserved(self) -> None:
         self.model.do_moves()
         space = self.manager.space
-        owned = {
-            i for seq_id in self.model.written for i in self.manager._own_ids(self.manager._sequences[seq_id]).tolist()
-        }
-        num_swapped = sum(len(self.manager._swapped[seq_id].host_ids) for seq_id in self.swapped)
+        sequences = self.manager._sequences
+        owned = {i for seq_id in self.model.written for i in sequences.own_ids(sequences[seq_id]).tolist()}
+        num_swapped = sum(len(sequences.swapped[seq_id].host_ids) for seq_id in self.swapped)
         assert space.pool.num_free + space.tree.num_cached + len(owned) == space.pool.num_blocks
         assert space.host_pool.num_free + space.tree.num_host_cached + num_swapped == space.host_pool.num_blocks
 

@@ -9,7 +9,7 @@ from fuzz_case import Case
 from fuzz_serving import model
 
 from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Branches, Engine, KVPageCache, KVPageCachePool, PagedTokenTrie
+from kvpage.serving import Branches, Engine, EngineConfig, KVPageCache, KVPageCachePool, PagedTokenTrie
 
 NUM_BLOCKS, B = 16, 4
 
@@ -25,7 +25,7 @@ class BranchWorld:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.engine = Engine.from_model(model(), CacheConfig(B, NUM_BLOCKS, 0), max_model_len=32)
+        self.engine = Engine.from_model(model(), EngineConfig(CacheConfig(B, NUM_BLOCKS, 0), max_model_len=32))
         self.branches, self.live = Branches(self.engine), []
         self.trie = PagedTokenTrie(self.engine, b"trie", 3, 5)
 

@@ -39,7 +39,7 @@ class ManagerWorld:
         if kind is not None:
             return
         manager = self.manager
-        for seq_id in [*manager._sequences, *manager._swapped]:
+        for seq_id in [*manager._sequences.on_device, *manager._sequences.swapped]:
             manager.release(seq_id)
         manager.check()
         pinned = {block_id for match, _ in manager.space.pins._pins.values() for block_id in match.block_ids.tolist()}
@@ -56,9 +56,10 @@ class ManagerWorld:
                 seq.pending.tolist(),
                 seq.num_left,
             )
-            for seq_id, seq in manager._sequences.items()
+            for seq_id, seq in manager._sequences.on_device.items()
         ]
-        swapped = [(seq_id, seq.host_ids.tolist(), seq.num_written) for seq_id, seq in manager._swapped.items()]
+        off_device = manager._sequences.swapped.items()
+        swapped = [(seq_id, seq.host_ids.tolist(), seq.num_written) for seq_id, seq in off_device]
         tree, moves = manager.tree, [(kind, pairs.tolist()) for kind, pairs in manager.space._moves]
         numbers = (
             tree.num_matches - len(manager.space.pins),
@@ -81,7 +82,7 @@ class ManagerWorld:
         return [self.rng.choice((1, 1, 1, 2)) for _ in range(self.rng.randint(1, most))]
 
     def _some(self) -> Any:
-        known = [*self.manager._sequences, *self.manager._swapped]
+        known = [*self.manager._sequences.on_device, *self.manager._sequences.swapped]
         return self.rng.choice(known) if known and self.rng.random() < 0.95 else "nobody"
 
     def _call(self, name: str, **args: Any) -> Case:
@@ -102,13 +103,14 @@ class ManagerWorld:
         )
 
     def _append(self) -> Case:
-        seq_ids = self.rng.sample(list(self.manager._sequences), min(2, len(self.manager._sequences)))
+        known = list(self.manager._sequences.on_device)
+        seq_ids = self.rng.sample(known, min(2, len(known)))
         counts = self.rng.choice((1, 2, [self.rng.randrange(6) for _ in seq_ids]))
         return self._call("append", seq_ids=seq_ids, num_new_tokens=counts)
 
     def _commit(self) -> Case:
         seq_id = self._some()
-        seq = self.manager._sequences.get(seq_id)
+        seq = self.manager._sequences.on_device.get(seq_id)
         count = 0 if seq is None else seq.num_tokens - seq.num_written
         tokens = [self.rng.choice((1, 1, 1, 2)) for _ in range(self.rng.choice((count, self.rng.randint(0, count))))]
         return self._call("commit", seq_id=seq_id, tokens=as_integers(tokens, self.rng))
@@ -137,7 +139,7 @@ class ManagerWorld:
         return self._call("swap_out", seq_id=self._some())
 
     def _swap_in(self) -> Case:
-        swapped = list(self.manager._swapped.items())
+        swapped = list(self.manager._sequences.swapped.items())
         seq_id, state = self.rng.choice(swapped) if swapped else ("nobody", None)
         num_tokens = 1 if state is None else max(state.num_written + self.rng.randrange(3), 1)
         return self._call("swap_in", seq_id=seq_id, tokens=as_integers([1] * num_tokens, self.rng))

@@ -12,7 +12,7 @@ from support.models import CONFIGS
 
 from kvpage import CacheConfig, OutOfBlocks
 from kvpage.blend import BlendConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 
 
 @functools.cache
@@ -27,7 +27,9 @@ class ServingWorld:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.num_made, self.ids = rng, 0, []
         blend = BlendConfig(0.5, 1, separator=(3,), max_bytes=1 << 14)
-        self.engine = Engine.from_model(model(), CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64, blend=blend)
+        self.engine = Engine.from_model(
+            model(), EngineConfig(CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64, blend=blend)
+        )
 
     def __enter__(self) -> "ServingWorld":
         return self

@@ -1,4 +1,4 @@
-"""kvpage.integrations.vllm_ops.ops: vLLM's operations, over caches in an arena."""
+"""kvpage.integrations.vllm_ops: vLLM's operations, over caches in an arena."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from fuzz_case import Case
 from fuzz_memory import Arena, ArenaWorld
 
-from kvpage.integrations.vllm_ops import ops as vllm_ops
+from kvpage.integrations import vllm_ops
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE = 5, 4, 2, 8
 
@@ -20,7 +20,7 @@ class VllmWorld(ArenaWorld):
     names += " convert_fp8 swap_blocks swap_blocks_batch copy_blocks copy_blocks_mla concat_and_cache_mla_grouped"
     names += " concat_and_cache_mla_rope_fused concat_mla_q cp_gather_and_upconvert_fp8_kv_cache"
     names += " indexer_k_quant_and_cache cp_gather_indexer_k_quant_cache"
-    covers = tuple(f"kvpage.integrations.vllm_ops.ops.{name}" for name in names.split())
+    covers = tuple(f"kvpage.integrations.vllm_ops.{name}" for name in names.split())
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.arena = rng, Arena()

@@ -62,8 +62,8 @@ EXCEPTIONS = {
     "kvpage.serving.Sample": RESULTS,
     "kvpage.serving.StepOutput": RESULTS,
     "kvpage.serving.TokenStream": RESULTS,
-    "kvpage.integrations.vllm_ops.ops.register_caches": "a registry of the whole process; what it names is fuzzed",
-    "kvpage.integrations.vllm_ops.ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
+    "kvpage.integrations.vllm_ops.register_caches": "a registry of the whole process; what it names is fuzzed",
+    "kvpage.integrations.vllm_ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
     "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
     "kvpage.store.RecordSummary": RESULTS,
@@ -84,7 +84,7 @@ def public_names() -> set[str]:
         "kvpage.ops",
         "kvpage.serving",
         "kvpage.store",
-        "kvpage.integrations.vllm_ops.ops",
+        "kvpage.integrations.vllm_ops",
     ):
         names |= {f"{module_name}.{name}" for name in importlib.import_module(module_name).__all__}
     extension = importlib.import_module("kvpage._C")

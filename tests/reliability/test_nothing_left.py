@@ -16,7 +16,7 @@ from support.models import make_model, make_prompts
 from support.redis_server import MISSING, RedisServer
 
 from kvpage import CacheConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk.disk_tier import DiskTier
 
@@ -82,7 +82,7 @@ def test_disk_tiers_leave_nothing(tmp_path):
 
 def test_engines_leave_nothing(model):
     def use() -> None:
-        engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=24, num_cpu_blocks=12))
+        engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=24, num_cpu_blocks=12)))
         serve(engine)
         engine.close()
 
@@ -93,7 +93,7 @@ def test_engines_over_stores_leave_nothing(model, redis_url, tmp_path):
     tiers = ["memory://?size=1MiB", f"disk://{tmp_path}?size=4MiB"] + [redis_url] * (redis_url is not None)
 
     def use() -> None:
-        engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=24, num_cpu_blocks=12))
+        engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=24, num_cpu_blocks=12)))
         config = KVStoreConfig(4, tuple(tiers), save_decode_cache=True, num_threads=1)
         with KVStore(config, metadata_of(engine.cache, "llama")) as store:
             engine.use_store(store)

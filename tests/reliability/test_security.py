@@ -19,7 +19,7 @@ from support.store_records import get, key, put, record, trailer
 
 import kvpage
 from kvpage import BlockManager, CacheConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.records.record import HEADER, CorruptRecord, RecordHead
@@ -333,7 +333,7 @@ def test_an_engine_is_its_processs_own():
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    engine = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=16))
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16)))
     [before] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     for call in (
         lambda: engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4)),

@@ -16,7 +16,8 @@ from support.models import COMMON, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig, ContentBoundaries, MemorySegments, SegmentKV
-from kvpage.serving import Engine, RequestOutput, SamplingParams
+from kvpage.blend.segments import SegmentCache
+from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
 from kvpage.serving.model import attention
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
@@ -56,16 +57,21 @@ def model_of(family: str) -> tf.PreTrainedModel:
     return FAMILIES[family]()
 
 
-def make_engine(family: str = "llama", num_blocks: int = 128, ratio: float = 1.0, **fields: object) -> Engine:
+def make_engine(
+    family: str = "llama",
+    num_blocks: int = 128,
+    ratio: float = 1.0,
+    segments: SegmentCache | None = None,
+    **fields: object,
+) -> Engine:
     names = (
         "check_layer", "metric", "filters", "seam", "separator", "boundaries", "max_bytes", "deadline",
         "uses_sensitivity",
     )  # fmt: skip
     fields.setdefault("check_layer", 1)
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
-    return Engine.from_model(
-        model_of(family), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), blend=config, **fields
-    )
+    cache = CacheConfig(block_size=B, num_gpu_blocks=num_blocks)
+    return Engine.from_model(model_of(family), EngineConfig(cache, blend=config, **fields), segments=segments)
 
 
 @contextmanager
@@ -224,8 +230,8 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """The logits of one step, with the segments of all that waits at hand."""
-    engine._links.blend.ask(engine.scheduler.waiting)
-    engine._links.blend.drain()
+    engine._connectors.blend.ask(engine.scheduler.waiting)
+    engine._connectors.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
     assert len(seen) == 1
@@ -338,7 +344,7 @@ def test_preempted_blended_requests_come_back_from_the_host() -> None:
     params = SamplingParams(max_tokens=24)
 
     def run(cache: CacheConfig) -> tuple[list[int], Engine]:
-        engine = Engine.from_model(model, cache, blend=config, load_or_compute=False)
+        engine = Engine.from_model(model, EngineConfig(cache, blend=config, load_or_compute=False))
         engine.warm_segments(SEGMENTS)
         for tokens in make_prompts([20, 18], seed=12):
             engine.add_request(tokens, params)
@@ -364,7 +370,7 @@ def test_what_was_blended_is_never_found() -> None:
     assert output.is_blended
     exact = engine.generate([prompt + output.token_ids], ONE)[0]
     assert exact.num_cached_tokens <= len(LEAD)
-    assert not engine._links.blend.source.find(np.array(unknown, np.int32))
+    assert not engine._connectors.blend.source.find(np.array(unknown, np.int32))
     assert exact.token_ids == make_engine().generate([prompt + output.token_ids], ONE)[0].token_ids
 
 
@@ -376,9 +382,9 @@ def test_what_comes_before_the_first_reused_token_is_exact_and_found() -> None:
     exact, logits = serve_plainly(engine, prompt_of(parts))
     assert exact.num_cached_tokens == (len(LEAD) + len(SEGMENTS[0])) // B * B
     assert error(logits, own_logits(model, prompt_of(parts))) <= FULL
-    engine._links.blend.drain()  # another thread keeps them
-    assert engine._links.blend.source.find(np.array(SEGMENTS[0], np.int32))
-    assert not engine._links.blend.source.find(np.array(SEGMENTS[1], np.int32))
+    engine._connectors.blend.drain()  # another thread keeps them
+    assert engine._connectors.blend.source.find(np.array(SEGMENTS[0], np.int32))
+    assert not engine._connectors.blend.source.find(np.array(SEGMENTS[1], np.int32))
 
 
 def serve_plainly(engine: Engine, tokens: list[int]) -> tuple[RequestOutput, torch.Tensor]:
@@ -442,7 +448,7 @@ def test_an_engine_that_was_closed_computes_in_full() -> None:
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[2]]
     one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
-    engine._links.blend.ask(engine.scheduler.waiting)
+    engine._connectors.blend.ask(engine.scheduler.waiting)
     engine.close()
     assert not drain(engine)[one].is_blended
     with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
@@ -474,8 +480,8 @@ def test_a_stream_blends() -> None:
 
 
 def kept(engine: Engine, tokens: list[int], namespace: bytes = b"") -> SegmentKV | None:
-    engine._links.blend.drain()
-    return engine._links.blend.source.find(np.array(tokens, np.int32), namespace)
+    engine._connectors.blend.drain()
+    return engine._connectors.blend.source.find(np.array(tokens, np.int32), namespace)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
@@ -545,8 +551,8 @@ def test_which_layer_chooses_for_a_prompt_does_not_depend_on_others_of_its_step(
 def test_rows_with_nothing_new_before_them_are_not_chosen() -> None:
     model, engine, parts = model_of("llama"), make_engine(), [SEGMENTS[2], SEGMENTS[0]]
     engine.warm_segments(parts)
-    engine._links.blend.drain()
-    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._links.blend.source)  # its blocks hold nothing
+    engine._connectors.blend.drain()
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._connectors.blend.source)  # its blocks are empty
     output, logits = serve(fresh, parts, lead=[])
     places = [blend_oracle.place(model, [], SEGMENTS[2], 0), blend_oracle.place(model, [], SEGMENTS[0], 13)]
     places[0].sensitivity = [0.0] * 13
@@ -561,7 +567,7 @@ def test_exact_rows_are_not_chosen_beside_rows_that_are_not_known(others: list[i
     keep_unmeasured(engine, SEGMENTS[2])
     keep_unmeasured(engine, SEGMENTS[0])
     engine.warm_segments([SEGMENTS[index] for index in others])
-    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._links.blend.source)  # its blocks hold nothing
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._connectors.blend.source)  # its blocks are empty
     output, logits = serve(fresh, parts, lead=[])
     starts, places = [0, 13, 22], []
     for start, tokens in zip(starts, parts, strict=False):
@@ -590,7 +596,7 @@ def test_nothing_is_measured_where_it_is_not_used() -> None:
     engine.warm_segments(SEGMENTS)
     assert engine.stats().num_computed_tokens == sum(map(len, SEGMENTS))
     assert all(kept(engine, tokens).sensitivity is None for tokens in SEGMENTS)
-    measuring = make_engine(segments=engine._links.blend.source)
+    measuring = make_engine(segments=engine._connectors.blend.source)
     measuring.warm_segments(SEGMENTS)  # what was kept without one is measured
     assert measuring.stats().num_computed_tokens == 2 * sum(map(len, SEGMENTS))
     assert all(kept(measuring, tokens).sensitivity is not None for tokens in SEGMENTS)
@@ -600,7 +606,7 @@ def test_nothing_is_measured_where_it_is_not_used() -> None:
 def test_what_is_kept_is_not_computed_again(uses_sensitivity: bool) -> None:
     engine = make_engine(uses_sensitivity=uses_sensitivity)
     engine.warm_segments(SEGMENTS[:2])
-    again = make_engine(uses_sensitivity=uses_sensitivity, segments=engine._links.blend.source)
+    again = make_engine(uses_sensitivity=uses_sensitivity, segments=engine._connectors.blend.source)
     again.warm_segments(SEGMENTS[:2])
     assert again.stats().num_computed_tokens == again.stats().blend.num_kept_segments == 0
     again.warm_segments(SEGMENTS)
@@ -616,9 +622,9 @@ def test_a_process_warms_what_the_disk_has_for_nothing(tmp_path: Path) -> None:
     cache, config = CacheConfig(block_size=B, num_gpu_blocks=64), KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB",))
     num_computed = []
     for _ in range(2):
-        metadata = metadata_of(Engine.from_model(model_of("llama"), cache).cache, "tiny")
+        metadata = metadata_of(Engine.from_model(model_of("llama"), EngineConfig(cache)).cache, "tiny")
         with KVStore(config, metadata) as store:
-            engine = Engine.from_model(model_of("llama"), cache, store=store, blend=BlendConfig())
+            engine = Engine.from_model(model_of("llama"), EngineConfig(cache, blend=BlendConfig()), store=store)
             engine.warm_segments(SEGMENTS)
             num_computed.append(engine.stats().num_computed_tokens)
             assert all(kept(engine, tokens).sensitivity is not None for tokens in SEGMENTS)
@@ -640,8 +646,8 @@ def test_the_copy_is_not_stored(tmp_path: Path) -> None:
     model = model_of("llama")
     cache = CacheConfig(block_size=B, num_gpu_blocks=64)
     config = KVStoreConfig(4, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
-    with KVStore(config, metadata_of(Engine.from_model(model, cache).cache, "tiny")) as store:
-        engine = Engine.from_model(model, cache, store=store, blend=BlendConfig(), save_generated=True)
+    with KVStore(config, metadata_of(Engine.from_model(model, EngineConfig(cache)).cache, "tiny")) as store:
+        engine = Engine.from_model(model, EngineConfig(cache, blend=BlendConfig(), save_generated=True), store=store)
         engine.warm_segments([SEGMENTS[2]])
         engine.close()
         assert store.lookup(SEGMENTS[2] * 2) == 13 // 4 * 4
@@ -672,7 +678,7 @@ class Troubled(MemorySegments):
 def test_a_slow_or_broken_source_is_a_prompt_computed_in_full() -> None:
     model, source, cache = model_of("llama"), Troubled(), CacheConfig(block_size=B, num_gpu_blocks=64)
     hasty, patient = (
-        Engine.from_model(model, cache, blend=BlendConfig(ratio=0, deadline=seconds), segments=source)
+        Engine.from_model(model, EngineConfig(cache, blend=BlendConfig(ratio=0, deadline=seconds)), segments=source)
         for seconds in (0.01, 60.0)
     )
     hasty.warm_segments([SEGMENTS[2]])
@@ -711,8 +717,10 @@ def engine_over(source: SlowToKeep, num_segments: int) -> Engine:
     model = model_of("llama")
     num_bytes = num_segments * 9 * 2 * 4 * model.config.num_hidden_layers * model.config.num_key_value_heads * 8
     config = BlendConfig(ratio=0, max_bytes=num_bytes, uses_sensitivity=False)
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=64), blend=config, segments=source)
-    source.num_waiting = lambda: len(engine._links.blend._keeps)
+    engine = Engine.from_model(
+        model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=64), blend=config), segments=source
+    )
+    source.num_waiting = lambda: len(engine._connectors.blend._keeps)
     return engine
 
 
@@ -724,11 +732,11 @@ def test_what_a_slow_source_is_to_keep_is_bounded() -> None:
         engine.add_request(prompt, ONE, segments=[9])
     while engine.has_unfinished:
         engine.step()
-        assert sum(engine._links.blend._keeps.values()) <= engine._links.blend._max_bytes
+        assert sum(engine._connectors.blend._keeps.values()) <= engine._connectors.blend._max_bytes
     stats = engine.stats().blend
     assert (stats.num_kept_segments, stats.num_skipped_segments) == (2, 4)
     source.go.set()
-    engine._links.blend.drain()
+    engine._connectors.blend.drain()
     engine.add_request([*prompts[-1], 8], ONE, segments=[9])
     drain(engine)
     engine.close()
@@ -770,7 +778,10 @@ def fail(*_: object) -> None:
 
 
 def test_bad_arguments_change_nothing() -> None:
-    engine, plain = make_engine(), Engine.from_model(model_of("llama"), CacheConfig(block_size=B, num_gpu_blocks=8))
+    engine, plain = (
+        make_engine(),
+        Engine.from_model(model_of("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=8))),
+    )
     for lengths, message in (([0], "positive lengths"), ([True], "positive lengths"), ([3, 3], "fit into 5 tokens")):
         with pytest.raises(ValueError, match=f"segments must .*{message}"):
             engine.add_request([1, 2, 3, 4, 5], ONE, blend=True, segments=lengths)
@@ -788,15 +799,15 @@ def test_bad_arguments_change_nothing() -> None:
 def test_models_and_configs_that_are_refused() -> None:
     cache = CacheConfig(block_size=B, num_gpu_blocks=8)
     with pytest.raises(ValueError, match="check_layer must be under 3, got 3"):
-        Engine.from_model(model_of("llama"), cache, blend=BlendConfig(check_layer=3))
+        Engine.from_model(model_of("llama"), EngineConfig(cache, blend=BlendConfig(check_layer=3)))
     with pytest.raises(ValueError, match="blend needs enable_prefix_caching"):
-        Engine.from_model(model_of("llama"), cache, blend=BlendConfig(), enable_prefix_caching=False)
+        Engine.from_model(model_of("llama"), EngineConfig(cache, blend=BlendConfig(), enable_prefix_caching=False))
     with pytest.raises(ValueError, match="segments must be None without blend"):
-        Engine.from_model(model_of("llama"), cache, segments=MemorySegments(1))
+        Engine.from_model(model_of("llama"), EngineConfig(cache), segments=MemorySegments(1))
     with pytest.raises(ValueError, match="those of LlamaForCausalLM are dynamic"):
-        Engine.from_model(scaled("dynamic", factor=2.0), cache, blend=BlendConfig())
+        Engine.from_model(scaled("dynamic", factor=2.0), EngineConfig(cache, blend=BlendConfig()))
     with pytest.raises(ValueError, match="rotary embeddings .* of layer 0 of GPT2LMHeadModel"):
-        Engine.from_model(make_model("gpt2"), cache, blend=BlendConfig())
+        Engine.from_model(make_model("gpt2"), EngineConfig(cache, blend=BlendConfig()))
 
 
 def test_a_model_whose_layers_do_not_let_go_of_rows_is_refused() -> None:
@@ -805,12 +816,12 @@ def test_a_model_whose_layers_do_not_let_go_of_rows_is_refused() -> None:
     model.model.layers[2].mlp.forward = lambda hidden: inner(hidden) * (2 if hidden.shape[1] == 8 else 1)
     cache = CacheConfig(block_size=B, num_gpu_blocks=8)
     with pytest.raises(ValueError, match="blended logits must be the model's own, those of LlamaForCausalLM are"):
-        Engine.from_model(model, cache, blend=BlendConfig())
+        Engine.from_model(model, EngineConfig(cache, blend=BlendConfig()))
     model.model.layers[2].mlp.forward = lambda hidden: (
         inner(hidden) + (torch.zeros(12, 1) if hidden.shape[1] == 8 else 0)
     )
     with pytest.raises(ValueError, match="go on with some rows, those of LlamaForCausalLM cannot"):
-        Engine.from_model(model, cache, blend=BlendConfig())
+        Engine.from_model(model, EngineConfig(cache, blend=BlendConfig()))
 
 
 @pytest.mark.parametrize("num_blocks", [64, 0])
@@ -820,9 +831,9 @@ def test_segments_lie_in_the_store_and_outlive_the_engine(tmp_path: Path, num_bl
     blend = BlendConfig(ratio=0.3, check_layer=1)
     for lead in (LEAD, [9, 11]):  # the first one is a segment itself by then
         cache = CacheConfig(block_size=B, num_gpu_blocks=64, num_cpu_blocks=num_blocks)
-        plain = Engine.from_model(model, cache)
+        plain = Engine.from_model(model, EngineConfig(cache))
         with KVStore(config, metadata_of(plain.cache, "tiny")) as store:
-            engine = Engine.from_model(model, cache, store=store, blend=blend)
+            engine = Engine.from_model(model, EngineConfig(cache, blend=blend), store=store)
             if lead is LEAD:
                 engine.warm_segments(parts)
             output, logits = serve(engine, parts, lead=lead)
@@ -837,7 +848,7 @@ def test_segments_lie_in_the_store_and_outlive_the_engine(tmp_path: Path, num_bl
 def test_caches_of_other_dtypes(cache_dtype: str) -> None:
     model = model_of("llama")
     cache = CacheConfig(block_size=B, num_gpu_blocks=64, cache_dtype=cache_dtype)
-    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0, check_layer=1))
+    engine = Engine.from_model(model, EngineConfig(cache, blend=BlendConfig(ratio=0, check_layer=1)))
     engine.warm_segments(SEGMENTS)
     output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
     recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0, 1)
@@ -849,7 +860,7 @@ def test_caches_of_other_dtypes(cache_dtype: str) -> None:
 def test_other_layouts(backend: str, kv_layout: str) -> None:
     model = model_of("llama")
     cache = CacheConfig(block_size=B, num_gpu_blocks=64, backend=backend, kv_layout=kv_layout, layer_layout="separate")
-    engine = Engine.from_model(model, cache, blend=BlendConfig(ratio=0.3, check_layer=1))
+    engine = Engine.from_model(model, EngineConfig(cache, blend=BlendConfig(ratio=0.3, check_layer=1)))
     engine.warm_segments(SEGMENTS)
     output, logits = serve(engine, [SEGMENTS[0], SEGMENTS[2]])
     recorder = Recorder(standalone(model, [SEGMENTS[0], SEGMENTS[2]]), 0.3, 1)

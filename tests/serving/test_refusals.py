@@ -8,11 +8,25 @@ import transformers as tf
 from support.models import COMMON, VOCAB, make_model
 
 from kvpage import CacheConfig
-from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import (
+    BeamSearchParams,
+    Branches,
+    Engine,
+    EngineConfig,
+    KVPageCache,
+    KVPageCachePool,
+    SamplingParams,
+)
 
 CONFIG = CacheConfig(block_size=4, num_gpu_blocks=64)
 PARAMS = SamplingParams(max_tokens=2)
-MAKE = pytest.mark.parametrize("make", [Engine.from_model, KVPageCachePool.from_model])
+
+
+def make_engine(model: object, cache_config: CacheConfig) -> Engine:
+    return Engine.from_model(model, EngineConfig(cache_config))
+
+
+MAKE = pytest.mark.parametrize("make", [make_engine, KVPageCachePool.from_model])
 
 
 @MAKE
@@ -43,7 +57,7 @@ def test_compiled_models(make: Callable[..., object]) -> None:
 
 
 def test_text_for_token_ids() -> None:
-    engine = Engine.from_model(make_model("llama"), CONFIG)
+    engine = Engine.from_model(make_model("llama"), EngineConfig(CONFIG))
     ids = r"tokenizer\(text\)\['input_ids'\]"
     text = f"tokens must be token ids, got the text .*: {ids} makes ids of it"
     for tokens in ("hello " * 50, ["hello", "world"], b"hello"):
@@ -85,12 +99,12 @@ def test_the_length_where_rotary_frequencies_change(kind: str) -> None:
     with pytest.raises(
         ValueError, match=rf"max_model_len must be in \[1, 32\] for this model, got 100; its .*{reason}"
     ):
-        Engine.from_model(model, CONFIG, max_model_len=100)
-    engine = Engine.from_model(model, CONFIG)
+        Engine.from_model(model, EngineConfig(CONFIG, max_model_len=100))
+    engine = Engine.from_model(model, EngineConfig(CONFIG))
     engine.generate([[1] * 30], PARAMS)
     with pytest.raises(ValueError, match=rf"fit into max_model_len=32, got 31 \+ 2; its .*{reason}"):
         engine.add_request([1] * 31, PARAMS)
-    held = Engine.from_model(model, CONFIG, max_model_len=20)
+    held = Engine.from_model(model, EngineConfig(CONFIG, max_model_len=20))
     with pytest.raises(ValueError, match=r"fit into max_model_len=20, got 20 \+ 2$"):
         held.add_request([1] * 20, PARAMS)
     pool = KVPageCachePool.from_model(model, CONFIG)
@@ -135,15 +149,15 @@ def test_a_family_that_the_pool_serves(kind: str) -> None:
         pytest.skip("this version of transformers serves it through AttentionInterface")
     KVPageCachePool.from_model(model, CONFIG)
     with pytest.raises(ValueError, match="attention must go through .*KVPageCache serves this model, .*from_model"):
-        Engine.from_model(model, CONFIG)
+        Engine.from_model(model, EngineConfig(CONFIG))
     for other in (CacheConfig(block_size=4), CacheConfig(block_size=4, num_gpu_blocks=64, backend="mla")):
         with pytest.raises(ValueError) as error:
-            Engine.from_model(model, other)
+            Engine.from_model(model, EngineConfig(other))
         assert "KVPageCache serves" not in str(error.value)
 
 
 def test_a_family_that_nobody_serves() -> None:
     config = tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(ValueError, match="layers must be of") as error:
-        Engine.from_model(tf.AutoModelForCausalLM.from_config(config).eval(), CONFIG)
+        Engine.from_model(tf.AutoModelForCausalLM.from_config(config).eval(), EngineConfig(CONFIG))
     assert "KVPageCache" not in str(error.value)

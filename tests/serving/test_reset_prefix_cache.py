@@ -8,7 +8,7 @@ from support.models import VOCAB, generate_each, make_model, make_prompts
 
 from kvpage import BlockManager, CacheConfig
 from kvpage.blend import BlendConfig, MemorySegments
-from kvpage.serving import Branches, Engine, KVPageCache, KVPageCachePool, PagedTokenTrie, SamplingParams
+from kvpage.serving import Branches, Engine, EngineConfig, KVPageCache, KVPageCachePool, PagedTokenTrie, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -27,8 +27,8 @@ def change(model: torch.nn.Module) -> None:
 
 
 def make_engine(model: torch.nn.Module, num_blocks: int = 64, **fields: object) -> Engine:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=fields.pop("num_cpu_blocks", 0))
-    return Engine.from_model(model, config, **fields)
+    cache, segments = CacheConfig(B, num_blocks, fields.pop("num_cpu_blocks", 0)), fields.pop("segments", None)
+    return Engine.from_model(model, EngineConfig(cache, **fields), segments=segments)
 
 
 @pytest.mark.parametrize("num_blocks", [64, 12])

@@ -21,7 +21,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.integrations.prometheus import EngineCollector
 from kvpage.layout.config import ModelConfig
 from kvpage.observe.events import EventConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 B = 4
 FREE = "tcp://127.0.0.1:*"
@@ -33,7 +33,7 @@ PROMPTS = [STEM + tail for tail in make_prompts([1, 3, B + 1, 2 * B, 7, 2], seed
 def make_engine(num_blocks: int = 14, num_host_blocks: int = 12, **options: object) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
     options = {"max_num_batched_tokens": 24, "load_or_compute": False, "pin_quota": 4, **options}
-    return Engine.from_model(make_model("llama"), config, **options)
+    return Engine.from_model(make_model("llama"), EngineConfig(config, **options))
 
 
 class Subscriber:

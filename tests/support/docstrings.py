@@ -22,8 +22,9 @@ def sections(text: str) -> dict[str, str]:
 
 
 def public_methods(kind: type) -> Iterator[tuple[str, Callable]]:
-    """Yield the methods that a class defines for its callers, by name."""
-    for name, member in vars(kind).items():
+    """Yield the methods that a class and its bases in kvpage define for callers, by name."""
+    own = [base for base in reversed(kind.__mro__) if base.__module__.startswith("kvpage")]
+    for name, member in {name: member for base in own for name, member in vars(base).items()}.items():
         function = getattr(member, "__func__", member)
         if not name.startswith("_") and inspect.isfunction(function):
             yield name, inspect.unwrap(function)

@@ -10,7 +10,7 @@ from support.family_configs import MAX_PARAMETERS, NOT_FROM_AUTO, decoder_types,
 from support.models import VOCAB, generate_each, spread_sinks
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
 
 BLOCK_SIZE = 4
 CHUNK = 7
@@ -101,7 +101,7 @@ def words_of(error: Exception) -> str:
 
 
 def make_engine(model: tf.PreTrainedModel) -> Engine:
-    return Engine.from_model(model, CACHE, max_num_batched_tokens=CHUNK)
+    return Engine.from_model(model, EngineConfig(CACHE, max_num_batched_tokens=CHUNK))
 
 
 def make_pool(model: tf.PreTrainedModel) -> KVPageCachePool:

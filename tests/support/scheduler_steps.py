@@ -1,11 +1,13 @@
 """Schedulers without an engine, step by step: what each step would compute counts as computed."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.serving.loop.scheduler import Batch, Scheduler
+from kvpage.serving.loop.request import Batch, Request
+from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.params.sampling import SamplingParams
-from kvpage.serving.requests import Request
 
 B = 4
 
@@ -17,21 +19,28 @@ def request_of(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1, fi
     return Request(f"r{number}", np.arange(begin, begin + num_tokens, dtype=np.int32), params, number)
 
 
-def scheduler_of(num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 64, window=None, **options) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window)
+def scheduler_of(
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    window: int | None = None,
+    is_held: Callable[[Request], bool] = lambda request: False,
+    **options,
+) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window, is_held=is_held)
 
 
 def plan(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
+    return [(portion.request.request_id, portion.start, portion.end) for portion in batch.portions]
 
 
-def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    batch = scheduler.schedule()
+def step(scheduler: Scheduler, tried: Sequence[Request] = ()) -> list[tuple[str, int, int]]:
+    batch = scheduler.schedule(tried)
     scheduler.manager.take_moves()
     scheduler.complete(batch)
-    for chunk in batch.chunks:
-        if chunk.is_last and chunk.request.append(7, now=0.0):
-            scheduler.finish(chunk.request)
+    for portion in batch.portions:
+        if portion.is_last and portion.request.append(7, now=0.0):
+            scheduler.finish(portion.request)
     scheduler.manager.check()
     return plan(batch)
 

@@ -24,6 +24,14 @@ def run(*arguments: str):
     return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "120"})
 
 
+def test_the_package_runs_as_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "kvpage", "--version"], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"kvpage {kvpage.__version__}\n"
+    wrong = subprocess.run([sys.executable, "-m", "kvpage", "infos"], text=True, capture_output=True)
+    assert wrong.returncode == 2 and "No such command 'infos'" in wrong.stderr
+
+
 def test_info_prints_all_of_build_info():
     result = run("info")
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""The arguments of vllm_ops: checked, and as the operations of kvpage take them."""
+"""Checks of the arguments of vLLM's operations, and their translation into those of kvpage's operations."""
 
 import numbers
 from functools import lru_cache
@@ -20,14 +20,14 @@ RAW_CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bf
 
 
 def check_tensors(**tensors: torch.Tensor | None) -> None:
-    """TypeError unless they are tensors (seq_starts may be None); ValueError unless their elements lie in memory."""
+    """Raise TypeError unless they are tensors (seq_starts may be None), and ValueError unless they have memory."""
     for name, tensor in tensors.items():
         if tensor is not None or name != "seq_starts":
             check_reachable(name, tensor)
 
 
 def check_shape(name: str, tensor: torch.Tensor, dims: str, shape: tuple[int | None, ...]) -> None:
-    """ValueError unless the tensor has this shape. None stands for any size; dims names them in the message."""
+    """Raise ValueError unless the tensor has this shape. None is any size; `dims` names the sizes in the message."""
     given = tuple(tensor.shape)
     if len(given) != len(shape) or any(size not in (None, got) for size, got in zip(shape, given, strict=True)):
         sizes = ", ".join(dim if size is None else str(size) for dim, size in zip(dims.split(), shape, strict=True))
@@ -35,7 +35,7 @@ def check_shape(name: str, tensor: torch.Tensor, dims: str, shape: tuple[int | N
 
 
 def check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """ValueError unless the tensor has one of these dtypes, and lies on the device."""
+    """Raise ValueError unless the tensor has one of these dtypes and is on the device."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.device != device:
@@ -43,18 +43,20 @@ def check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...],
 
 
 def check_reachable(name: str, tensor: torch.Tensor | None) -> None:
+    """Raise as check_dense does, and ValueError for a tensor that is neither on the CPU nor on a CUDA device."""
     check_dense(name, tensor)
     if tensor is not None and tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
 
 
 def overwrite(tensor: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes rows into a tensor, whatever autograd knows of it."""
+    """Write rows into a tensor without a record by autograd."""
     with torch.inference_mode():
         tensor.copy_(rows)
 
 
 def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
+    """Return the 8-bit float of that name. Raise ValueError for another name."""
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"{name} must be a str, got {type(kv_cache_dtype).__name__}")
     dtype = FP8_CACHE_DTYPES.get(kv_cache_dtype)
@@ -64,12 +66,12 @@ def fp8_dtype(name: str, kv_cache_dtype: str) -> torch.dtype:
 
 
 def is_raw(kv_cache_dtype: str) -> bool:
-    """Rows are stored as they are."""
+    """Return whether rows are stored as they are."""
     return isinstance(kv_cache_dtype, str) and kv_cache_dtype in RAW_CACHE_DTYPES
 
 
 def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """The cache as what kv_cache_dtype says it holds."""
+    """Return the cache as a view of the type that kv_cache_dtype says it holds."""
     check_plain("a cache", cache)
     if is_raw(kv_cache_dtype):
         named = RAW_CACHE_DTYPES[kv_cache_dtype]
@@ -85,6 +87,7 @@ def stored(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
 def scales_of(
     cache: torch.Tensor, kv_cache_dtype: str, key: torch.Tensor | float, value: torch.Tensor | float
 ) -> KVScales | None:
+    """Return the scales of K and V for 8-bit floats, or None where rows are stored as they are."""
     if is_raw(kv_cache_dtype):
         return None
     for name, scale in (("k_scale", key), ("v_scale", value)):
@@ -98,6 +101,7 @@ def scales_of(
 
 
 def check_rows(name: str, rows: torch.Tensor, cached: torch.Tensor, size: int, kv_cache_dtype: str) -> None:
+    """Raise ValueError unless rows [num_tokens, num_heads, size] fit into the cached rows."""
     if cached.stride(4) != 1 and cached.shape[4] > 1:
         raise ValueError(f"the cache of {name} must be contiguous in its last dimension, got stride {cached.stride(4)}")
     if rows.dim() != 3 or not 1 <= rows.shape[2] <= size:
@@ -112,7 +116,7 @@ def check_same_dtype(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None
 
 
 def num_slots(slot_mapping: torch.Tensor, *rows: torch.Tensor) -> int:
-    """As many as slots: callers pad rows, not slots."""
+    """Return the number of slots. Callers pad rows and not slots, so there may be fewer slots than rows."""
     if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(each) for each in rows):
         raise ValueError(
             f"slot_mapping must name a slot for each of at most {min(map(len, rows))} rows, "
@@ -122,7 +126,7 @@ def num_slots(slot_mapping: torch.Tensor, *rows: torch.Tensor) -> int:
 
 
 def latent_view(name: str, cache: torch.Tensor) -> KVView:
-    """[num_blocks, block_size, entry_size] is a cache of one head."""
+    """Return a view of a cache of latents; [num_blocks, block_size, entry_size] is a cache of one head."""
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
     if cache.dim() != 4:
@@ -133,7 +137,7 @@ def latent_view(name: str, cache: torch.Tensor) -> KVView:
 
 
 def check_gathered(dst: torch.Tensor, src_cache: torch.Tensor) -> None:
-    """ValueError unless dst has a dimension for the tokens, and those of an entry of the cache."""
+    """Raise ValueError unless dst has a dimension for the tokens, and those of an entry of the cache."""
     if src_cache.dim() not in (3, 4):
         raise ValueError(f"src_cache must have 3 or 4 dimensions, got shape {tuple(src_cache.shape)}")
     if dst.dim() != src_cache.dim() - 1:
@@ -143,7 +147,7 @@ def check_gathered(dst: torch.Tensor, src_cache: torch.Tensor) -> None:
 def lengths_of(
     cu_seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int | None
 ) -> list[int] | torch.Tensor:
-    """How many tokens each sequence has: on the host, or where cu_seq_lens is and kernels read it there."""
+    """Return each sequence's number of tokens: a list, or a tensor on a device whose kernels read it."""
     if cu_seq_lens.dim() != 1 or len(cu_seq_lens) != len(block_table) + 1:
         raise ValueError(f"cu_seq_lens must be [{len(block_table) + 1}], got shape {tuple(cu_seq_lens.shape)}")
     if cu_seq_lens.is_cuda and token_ops_cuda._has_triton():
@@ -157,17 +161,22 @@ def lengths_of(
 
 
 def sequences_of(lengths: list[int]) -> list[int]:
+    """Return the index of the sequence of each token."""
     return [sequence for sequence, length in enumerate(lengths) for _ in range(length)]
 
 
 @lru_cache(maxsize=64)
 def byte_layout(block_bytes: int) -> CacheLayout:
-    """Of blocks that are nothing but bytes: [num_blocks, 1, block_bytes]."""
+    """Return the layout of blocks that are plain bytes: [num_blocks, 1, block_bytes]."""
     return CacheLayout(1, 1, block_bytes, torch.uint8, "mla")
 
 
 def blocks_of(name: str, cache: torch.Tensor) -> torch.Tensor:
-    """The bytes of each block, [num_blocks, 1, block_bytes]. ValueError unless a block is one run of memory."""
+    """Return the bytes of each block, [num_blocks, 1, block_bytes].
+
+    Raises:
+        ValueError: A block is not one run of memory, or there is none.
+    """
     if cache.dim() < 2 or cache.numel() == 0:
         raise ValueError(f"{name} must be [num_blocks, ...], not empty, got shape {tuple(cache.shape)}")
     run = 1
@@ -180,7 +189,7 @@ def blocks_of(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def consecutive_blocks(name: str, cache: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """As many blocks as begin in the tensor's memory and end in its storage."""
+    """Return as many blocks as begin in the tensor's memory and end in its storage."""
     if block_bytes < 1:
         raise ValueError(f"block_size_in_bytes must be positive, got {block_bytes}")
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))

@@ -26,7 +26,7 @@ LEAST_SCALE = 1e-4
 
 
 def pack_entries(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-    """Entries uint8 [num_tokens, 656] of kv_c bf16 [num_tokens, 512] and k_pe bf16 [num_tokens, 64 or 0].
+    """Return entries uint8 [num_tokens, 656] of kv_c bf16 [num_tokens, 512] and k_pe bf16 [num_tokens, 64 or 0].
 
     Without a rotary part, its place is zeros.
     """
@@ -42,7 +42,7 @@ def pack_entries(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_entries(entries: torch.Tensor) -> torch.Tensor:
-    """Latents and rotary part, bf16 [num_tokens, 576], of entries uint8 [num_tokens, 656]."""
+    """Return latents and rotary parts, bf16 [num_tokens, 576], of entries uint8 [num_tokens, 656]."""
     tiles = entries[:, :RANK].reshape(-1, NUM_TILES, TILE_SIZE)
     scales = entries[:, RANK:ROPE_BEGIN].contiguous().view(torch.float32)
     latents = dequantize_tiles(tiles, scales, torch.bfloat16).view(-1, RANK)

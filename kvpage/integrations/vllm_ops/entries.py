@@ -1,4 +1,4 @@
-"""vLLM's gather of fp8_ds_mla entries, as floats: `kvpage.integrations.vllm_ops` serves it."""
+"""vLLM's gather of fp8_ds_mla entries, as floats; kvpage.integrations.vllm_ops serves it."""
 
 import itertools
 
@@ -26,18 +26,28 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     host_row_ids: torch.Tensor | None = None,
     device_row_ids: torch.Tensor | None = None,
 ) -> None:
-    """Gathers entries of the first `batch_size` sequences, and writes their latents and rotary parts into dst.
+    """Gather entries of the first `batch_size` sequences, and write their latents and rotary parts into `dst`.
 
-    src_cache: bytes [num_blocks, block_size, 656], entries as kvpage.integrations.vllm_ops.ds_mla shows them. dst: bf16 [num_rows, 576].
-    block_table: int32 [num_seqs, max_blocks]. workspace_starts: int32 [num_seqs], the first row of dst of each
-    sequence; one ends where the next begins, the last with dst. Rows before the first stay. seq_starts: int32
-    [num_seqs], the first token of each sequence to gather; default 0.
+    The call waits for the device. Every id is checked before anything is written.
 
-    With the last three, which come together, a token's place (block id * block_size + offset) is looked up: its entry
-    is row device_row_ids[place] of src_cache or, where that is negative, row host_row_ids[place] of host_cache, uint8
-    [num_host_rows, 656] on the CPU. Both are int32, of any shape.
+    The last three arguments come together. Then a token's place (block id * block_size + offset) is looked up: its
+    entry is row device_row_ids[place] of src_cache or, where that is negative, row host_row_ids[place] of host_cache.
 
-    Waits for the device: every id is checked before anything is written.
+    Args:
+        src_cache: Bytes [num_blocks, block_size, 656], entries that kvpage.integrations.vllm_ops.ds_mla shows.
+        dst: bf16 [num_rows, 576]. Rows before the first sequence stay.
+        block_table: int32 [num_seqs, max_blocks].
+        workspace_starts: int32 [num_seqs], the first row of each sequence in `dst`. A sequence ends where the next
+            begins, and the last one where `dst` ends.
+        batch_size: How many sequences to gather.
+        seq_starts: int32 [num_seqs], the first token of each sequence to gather; None for 0.
+        host_cache: uint8 [num_host_rows, 656] on the CPU.
+        host_row_ids: int32, of any shape.
+        device_row_ids: int32, of any shape, with as many elements.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, dtype, length or id is wrong, or only some of the last three are given.
     """
     check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, workspace_starts=workspace_starts)
     check_tensors(seq_starts=seq_starts)
@@ -82,7 +92,7 @@ def _check_gather(
 
 
 def _row_ranges(begins: list[int], num_rows: int) -> list[tuple[int, int]]:
-    """The rows of each sequence. ValueError unless the sequences follow each other within num_rows."""
+    """Return the rows of each sequence. Raise ValueError unless the sequences follow each other within num_rows."""
     bounds = [0, *begins, num_rows]
     if bounds != sorted(bounds):
         raise ValueError(f"workspace_starts must ascend within the {num_rows} rows of dst, got {begins}")
@@ -90,7 +100,7 @@ def _row_ranges(begins: list[int], num_rows: int) -> list[tuple[int, int]]:
 
 
 def _places(table: npt.NDArray[np.int32], starts: list[int], lengths: list[int], block_size: int) -> _Integers:
-    """Block id * block_size + offset of each token, one sequence after the other."""
+    """Return block id * block_size + offset of each token, one sequence after the other."""
     places = [np.empty(0, np.int64)]
     for row, start, length in zip(table, starts, lengths, strict=True):
         if start < 0 or start + length > len(row) * block_size:
@@ -107,7 +117,7 @@ def _entries(
     host_row_ids: torch.Tensor | None,
     device_row_ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The entries at these places: uint8 [num_places, 656] on the cache's device."""
+    """Return the entries at these places: uint8 [num_places, 656] on the cache's device."""
     num_blocks, block_size, _ = src_cache.shape
     given = host_cache is not None, host_row_ids is not None, device_row_ids is not None
     if any(given) and not all(given):
@@ -146,10 +156,10 @@ def _check_host_rows(
         )
 
 
-def _check_ids(name: str, ids: _Integers, count: int, what: str) -> None:
+def _check_ids(name: str, ids: _Integers, count: int, rows: str) -> None:
     bad = ids[(ids < 0) | (ids >= count)]
     if len(bad):
-        raise ValueError(f"{name} must name {count} {what}, got {bad[0]}")
+        raise ValueError(f"{name} must name {count} {rows}, got {bad[0]}")
 
 
 def _cached(src_cache: torch.Tensor, places: _Integers) -> torch.Tensor:

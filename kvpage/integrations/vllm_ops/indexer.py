@@ -1,9 +1,9 @@
-"""vLLM's operations on the keys of a sparse-attention indexer: `kvpage.integrations.vllm_ops` serves them.
+"""vLLM's operations on the keys of a sparse-attention indexer; kvpage.integrations.vllm_ops serves them.
 
     block      [ codes of token 0 | codes of token 1 | ... | scales of token 0 | scales of token 1 | ... ]
                  head_dim bytes                              4 bytes a tile
 
-A cache is bytes [num_blocks, block_size, head_dim + 4 * tiles], whose last dimension counts bytes, not what they hold.
+A cache is bytes [num_blocks, block_size, head_dim + 4 * tiles]. Its last dimension counts the bytes of a token.
 """
 
 import torch
@@ -36,12 +36,21 @@ def indexer_k_quant_and_cache(
     quant_block_size: int,
     kv_cache_dtype: str,
 ) -> None:
-    """Writes k [num_tokens, head_dim] into slots, as e4m3 floats with a scale for each quant_block_size of them.
+    """Write keys into slots, as e4m3 floats with a scale for each quant_block_size of them.
 
-    kv_cache: bytes [num_blocks, block_size, head_dim + 4 * head_dim / quant_block_size], a block one run of memory.
-    slot_mapping: int64 [at most num_tokens]. kv_cache_dtype: the scale's format, as vLLM's callers pass it here.
-    "ue8m0" rounds the scale up to a power of two. "mxfp8" besides stores its exponent, four times, in place of fp32;
-    head_dim and quant_block_size are then 128. "auto", "fp8" and "fp8_e4m3" leave the scale as it is.
+    Args:
+        k: [num_tokens, head_dim], fp32, bf16 or fp16.
+        kv_cache: Bytes [num_blocks, block_size, head_dim + 4 * head_dim / quant_block_size], each block one run of
+            memory.
+        slot_mapping: int64 [at most num_tokens]; -1 is padding.
+        quant_block_size: Elements of a tile, which share a scale. It must divide head_dim.
+        kv_cache_dtype: The scale's format. "auto", "fp8" and "fp8_e4m3" leave the scale as it is. "ue8m0" rounds it up
+            to a power of two. "mxfp8" stores that power's exponent, four times, in place of fp32; head_dim and
+            quant_block_size are then 128.
+
+    Raises:
+        TypeError: An argument is no tensor, or quant_block_size no integer.
+        ValueError: A shape, dtype, format or slot is wrong. Nothing is written.
     """
     check_tensors(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in SCALE_FORMATS:
@@ -73,11 +82,20 @@ def cp_gather_indexer_k_quant_cache(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
 ) -> None:
-    """Gathers the codes and the scales of all sequences, one after the other, into the first rows of dst_k, dst_scale.
+    """Gather the codes and the scales of all sequences, one after the other, into the first rows of two tensors.
 
-    kv_cache: as of indexer_k_quant_and_cache. dst_k: bytes [num_rows, head_dim]. dst_scale: uint8 [num_rows, 4 *
-    head_dim / quant_block_size], the bytes of fp32. block_table: int32 [num_seqs, max_blocks]. cu_seq_lens: int32
-    [num_seqs + 1], from 0 on to at most num_rows; rows past the sequences stay.
+    Rows after the sequences stay.
+
+    Args:
+        kv_cache: Bytes, as in `indexer_k_quant_and_cache`.
+        dst_k: Bytes [num_rows, head_dim].
+        dst_scale: uint8 [num_rows, 4 * head_dim / quant_block_size], the bytes of fp32.
+        block_table: int32 [num_seqs, max_blocks].
+        cu_seq_lens: int32 [num_seqs + 1], from 0 on to at most num_rows.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: A shape, dtype, length or block id is wrong. Nothing is written.
     """
     check_tensors(kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_plain("kv_cache", kv_cache)
@@ -100,19 +118,19 @@ def cp_gather_indexer_k_quant_cache(
 
 
 def _views(kv_cache: torch.Tensor, head_dim: int, num_tiles: int) -> tuple[KVView, KVView]:
-    """The codes and the scales' bytes of each slot."""
+    """Return views of the codes and of the scales' bytes of each slot."""
     check_kind("kv_cache", kv_cache, _BYTES, kv_cache.device)
     check_shape("kv_cache", kv_cache, "num_blocks block_size bytes", (None, None, head_dim + 4 * num_tiles))
     num_blocks, block_size, entry = kv_cache.shape
     if kv_cache.stride()[1:] != (entry, 1) and kv_cache.numel():
         raise ValueError(f"a block of kv_cache must be one run of memory, got strides {kv_cache.stride()}")
     blocks = kv_cache.view(torch.uint8).as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
-    codes, scales = blocks.split([block_size * head_dim, block_size * 4 * num_tiles], 1)
-    return tuple(  # type: ignore[return-value]
-        KVView(part.unflatten(1, (block_size, 1, 1, -1))) for part in (codes, scales)
-    )
+    num_codes = block_size * head_dim
+    codes = blocks[:, :num_codes].view(num_blocks, block_size, 1, 1, head_dim)
+    scales = blocks[:, num_codes:].view(num_blocks, block_size, 1, 1, 4 * num_tiles)
+    return KVView(codes), KVView(scales)
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
-    """The exponent's byte of each power of two [num_tokens, 1], four times: uint8 [num_tokens, 4]."""
+    """Return the exponent's byte of each power of two [num_tokens, 1], four times: uint8 [num_tokens, 4]."""
     return (scales.view(torch.int32) >> 23).to(torch.uint8).repeat(1, 4)

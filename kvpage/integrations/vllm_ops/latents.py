@@ -1,7 +1,4 @@
-"""vLLM's operations on latents (MLA): `kvpage.integrations.vllm_ops` serves them, and says what all its operations share."""
-
-from collections.abc import Sequence
-from typing import NamedTuple
+"""vLLM's operations on latents (MLA). Options that operations share are described in kvpage.integrations.vllm_ops."""
 
 import torch
 
@@ -9,21 +6,16 @@ from kvpage.checks.tensors import check_plain, check_writable, readable
 from kvpage.checks.values import check_flag
 from kvpage.integrations.vllm_ops import ds_mla
 from kvpage.integrations.vllm_ops.args import (
-    RAW_CACHE_DTYPES,
     check_kind,
-    check_reachable,
     check_same_dtype,
     check_shape,
     check_tensors,
-    fp8_dtype,
     is_raw,
     latent_view,
     num_slots,
     overwrite,
-    scales_of,
     stored,
 )
-from kvpage.integrations.vllm_ops.registered_memory import RegisteredMemory
 from kvpage.integrations.vllm_ops.rows import write_rows
 from kvpage.layout.kv_view import KVView
 from kvpage.ops.token_args import COMPUTE_DTYPES
@@ -40,11 +32,21 @@ def concat_and_cache_mla(
     scale: torch.Tensor,
     skip_scale: bool = False,
 ) -> None:
-    """Writes latents kv_c [num_tokens, kv_lora_rank], each followed by its k_pe [num_tokens, rope size], into slots.
+    """Write latents, each followed by its rotary part, into slots.
 
-    kv_cache: [num_blocks, block_size, kv_lora_rank + rope size]. For "fp8_ds_mla", bytes [num_blocks, block_size, 656]
-    of entries that kvpage.integrations.vllm_ops.ds_mla shows; kv_c and k_pe are then bf16 of 512 and of 64 (or 0) elements, and scale is not
-    read. skip_scale: 8-bit floats are stored as if the scale were 1.
+    Args:
+        kv_c: [num_tokens, kv_lora_rank]. For "fp8_ds_mla", bf16 [num_tokens, 512].
+        k_pe: [num_tokens, rope size]. For "fp8_ds_mla", bf16 [num_tokens, 64 or 0].
+        kv_cache: [num_blocks, block_size, kv_lora_rank + rope size]. For "fp8_ds_mla", bytes
+            [num_blocks, block_size, 656] of the entries that kvpage.integrations.vllm_ops.ds_mla shows.
+        slot_mapping: int64 [at most num_tokens]; -1 is padding.
+        kv_cache_dtype: How the cache holds its rows; see kvpage.integrations.vllm_ops.
+        scale: fp32. Read for 8-bit floats alone.
+        skip_scale: Whether 8-bit floats are stored as if the scale were 1.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, dtype, scale or slot is wrong. Nothing is written.
     """
     check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     check_flag("skip_scale", skip_scale)
@@ -58,7 +60,7 @@ def concat_and_cache_mla(
     view = latent_view("kv_cache", stored(kv_cache, kv_cache_dtype))
     if skip_scale and not is_raw(kv_cache_dtype):
         scale = torch.ones(1, device=kv_cache.device)
-    _write_latents(kv_c, k_pe, view, slot_mapping, kv_cache_dtype, scale)
+    write_latents(kv_c, k_pe, view, slot_mapping, kv_cache_dtype, scale)
 
 
 def concat_and_cache_mla_rope_fused(
@@ -73,13 +75,27 @@ def concat_and_cache_mla_rope_fused(
     kv_cache_dtype: str,
     kv_cache_scale: torch.Tensor,
 ) -> None:
-    """Turns q_pe and k_pe in place by their positions, then writes kv_c, followed by k_pe, into slots.
+    """Rotate q_pe and k_pe in place by their positions, then write kv_c, followed by k_pe, into slots.
 
-    positions: int64 [num_tokens]. q_pe: [num_tokens, num_heads, rope size]. k_pe: [num_tokens, rope size]. kv_c:
-    [num_tokens, kv_lora_rank]. cos_sin_cache: [max_position, rope size], each row all cosines, then all sines.
-    is_neox: a pair's halves lie rope size / 2 apart; else side by side. slot_mapping: int64 [at most num_tokens];
-    tokens past it, and those whose slot is -1, are neither turned nor written. Products are fp32, rounded once.
-    On a CUDA device, a token whose position is out of range counts as one whose slot is.
+    Products are fp32, rounded once. On a CUDA device, a token whose position is out of range is skipped, and reported
+    like a slot out of range.
+
+    Args:
+        positions: int64 [num_tokens].
+        q_pe: [num_tokens, num_heads, rope size], rotated in place.
+        k_pe: [num_tokens, rope size], rotated in place.
+        kv_c: [num_tokens, kv_lora_rank].
+        cos_sin_cache: [max_position, rope size], each row all cosines, then all sines.
+        is_neox: Whether the halves of a pair are rope size / 2 apart. Otherwise they are side by side.
+        slot_mapping: int64 [at most num_tokens]. Tokens after the last slot, and those whose slot is -1, are neither
+            rotated nor written.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + rope size].
+        kv_cache_dtype: How the cache holds its rows; see kvpage.integrations.vllm_ops.
+        kv_cache_scale: fp32. Read for 8-bit floats alone.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, dtype, scale, position or slot is wrong. Nothing is written.
     """
     check_tensors(positions=positions, q_pe=q_pe, k_pe=k_pe, kv_c=kv_c, cos_sin_cache=cos_sin_cache)
     check_tensors(slot_mapping=slot_mapping, kv_cache=kv_cache)
@@ -92,16 +108,23 @@ def concat_and_cache_mla_rope_fused(
     table = cos_sin_cache[positions].float()
     turned_k = _turned(k_pe[:num_tokens], table, is_neox)
     turned_q = _turned(q_pe[:num_tokens], table[:, None], is_neox)
-    _write_latents(kv_c, turned_k, view, slots, kv_cache_dtype, kv_cache_scale)
+    write_latents(kv_c, turned_k, view, slots, kv_cache_dtype, kv_cache_scale)
     is_turned = (slots >= 0) & (slots < view.num_blocks * view.rows.shape[1])
     for rows, turned in ((q_pe[:num_tokens], turned_q), (k_pe[:num_tokens], turned_k)):
         overwrite(rows, torch.where(is_turned.view(-1, *[1] * (rows.dim() - 1)), turned, rows))
 
 
 def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor) -> None:
-    """Writes ql_nope [num_tokens, num_heads, size], followed by q_pe [num_tokens, num_heads, rope size], into q_out.
+    """Write ql_nope, followed by q_pe, into q_out.
 
-    q_out must share no memory with the others.
+    Args:
+        ql_nope: [num_tokens, num_heads, size].
+        q_pe: [num_tokens, num_heads, rope size].
+        q_out: [num_tokens, num_heads, size + rope size]. It must share no memory with the others.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: Shapes, dtypes or devices do not fit, or elements of q_out share memory.
     """
     check_tensors(ql_nope=ql_nope, q_pe=q_pe, q_out=q_out)
     check_writable("q_out", q_out)
@@ -115,98 +138,7 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
     overwrite(q_out[..., size:], q_pe)
 
 
-class Layer(NamedTuple):
-    """What `write_layers` writes for one layer: rows into slots of a cache."""
-
-    kv_c: torch.Tensor
-    k_pe: torch.Tensor
-    cache: KVView
-    slot_mapping: torch.Tensor
-    scale: torch.Tensor
-
-
-def grouped_layers(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    caches: Sequence[torch.Tensor],
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor | None,
-    kv_cache_dtype: str,
-) -> list[Layer]:
-    """The layers of `concat_and_cache_mla_grouped`, with everything checked that differs from layer to layer."""
-    scales = [torch.ones(1)] * len(kv_c) if kv_scales is None else list(kv_scales.unsqueeze(1))
-    layers = [
-        Layer(kv_c[index], k_pe[index], latent_view("a cache", cache), slot_mapping[index], scales[index])
-        for index, cache in enumerate(caches)
-    ]
-    for layer in layers:
-        scales_of(layer.cache.rows, kv_cache_dtype, layer.scale, layer.scale)
-        if not layer.slot_mapping.is_cuda:
-            _check_slots(layer.slot_mapping, layer.cache)
-    return layers
-
-
-def write_layers(layers: Sequence[Layer], kv_cache_dtype: str) -> None:
-    for layer in layers:
-        _write_latents(layer.kv_c, layer.k_pe, layer.cache, layer.slot_mapping, kv_cache_dtype, layer.scale)
-
-
-def check_group(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache_ptrs: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor | None,
-    kv_cache_dtype: str,
-) -> torch.dtype:
-    """The dtype of the caches. Raises unless the tensors name as many layers, and what their dtypes have to be."""
-    check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache_ptrs=kv_cache_ptrs, slot_mapping=slot_mapping)
-    check_shape("kv_c", kv_c, "num_layers num_tokens kv_lora_rank", (None, None, None))
-    check_shape("k_pe", k_pe, "num_layers num_tokens rope_size", (*kv_c.shape[:2], None))
-    check_shape("kv_cache_ptrs", kv_cache_ptrs, "num_layers", (len(kv_c),))
-    check_shape("slot_mapping", slot_mapping, "num_layers num_slots", (len(kv_c), None))
-    check_kind("slot_mapping", slot_mapping, (torch.int64,), kv_c.device)
-    check_kind("kv_cache_ptrs", kv_cache_ptrs, (torch.int64,), kv_cache_ptrs.device)
-    check_kind("k_pe", k_pe, (kv_c.dtype,), kv_c.device)
-    if is_raw(kv_cache_dtype):
-        if kv_scales is not None:
-            raise ValueError(f"kv_scales must be None for {kv_cache_dtype}, got {type(kv_scales).__name__}")
-        return RAW_CACHE_DTYPES[kv_cache_dtype] or kv_c.dtype
-    dtype = fp8_dtype("kv_cache_dtype", kv_cache_dtype)
-    check_reachable("kv_scales", kv_scales)
-    assert kv_scales is not None  # check_reachable raises for None
-    check_shape("kv_scales", kv_scales, "num_layers", (len(kv_c),))
-    check_kind("kv_scales", kv_scales, (torch.float32,), kv_c.device)
-    return dtype
-
-
-def cache_at(
-    memory: RegisteredMemory, address: int, dtype: torch.dtype, sizes: tuple[int, int], strides: tuple[int, int]
-) -> torch.Tensor:
-    """The cache [num_blocks, *sizes] that begins at the address, with as many blocks as lie in registered memory.
-
-    sizes: block_size, entry_size. strides: of blocks and of entries, in elements.
-    """
-    if min(*sizes) < 1:
-        raise ValueError(f"block_size and the size of an entry must be positive, got {sizes[0]} and {sizes[1]}")
-    reach = (sizes[0] - 1) * strides[1] + sizes[1]  # of a block
-    if strides[1] < sizes[1] or strides[0] < reach:
-        raise ValueError(
-            f"entry_stride must be at least {sizes[1]} and block_stride at least a block, got {strides[1]} and "
-            f"{strides[0]}"
-        )
-    whole = memory.bytes_from("kv_cache_ptrs", address)
-    if address % dtype.itemsize:
-        raise ValueError(f"kv_cache_ptrs must be aligned to {dtype.itemsize} bytes, got {address:#x}")
-    num_elements = len(whole) // dtype.itemsize
-    if num_elements < reach:
-        raise ValueError(f"kv_cache_ptrs must have a block of registered memory, got {len(whole)} bytes")
-    elements = whole[: num_elements * dtype.itemsize].view(dtype)
-    num_blocks = (num_elements - reach) // strides[0] + 1
-    return elements.as_strided((num_blocks, *sizes), (*strides, 1))
-
-
-def _write_latents(
+def write_latents(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
     view: KVView,
@@ -214,6 +146,7 @@ def _write_latents(
     kv_cache_dtype: str,
     scale: torch.Tensor,
 ) -> None:
+    """Write kv_c [num_tokens, rank], followed by k_pe [num_tokens, size], into slots of a view of one head."""
     rank, size = kv_c.shape[1], kv_c.shape[1] + k_pe.shape[1]
     if view.rows.shape[2:] != (1, 1, size):
         shape = (*view.rows.shape[:2], *view.rows.shape[4:])
@@ -234,7 +167,7 @@ def _write_entries(kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tenso
     num_tokens = num_slots(slot_mapping, kv_c, k_pe)
     entries = ds_mla.pack_entries(kv_c[:num_tokens], readable("k_pe", k_pe)[:num_tokens])
     parts = entries[:, : ds_mla.ROPE_BEGIN], entries[:, ds_mla.ROPE_BEGIN :]
-    _write_latents(*parts, latent_view("kv_cache", kv_cache.view(torch.uint8)), slot_mapping, "auto", torch.ones(1))
+    write_latents(*parts, latent_view("kv_cache", kv_cache.view(torch.uint8)), slot_mapping, "auto", torch.ones(1))
 
 
 def _check_rotary(
@@ -267,9 +200,9 @@ def _check_rotary(
 def _usable(
     positions: torch.Tensor, slots: torch.Tensor, num_positions: int, view: KVView
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions that can be looked up, and slots of which one is out of range where its position was.
+    """Return positions that can be looked up, and slots that are out of range where the position was.
 
-    On the CPU, ValueError for a position out of range. Positions of padding are not looked at.
+    Positions of padding are not read. On the CPU a position out of range is a ValueError.
     """
     is_bad = (slots != PAD_SLOT) & ((positions < 0) | (positions >= num_positions))
     if not slots.is_cuda and bool(is_bad.any()):
@@ -282,7 +215,7 @@ def _usable(
 
 
 def _turned(rows: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rows [..., rope size], turned by the cosines and sines [..., rope size] of the table."""
+    """Return rows [..., rope size] rotated by the cosines and sines [..., rope size] of the table."""
     half = rows.shape[-1] // 2
     cos, sin = table[..., :half], table[..., half:]
     if is_neox:
@@ -292,16 +225,3 @@ def _turned(rows: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Ten
     pair = x * cos - y * sin, y * cos + x * sin
     turned = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
     return turned.to(rows.dtype)
-
-
-def _check_slots(slots: torch.Tensor, cache: KVView) -> None:
-    """The native code checks the slots of one layer; those of all must be known before the first is written."""
-    num_slots_there = cache.num_blocks * cache.rows.shape[1]
-    real = slots[slots != PAD_SLOT]
-    outside = real[(real < 0) | (real >= num_slots_there)]
-    if len(outside):
-        raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots_there}), got {outside[0].item()}")
-    in_order = real.sort().values
-    again = in_order[1:][in_order[1:] == in_order[:-1]]
-    if len(again):
-        raise ValueError(f"slot_mapping must name a slot of a layer once, got {again[0].item()} twice")

@@ -1,4 +1,4 @@
-"""RegisteredMemory: which raw addresses may be copied from and to, and the copying.
+"""RegisteredMemory: the raw addresses that may be copied from and to, and the copies.
 
 registered tensors        [ 0x7f00 ────── ) [ 0x8200 ───────── )   [ 0xa000 ── )        on one device or the host
 extents (src, dst, size)     ├──┤              ├─────┤                 ├──────┤ ✗ ends outside: nothing is copied
@@ -21,7 +21,7 @@ _Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Addresses [begin, end), and the tensors that lie there; holding these keeps the memory alive."""
+    """Addresses [begin, end) and the tensors there. It holds the tensors, which keeps the memory alive."""
 
     begin: int
     end: int
@@ -32,18 +32,18 @@ class _Region:
         return self.tensors[0].device
 
     def bytes_at(self, address: int, size: int) -> torch.Tensor:
-        """A view of `size` bytes."""
+        """Return a view of `size` bytes from the address on."""
         for tensor in self.tensors:
             storage, memory = tensor.untyped_storage(), torch.empty(0, dtype=torch.uint8, device=tensor.device)
             offset = address - storage.data_ptr()
             if 0 <= offset <= storage.nbytes() - size:
                 return memory.set_(storage, offset, (size,), (1,))
-        raise ValueError(f"{size} bytes from {address:#x} on must lie in the memory of one tensor")
+        raise ValueError(f"{size} bytes from {address:#x} on must be in the memory of one tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class _Extents:
-    """Addresses and bytes [n] each, and the index of the region that each address lies in."""
+    """Addresses and sizes in bytes, [n] each, and the index of the region of each address."""
 
     srcs: _Integers
     dsts: _Integers
@@ -66,7 +66,17 @@ class RegisteredMemory:
         self._regions: list[_Region] = []
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds the memory from each tensor's first element to its last; as often as it is to be unregistered."""
+        """Allow copies from and to the memory from each tensor's first element to its last.
+
+        A tensor that is registered twice has to be unregistered twice.
+
+        Args:
+            tensors: Tensors on the CPU or a CUDA device.
+
+        Raises:
+            TypeError: One of them is no tensor.
+            ValueError: One of them is on another device.
+        """
         spans = [_span(tensor) for tensor in tensors]
         with self._lock:
             self._spans.update(spans)
@@ -74,22 +84,31 @@ class RegisteredMemory:
             self._merge()
 
     def unregister(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes it away again. ValueError, and nothing is changed, for a tensor that is not registered."""
+        """Undo one registration of each tensor.
+
+        Args:
+            tensors: Tensors that are registered.
+
+        Raises:
+            TypeError: One of them is no tensor.
+            ValueError: One of them is not registered. Nothing is changed.
+        """
         spans = [_span(tensor) for tensor in tensors]
         with self._lock:
             for span, count in Counter(spans).items():
                 if self._spans[span] < count:
-                    raise ValueError(f"tensors must be registered, what begins at {span[0]:#x} is not")
+                    raise ValueError(f"tensors must be registered, the one at {span[0]:#x} is not")
             self._spans.subtract(spans)
             for span in {span for span in spans if self._spans[span] == 0}:
                 del self._spans[span], self._tensors[span]
             self._merge()
 
     def copy(self, srcs: _Integers, dsts: _Integers, sizes: _Integers) -> None:
-        """sizes[i] bytes from srcs[i] to dsts[i], for all i; on CUDA ordered on the current stream and not waited for.
+        """Copy sizes[i] bytes from srcs[i] to dsts[i], for all i. On CUDA it is ordered on the current stream.
 
-        ValueError, before anything is copied, for an extent that is not inside registered memory, for destinations that
-        overlap each other or a source, and for sources (or destinations) on more than one device.
+        Raises:
+            ValueError: An extent is not inside registered memory. Destinations overlap each other or a source. Sources
+                (or destinations) are on more than one device. Nothing is copied.
         """
         with self._lock:
             regions = list(self._regions)
@@ -103,9 +122,14 @@ class RegisteredMemory:
             _copy(extents, regions)
 
     def bytes_from(self, name: str, address: int) -> torch.Tensor:
-        """A view, uint8 [num_bytes], of the registered memory from the address to where its region ends.
+        """Return a view, uint8 [num_bytes], of the registered memory from the address to the end of its region.
 
-        name: of the argument that gave the address. ValueError for one that is not in registered memory.
+        Args:
+            name: The argument that holds the address, for the error.
+            address: An address in registered memory.
+
+        Raises:
+            ValueError: The address is not in registered memory.
         """
         with self._lock:
             regions = list(self._regions)
@@ -116,7 +140,7 @@ class RegisteredMemory:
         return region.bytes_at(address, min(region.end, max(ends)) - address)
 
     def _merge(self) -> None:
-        """Spans that overlap, as those of layers in one slab do, become one region."""
+        """Make one region of spans that overlap, as those of layers in one slab do."""
         self._regions = []
         for begin, end in sorted(self._spans):
             tensors: tuple[torch.Tensor, ...] = (self._tensors[begin, end],)
@@ -127,7 +151,7 @@ class RegisteredMemory:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and past the last."""
+    """Return the address of the first byte, and the address after the last."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensors must be torch.Tensor, got {type(tensor).__name__}")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -139,7 +163,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _find(name: str, addresses: _Integers, sizes: _Integers, regions: list[_Region]) -> _Integers:
-    """The region of each extent. ValueError for one that is in none; an extent of no bytes may be anywhere."""
+    """Return each extent's region. Raise ValueError for an extent in none; an extent of no bytes may be anywhere."""
     begins, ends = (np.array([getattr(region, end) for region in regions], np.int64) for end in ("begin", "end"))
     found = np.searchsorted(begins, addresses, side="right") - 1
     known = np.append(ends, 0)[found] - addresses >= sizes  # of -1, the appended end: before every region
@@ -182,20 +206,20 @@ def _copy(extents: _Extents, regions: list[_Region]) -> None:
 
 
 def _device(name: str, used: _Integers, regions: list[_Region]) -> torch.device:
-    devices = {regions[index].device for index in np.unique(used)}
+    devices: set[torch.device] = {regions[index].device for index in np.unique(used).tolist()}
     if len(devices) > 1:
         raise ValueError(f"{name} must be on one device, got {', '.join(sorted(map(str, devices)))}")
     return devices.pop()
 
 
 def _parts(extents: _Extents) -> list[_Extents]:
-    """Extents of one size whose sources share no byte: what one plan takes."""
+    """Split the extents into groups for one plan each: of one size, with sources that share no byte."""
     kinds = np.stack([extents.sizes, _rounds(extents)])
     return [extents.select((kinds == kind[:, None]).all(0)) for kind in np.unique(kinds, axis=1).T]
 
 
 def _rounds(extents: _Extents) -> _Integers:
-    """A number for each extent; sources that share a byte have different ones."""
+    """Return a number for each extent. Sources that share a byte have different numbers."""
     order = np.argsort(extents.srcs)
     begins, ends = extents.srcs[order], (extents.srcs + extents.sizes)[order]
     rounds = np.zeros(len(order), np.int64)
@@ -210,10 +234,10 @@ def _rounds(extents: _Extents) -> _Integers:
 
 
 def _copier(extents: _Extents, src: torch.device, dst: torch.device, pinned: bool) -> _C.BlockCopier:
-    """A plan of one block whose layers are the extents, all of one size.
+    """Return a plan of one block whose layers are the extents, all of one size.
 
-    A layer's step to its next block, which there is not, is made to tell regions apart: only neighbours of equal steps
-    are merged, and a copy must not reach over the border of two allocations.
+    The plan has no second block. So each layer's step to it is free to distinguish regions: only neighbours of equal
+    steps are merged, and a copy must not cross the border of two allocations.
     """
 
     def layers(addresses: _Integers, regions: _Integers) -> list[tuple[int, list[int]]]:
@@ -241,3 +265,6 @@ def _copy_by_torch(extents: _Extents, regions: list[_Region]) -> None:
     for src, dst, size, src_region, dst_region in zip(*(part.tolist() for part in parts), strict=True):
         source = regions[src_region].bytes_at(src, size)
         regions[dst_region].bytes_at(dst, size).copy_(source, non_blocking=True)
+
+
+REGISTERED = RegisteredMemory()  # of the process, as raw addresses are

@@ -1,4 +1,4 @@
-"""Rows of vLLM's operations: written into slots, and gathered out of blocks, of caches that are views."""
+"""Rows of vLLM's operations, written into slots and gathered out of blocks of caches that are views."""
 
 import torch
 
@@ -19,7 +19,7 @@ def write_rows(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """Writes key and value [num_tokens, num_heads, size] into slots of two views; rows past the slots are padding."""
+    """Write key and value [num_tokens, num_heads, size] into slots of two views. Rows after the last are padding."""
     keys, values = key_view.rows, value_view.rows
     if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype or keys.device != values.device:
         raise ValueError(
@@ -45,9 +45,9 @@ def gather_rows(
     seq_starts: torch.Tensor | None,
     scales: KVScales | None = None,
 ) -> None:
-    """Gathers lengths[i] tokens of each sequence into out [num_tokens, num_heads, size], of K and of V where given.
+    """Gather lengths[i] tokens of each sequence into out [num_tokens, num_heads, size], of K, and of V where given.
 
-    On the host, out must have as many rows as the lengths sum up to.
+    On the host, `out` must have as many rows as the lengths sum up to.
     """
     starts = seq_starts.tolist() if seq_starts is not None and isinstance(lengths, list) else seq_starts
     layout = layout_of(*views, max(view.rows.shape[3] * view.run_size for view in views if view is not None))

@@ -1,10 +1,10 @@
-"""What the cache holds, told to KV-aware routers: events in vLLM's schema over ZeroMQ. It needs the extra `events`.
+"""Events of the cache for KV-aware routers, in vLLM's schema over ZeroMQ. They need the extra `events`.
 
-    tree ─► TreeWatch ─► BlockEvents ─► EventPublisher ─► PUB, and ROUTER for what was missed
+    tree ─► TreeWatch ─► BlockEvents ─► EventPublisher ─► PUB, and ROUTER for missed batches
             ids          hashes         batches, numbered
 
-Nothing is recorded, hashed or listened to unless `Engine.from_model(..., events=EventConfig(...))` asks for it.
-EventConfig itself needs no extra.
+Nothing is recorded, hashed or sent unless `EngineConfig(..., events=EventConfig(...))` asks for it. EventConfig
+itself needs no extra.
 """
 
 from kvpage.observe.events.config import EventConfig

@@ -1,9 +1,9 @@
-"""BlockEvents: what a tree has cached and given up, as events: block ids become hashes that mean the same elsewhere.
+"""BlockEvents: changes of a tree as events, in which a block has a hash that means the same in every process.
 
     hash of a block = SHA-256 over (hash of the block before it, or block size and namespace | its tokens)
 
-All fields are little-endian, 64 bits a number, the namespace with its length before it. The last 8 bytes go out, as a
-big-endian number: the same prompt has the same hashes in every process.
+All fields are little-endian, 64 bits a number. The namespace follows its length. The last 8 bytes are sent, as a
+big-endian number.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class _Block(NamedTuple):
 
 
 class BlockEvents:
-    """Keeps the hash of every cached block, about 0.5 KiB each. Fed with all changes of one tree, in order."""
+    """The hash of every cached block, about 0.5 KiB each. It needs all changes of one tree, in order."""
 
     def __init__(self, block_size: int, lora_names: Mapping[bytes, str] | None = None) -> None:
         self._block_size = block_size
@@ -45,7 +45,7 @@ class BlockEvents:
         self._blocks: dict[str, dict[int, _Block]] = {DEVICE: {}, HOST: {}}
 
     def events(self, changes: TreeChanges) -> list[Event]:
-        """What the changes mean, in their order. A restart begins with AllBlocksCleared."""
+        """Return the events for these changes, in their order. A restart begins with AllBlocksCleared."""
         events: list[Event] = []
         if changes.is_restart:
             self._blocks = {DEVICE: {}, HOST: {}}
@@ -66,7 +66,7 @@ class BlockEvents:
         return events
 
     def stored(self, row: list[_Block], medium: str) -> BlockStored:
-        """Of blocks of which each is the parent of the next."""
+        """Return the event for blocks of which each is the parent of the next."""
         parent, namespace = row[0].parent, row[0].namespace
         name = self._lora_names.get(namespace)
         keys: list[list[str] | None] | None = None
@@ -94,7 +94,7 @@ class BlockEvents:
 
 
 class _Tokens:
-    """The tokens of inserted blocks, block by block, as bytes: converting all at once is cheaper than one by one."""
+    """The tokens of inserted blocks, block by block, as bytes. One conversion of all is cheaper than one for each."""
 
     def __init__(self, tokens: npt.NDArray[np.int32]) -> None:
         self._wide = tokens.astype("<i8").tobytes()
@@ -103,14 +103,14 @@ class _Tokens:
         self._begin = 0
 
     def next_block(self) -> tuple[bytes, bytes]:
-        """As int64, to be hashed, and as uint32, to be sent: ids below zero stand for content that is no token."""
+        """Return the tokens as int64, to hash, and as uint32, to send. Ids below zero are content, not tokens."""
         begin, end = self._begin, self._begin + self._block_bytes
         self._begin = end
         return self._wide[2 * begin : 2 * end], self._narrow[begin:end]
 
 
 class _Run:
-    """Neighbouring changes of one kind and medium, which go out together."""
+    """Neighbouring changes of one kind and medium, which are sent together."""
 
     def __init__(self, owner: BlockEvents, events: list[Event]) -> None:
         self._owner = owner

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvpage.checks.values import check_at_least
+
 Encoding = Literal["map", "array"]
 
 
@@ -11,17 +13,24 @@ Encoding = Literal["map", "array"]
 class EventConfig:
     """A stream of cache events over ZeroMQ, for routers. It needs the extra `events`.
 
-    endpoint: of the PUB socket, which binds there; loopback unless another address is given. A port of `*` takes a
-        free one. connect: connect there instead, to a router that has bound its SUB socket.
-    replay_endpoint: of a ROUTER socket that gives past batches again; None for none.
-    topic: the first frame of every message, which subscribers filter by.
-    window: batches that can be had again one by one; older ones as one batch that says what they came to.
-    high_water_mark: batches that may wait for the sending thread, and at the PUB socket for each subscriber.
-    encoding: "map", named fields, as vLLM sends events since its change 42892; "array" as before it, for subscribers
-        that know positions only.
-    data_parallel_rank: sent with every batch.
-    lora_names: the namespaces that are adapters, with their names; any other is sent as a cache salt. Salts and tokens
-        go out in clear: do not publish them to where prompts may not go.
+    Tokens, and salts as names of namespaces, are sent in clear. Do not publish them where prompts may not go.
+
+    Attributes:
+        endpoint: Where the PUB socket binds; loopback unless another address is given. A port of `*` takes a free one.
+        replay_endpoint: Where a ROUTER socket binds that sends past batches again; None for none.
+        topic: The first frame of every message, by which subscribers filter.
+        window: Number of past batches that can be requested one by one. Older ones come as one batch, their sum.
+        high_water_mark: Number of batches that may wait for the sending thread, and at the PUB socket for each
+            subscriber.
+        encoding: "map": named fields, as vLLM has sent events since its change 42892. "array": fields by position, as
+            before it.
+        connect: Whether the PUB socket connects instead, to a router that has bound its SUB socket.
+        data_parallel_rank: Sent with every batch.
+        lora_names: The namespaces that are adapters, with their names. Any other namespace is sent as a cache salt.
+
+    Raises:
+        ValueError: A number, endpoint or encoding is wrong.
+        TypeError: A text is of another type.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
@@ -36,9 +45,7 @@ class EventConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 0), ("high_water_mark", 1), ("data_parallel_rank", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         for name in ("endpoint", "replay_endpoint", "topic"):
             text = getattr(self, name)
             if not isinstance(text, str) and not (text is None and name == "replay_endpoint"):

@@ -1,16 +1,17 @@
-"""EventPublisher: batches of events over ZeroMQ, from a thread of its own, which the serving loop never waits for.
+"""EventPublisher: batches of events over ZeroMQ, from a thread of its own, for which the serving loop never waits.
 
     publish ─► packed ─► | high_water_mark | ─► thread: PUB [topic, seq, payload] ─► subscribers
                dropped and counted if full              ROUTER [start] ─► [seq, payload] ... [-1, b""]
 
-The thread knows bytes only. A subscriber that is too slow loses messages at the PUB socket, as ZeroMQ does it: it sees
-a gap in the sequence numbers and asks for what lacks at the replay endpoint.
+The thread knows bytes only. A subscriber that is too slow loses messages at the PUB socket, as ZeroMQ does it. It sees
+a gap in the sequence numbers, and requests the missing batches at the replay endpoint.
 """
 
 import threading
 import time
 import weakref
 from functools import partial
+from typing import Any
 
 import zmq
 
@@ -20,17 +21,20 @@ from kvpage.observe.events.schema import Event, EventBatch, pack
 from kvpage.observe.events.window import EventWindow
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)  # after the last batch of a replay, with an empty payload
-LINGER_MS = 1000  # how long closing waits for what is under way
+LINGER_MS = 1000  # how long closing waits for messages under way
 
 
 class EventPublisher:
-    """Listens, or connects, from its making until `close` or until it is forgotten. To be used from one thread.
+    """Sends batches from its making until `close`, or until it is forgotten. Only one thread may use it.
 
-    num_lost: batches that were dropped because the thread did not keep up.
+    Attributes:
+        num_lost: Number of batches that were dropped because the thread did not keep up.
+
+    Raises:
+        zmq.ZMQError: An endpoint cannot be bound. Then no socket is open.
     """
 
     def __init__(self, config: EventConfig) -> None:
-        """zmq.ZMQError if an endpoint cannot be bound; then nothing listens."""
         self.config = config
         self.num_lost = 0
         context = zmq.Context()
@@ -47,9 +51,13 @@ class EventPublisher:
         self._sender.start()
 
     def publish(self, events: list[Event]) -> bool:
-        """Sends the events as one batch, with the next sequence number. RuntimeError after `close`.
+        """Send the events as one batch, with the next sequence number. It never waits.
 
-        Never waits: if as many as the high-water mark wait already, the batch counts as lost, and it returns False.
+        Returns:
+            False if high_water_mark batches wait already. Then the batch is lost, and counted.
+
+        Raises:
+            RuntimeError: The publisher is closed.
         """
         if not self._finalizer.alive:
             raise RuntimeError("publish must not be called after close")
@@ -62,15 +70,16 @@ class EventPublisher:
         return True
 
     def close(self) -> None:
-        """Sends what waits and closes the sockets; what subscribers have not taken after a second is lost to them.
-        Closing again does nothing.
+        """Send the waiting batches and close the sockets. Messages that are not taken in a second are lost.
+
+        A second call does nothing.
         """
         if self._finalizer.detach():
             self._end()
 
 
-def _queue(context: zmq.Context, high_water_mark: int) -> tuple[zmq.Socket, zmq.Socket]:
-    """Both ends of a queue between two threads. The marks of its ends add up."""
+def _queue(context: zmq.Context[Any], high_water_mark: int) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+    """Return both ends of a queue between two threads. The marks of its ends add up."""
     taker = context.socket(zmq.PULL)
     taker.rcvhwm = 1
     taker.bind("inproc://batches")
@@ -81,10 +90,10 @@ def _queue(context: zmq.Context, high_water_mark: int) -> tuple[zmq.Socket, zmq.
     return giver, taker
 
 
-def _close(context: zmq.Context, queue: zmq.Socket, sender: "_Sender") -> None:
+def _close(context: zmq.Context[Any], queue: zmq.Socket[Any], sender: "_Sender") -> None:
     try:
         queue.send(b"")
-    except zmq.Again:  # the thread is stuck; what it has not sent is lost
+    except zmq.Again:  # the thread is stuck; batches that it has not sent are lost
         pass
     else:
         sender.join()
@@ -96,7 +105,7 @@ def _close(context: zmq.Context, queue: zmq.Socket, sender: "_Sender") -> None:
 class _Sender(threading.Thread):
     """The thread, and the sockets to the outside."""
 
-    def __init__(self, context: zmq.Context, batches: zmq.Socket, config: EventConfig) -> None:
+    def __init__(self, context: zmq.Context[Any], batches: zmq.Socket[Any], config: EventConfig) -> None:
         super().__init__(name="kvpage-events", daemon=True)
         self._batches = batches
         self._topic = config.topic.encode()
@@ -110,7 +119,7 @@ class _Sender(threading.Thread):
         if config.replay_endpoint is not None:
             self._window = EventWindow(config.window, config.encoding)
             self._router = context.socket(zmq.ROUTER)
-            # A ROUTER drops what is above its mark: room for a whole answer while an earlier one is being read.
+            # A ROUTER drops messages above its mark: room for a whole answer while an earlier one is being read.
             self._router.sndhwm = 4 * (config.window + 2)
             self._router.bind(config.replay_endpoint)
             self.replay_endpoint = self._router.last_endpoint.decode()
@@ -135,7 +144,7 @@ class _Sender(threading.Thread):
                 self._router.close(linger=LINGER_MS)
 
     def _send(self, payload: bytes) -> bool:
-        """False for the sign to end."""
+        """Send a batch. Return False for the empty one, which means the end."""
         if not payload:
             return False
         self._pub.send_multipart([self._topic, self._num_sent.to_bytes(8, "big"), payload])
@@ -145,7 +154,7 @@ class _Sender(threading.Thread):
         return True
 
     def _replay(self, frames: list[bytes]) -> None:
-        """Answers [identity, (empty,) start]; what is no request is not answered."""
+        """Answer [identity, (empty,) start]. Other messages are not answered."""
         assert self._window is not None
         *envelope, start = frames
         if len(frames) not in (2, 3) or len(start) != 8:

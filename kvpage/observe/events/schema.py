@@ -1,11 +1,11 @@
-"""The events of a cache, and how they look on the wire: vLLM's schema, which KV-aware routers read.
+"""Events of a cache, and their form on the wire: vLLM's schema, which KV-aware routers read.
 
     message   [topic, sequence number: 8 bytes, big-endian, payload]
     payload   msgpack of [ts, [event, ...], data_parallel_rank]
     event     {"type": "BlockStored", "block_hashes": [...], ...}      as a map
               ["BlockStored", [...], ...]                              as an array, fields in their order
 
-Fields that have a default and hold it are left out, in arrays at the end only.
+Fields that hold their default are left out, in arrays at the end only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ import msgpack
 
 from kvpage.observe.events.config import Encoding
 
-DEVICE = "GPU"  # the medium of the device tier, whatever the device is: what is there needs no transfer
+DEVICE = "GPU"  # the medium of the device tier, also where that is a CPU: its blocks need no transfer
 HOST = "CPU"
 T = TypeVar("T")
 
@@ -25,9 +25,16 @@ T = TypeVar("T")
 class BlockStored:
     """Blocks in a row, each the parent of the next, are in `medium` now.
 
-    block_hashes: unsigned 64-bit. parent_block_hash: of the block before the first, None at a prompt's start.
-    token_ids: unsigned 32-bit, block_size of them a block. lora_name: of the adapter that computed them.
-    extra_keys: what else tells a block from another one with the same tokens, a list or None for each block.
+    Attributes:
+        block_hashes: Unsigned 64-bit numbers.
+        parent_block_hash: The hash of the block before the first; None at a prompt's start.
+        token_ids: Unsigned 32-bit numbers, block_size of them for each block.
+        block_size: Tokens of a block.
+        lora_id: Always None.
+        medium: DEVICE or HOST.
+        lora_name: The adapter that computed the blocks.
+        extra_keys: Further keys that distinguish a block from others with the same tokens: a list or None for each
+            block.
     """
 
     block_hashes: list[int]
@@ -42,7 +49,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """The blocks are not in `medium` any more; they may be in another."""
+    """The blocks are not in `medium` any more. They may be in another."""
 
     block_hashes: list[int]
     medium: str | None
@@ -50,7 +57,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is cached, in any medium."""
+    """No block is cached, in any medium."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -58,7 +65,7 @@ _TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, 
 
 
 class EventBatch(NamedTuple):
-    """What one step has changed. ts: seconds since the epoch."""
+    """The changes of one step. ts: Seconds since the epoch."""
 
     ts: float
     events: list[Event]
@@ -66,19 +73,20 @@ class EventBatch(NamedTuple):
 
 
 def pack(batch: EventBatch, encoding: Encoding = "map") -> bytes:
-    """The payload of a message."""
+    """Return the payload of a message."""
     encode = _as_map if encoding == "map" else _as_array
-    return msgpack.packb([batch.ts, [encode(event) for event in batch.events], batch.data_parallel_rank])
+    payload: bytes = msgpack.packb([batch.ts, [encode(event) for event in batch.events], batch.data_parallel_rank])
+    return payload
 
 
 def unpack(payload: bytes) -> EventBatch:
-    """The batch in a payload that `pack` has made, in either encoding."""
+    """Return the batch in a payload that `pack` has made, in either encoding."""
     ts, events, *rank = msgpack.unpackb(payload)
     return EventBatch(ts, [_event(event) for event in events], rank[0] if rank else None)
 
 
 def split(event: BlockStored) -> list[BlockStored]:
-    """An event for each block."""
+    """Return an event for each block."""
     size, parents = event.block_size, [event.parent_block_hash, *event.block_hashes]
     return [
         BlockStored(
@@ -96,14 +104,18 @@ def split(event: BlockStored) -> list[BlockStored]:
 
 
 def merge(events: Iterable[BlockStored]) -> list[BlockStored]:
-    """As few events as say the same as these of one block each, all of one medium: a parent always before its child."""
+    """Return as few events as possible that equal these of one block each, all of one medium.
+
+    A parent always comes before its child.
+    """
     blocks = {event.block_hashes[0]: (event.parent_block_hash, event) for event in events}
     return [_joined(chain) for chain in chains(blocks)]
 
 
 def chains(blocks: Mapping[int, tuple[int | None, T]]) -> list[list[T]]:
-    """Blocks, given by hash with their parent's, in rows in which each is the parent of the next: a row ends where
-    several go on. A parent always comes before its child, also if that is in another row.
+    """Return blocks in rows in which each is the parent of the next. A row ends where several blocks go on from it.
+
+    blocks: By hash, each with its parent's hash. A parent always comes before its child, also in another row.
     """
     children: dict[int | None, list[int]] = {}
     for block_hash, (parent, _) in blocks.items():

@@ -1,4 +1,4 @@
-"""EventStream: publishes what a tree's watch tells."""
+"""EventStream: publishes the changes that a tree's watch reports."""
 
 from kvpage.observe.events.block_events import BlockEvents
 from kvpage.observe.events.config import EventConfig
@@ -7,9 +7,9 @@ from kvpage.observe.tree_watch import TreeChanges, TreeWatch
 
 
 class EventStream:
-    """One batch for each poll of the watch that has something to tell.
+    """Publishes one batch for each poll of the watch that has changes.
 
-    Subscribers stay consistent over losses: where the tree's log or a batch was lost, the next batch says
+    Subscribers stay consistent over losses. Where the tree's log or a batch was lost, the next batch says
     AllBlocksCleared and stores everything again.
     """
 
@@ -20,7 +20,7 @@ class EventStream:
         watch.listeners.append(self._tell)
 
     def close(self) -> None:
-        """Publishes nothing from now on; sends what waits."""
+        """Publish nothing from now on, and send the waiting batches."""
         self._watch.listeners.remove(self._tell)
         self.publisher.close()
 

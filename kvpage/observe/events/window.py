@@ -1,12 +1,12 @@
-"""EventWindow: the last batches of a stream, and what all those before them came to.
+"""EventWindow: the last batches of a stream, and the sum of all those before them.
 
     seq    0 ......... 41 | 42 43 44 45 46
            one batch:       the window, as sent
            cleared, then
-           what was cached
+           all cached blocks
 
-So whoever comes late, or has missed more than the window, still learns everything, and the memory is bounded by the
-window and by the size of the cache.
+So a subscriber that comes late, or has missed more than the window, still learns everything. The window and the size
+of the cache bound the memory.
 """
 
 from collections import deque
@@ -27,23 +27,26 @@ from kvpage.observe.events.schema import (
 
 
 class EventWindow:
-    """Batches in the order of their sequence numbers, each one more than the one before. size: 0 keeps none as sent."""
+    """Batches by ascending sequence number. size: How many are kept as sent; 0 keeps none."""
 
     def __init__(self, size: int, encoding: Encoding) -> None:
         self._size = size
         self._encoding = encoding
         self._batches: deque[tuple[int, bytes]] = deque()
         self._last_folded: tuple[int, EventBatch] | None = None  # without its events
-        self._stored: dict[tuple[str | None, int], BlockStored] = {}  # by medium and hash, after what was folded
+        self._stored: dict[tuple[str | None, int], BlockStored] = {}  # by medium and hash, after the folded batches
 
     def add(self, seq: int, payload: bytes) -> None:
+        """Add the batch of the next sequence number."""
         self._batches.append((seq, payload))
         if len(self._batches) > self._size:
             self._fold(*self._batches.popleft())
 
     def since(self, seq: int) -> Iterator[tuple[int, bytes]]:
-        """The batches from that number on. If it is older than the window, first one under the last number before the
-        window that puts together all up to there.
+        """Yield the batches from a number on.
+
+        If it is older than the window, the first one is the sum of all earlier batches, under the last number before
+        the window.
         """
         if self._last_folded and seq <= self._last_folded[0]:
             folded, batch = self._last_folded
@@ -63,7 +66,7 @@ class EventWindow:
         self._last_folded = seq, batch._replace(events=[])
 
     def _folded_events(self) -> list[Event]:
-        """The device first: a block on the host may follow one that is there only, but never the other way round."""
+        """Return the sum of the folded batches, the device first: a block on the host may come after one only there."""
         on_device = [event for event in self._stored.values() if event.medium == DEVICE]
         elsewhere = [event for event in self._stored.values() if event.medium != DEVICE]
         return [AllBlocksCleared(), *merge(on_device), *merge(elsewhere)]

@@ -174,7 +174,7 @@ class BlendPass:
     def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
         slots = self._step.slot_mapping.clone()
         slots[selection.indices] = PAD_SLOT
-        return slots[self._rows].split([one.num_tokens for one in self._reuses])
+        return torch.split(slots[self._rows], [one.num_tokens for one in self._reuses])
 
     def _choose(self, ratios: list[float], fresh: tuple[int, torch.Tensor, torch.Tensor] | None) -> Selection:
         """fresh: a layer, and its K and V of the rows that are computed so far; None where there is nothing to see."""

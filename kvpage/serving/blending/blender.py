@@ -1,138 +1,25 @@
-"""Blender: what an engine knows of its model to blend prompts, and the proof at load that it is right.
-
-    probe at positions d, d + 1, ...  K and V of every layer ──── segment
-    probe at positions 0, 1, ...      K and V, logits ═══╗           │
-                                                         ║ equal     ▼
-    the same, blended                 logits ════════════╝ some rows out of the segment, some computed
-
-The second and the third differ in nothing but what blending does, since what came before the segment's tokens is the
-same in both: a model that turns its K otherwise, or whose forward does not let go of rows, does not pass.
-"""
+"""Blender: blends the prompts of one model. A model is tried out first, see blender_check.py."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
-import torch
 from torch import nn
 
-from kvpage import ops
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.rotary import RotaryTables
-from kvpage.blend.segments import Reuse, SegmentKV
-from kvpage.cache.cache_engine import CacheEngine
-from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.serving.blending.blend_pass import BlendPass
-from kvpage.serving.model.limits import max_model_len, vocab_size
-from kvpage.serving.model.probe import MAX_ERROR, MAX_ERROR_HALF, relative_error, unquantized
-from kvpage.serving.model.rotary import check_rope, rotary_of_layers
-from kvpage.serving.model.row_hooks import decoder_layers
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
 from kvpage.serving.model.step import Piece, Step
-
-NUM_PROBE_TOKENS = 12
-REUSED = slice(2, 9)  # of the probe's tokens
-MAX_SHIFT = 1000
 
 
 class Blender:
-    """For one model and one BlendConfig. Made by `of_model`; it owns no K and V."""
+    """For one model and one BlendConfig. It owns no K and V.
+
+    layers: the decoder's, which go on with the rows that are chosen. rotary: of each of them; None where K is not
+        rotated.
+    """
 
     def __init__(self, config: BlendConfig, layers: Sequence[nn.Module], rotary: Sequence[RotaryTables | None]) -> None:
         self.config, self._layers, self._rotary = config, layers, rotary
 
-    @classmethod
-    def of_model(
-        cls, config: BlendConfig, runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig
-    ) -> "Blender":
-        """Looks into the model, and tries it out over a few blocks of its own.
-
-        ValueError, with the reason, for a check layer that it has not, and for a model that cannot be blended.
-        """
-        if model_config.use_mla:
-            raise ValueError(
-                "blend must be None for backend 'mla': it compares heads' K and V, which 'flash' keeps of such a model"
-            )
-        check_rope(runner.model)
-        probe = _Probe(runner, unquantized(cache_config, model_config), model_config)
-        config.stages_of(len(probe.layer_ids))
-        layers = decoder_layers(runner.view, probe.layer_ids)
-        shift = min(MAX_SHIFT, max_model_len(runner.model) - NUM_PROBE_TOKENS)
-        at_zero, expected = probe.compute(0)
-        shifted, _ = probe.compute(shift)
-        rotary = rotary_of_layers(runner.view, at_zero, shifted, shift)
-        blender = cls(config, layers, rotary)
-        blender._verify(probe, shifted, shift, expected)
-        return blender
-
     def begin(self, step: Step, pieces: Sequence[Piece]) -> BlendPass:
-        """What `step`, which computes `pieces`, does besides: at least one of them reuses something."""
+        """Return the blending of `step`, which computes `pieces`: at least one of them reuses something."""
         return BlendPass(self.config, self._layers, self._rotary, step, pieces)
-
-    def _verify(
-        self,
-        probe: "_Probe",
-        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        shift: int,
-        expected: torch.Tensor,
-    ) -> None:
-        # Before a standalone one nothing new stands: its rows are chosen at once. Of the other a check layer chooses.
-        for is_standalone in (True, False):
-            self._verify_one(probe, rows, shift, expected, is_standalone)
-
-    def _verify_one(
-        self,
-        probe: "_Probe",
-        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        shift: int,
-        expected: torch.Tensor,
-        is_standalone: bool,
-    ) -> None:
-        key, value = (torch.stack([pair[part] for pair in rows]) for part in (0, 1))
-        segment = SegmentKV(key, value, torch.arange(shift, shift + NUM_PROBE_TOKENS), is_standalone)
-        name = type(probe.runner.model).__name__
-        half = replace(self.config, ratio=0.5)
-        try:
-            _, found = probe.compute(0, Blender(half, self._layers, self._rotary), segment)
-        except (AssertionError, IndexError, RuntimeError, TypeError) as cause:
-            raise ValueError(f"blend needs layers that can go on with some rows, those of {name} cannot") from cause
-        limit = MAX_ERROR if min(probe.runner.model.dtype.itemsize, key.dtype.itemsize) >= 4 else MAX_ERROR_HALF
-        error = relative_error(found, expected)
-        if not error <= limit:
-            raise ValueError(f"blended logits must be the model's own, those of {name} are {error:.1e} off (relative)")
-
-
-class _Probe:
-    """A few tokens, computed over blocks of their own, at whatever positions."""
-
-    def __init__(self, runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
-        self.runner = runner
-        self._tokens = (np.arange(1, NUM_PROBE_TOKENS + 1) * vocab_size(runner.model) // (NUM_PROBE_TOKENS + 1)).astype(
-            np.int32
-        )
-        self._num_blocks = -(-NUM_PROBE_TOKENS // cache_config.block_size)
-        config = replace(cache_config, num_gpu_blocks=self._num_blocks, num_cpu_blocks=0)
-        self._engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
-        self.layer_ids = self._engine.layer_ids
-
-    def compute(
-        self, position: int, blender: Blender | None = None, segment: SegmentKV | None = None
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """K and V of each layer, [num_tokens, kv heads, size], with the first token at `position`, and the last logits.
-
-        segment: of these tokens, at whatever positions; some of them are then taken out of it.
-        """
-        count = NUM_PROBE_TOKENS
-        table = np.arange(self._num_blocks, dtype=np.int32)[None]
-        for cache in self._engine.gpu_cache:
-            cache.zero_()  # what an earlier call has left must not help
-        step = Step.make(self._engine, np.arange(count), table, [0], [count])
-        if blender and segment:
-            reuse = Reuse(segment, REUSED.start, REUSED.start, REUSED.stop - REUSED.start)
-            step.blend = blender.begin(step, [Piece(None, self._tokens, 0, count, [count - 1], [reuse])])
-        packed = PackedTokens(self._tokens, [position], [position + count], np.array([count - 1]))
-        logits = self.runner.forward(packed, step)
-        gathered = (
-            ops.gather_cache(cache, step.block_tables, [count], step.layout) for cache in self._engine.gpu_cache
-        )
-        return [(key, value) for key, value in gathered if value is not None], logits

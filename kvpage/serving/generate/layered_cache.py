@@ -22,6 +22,15 @@ class LayeredCache(Cache):
     def __len__(self) -> int:
         """Return the number of layers."""
 
+    @property
+    @abstractmethod
+    def max_batch_size(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys that the next queries see, and the place of the first."""
+
     @abstractmethod
     def has_layer(self, layer_idx: int) -> bool:
         """Whether the layer has K and V of its own."""

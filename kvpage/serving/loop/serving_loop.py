@@ -1,10 +1,10 @@
 """ServingLoop: requests to tokens, a batch a step.
 
-    add ─► Scheduler.schedule ─► PieceRunner.run ─► sample ─► Scheduler.complete ─► StepOutput, to the request's sink
+    add ─► Scheduler.schedule ─► BatchRunner.run ─► sample ─► Scheduler.complete ─► StepOutput, to the request's sink
                 blocks              K, V, logits      tokens      blocks findable
 
 A request whose logits are no numbers ends there, and its blocks never become findable. A step that raises is computed
-once more; if it raises again, Suspects finds the requests that do it, and these end.
+once more. If it raises again, Suspects finds the requests that cause it, and these end.
 
 Everything happens inside `step` and `compute`: between two of them the caller's model is its own.
 """
@@ -17,40 +17,49 @@ from contextlib import contextmanager
 
 import torch
 
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.observe.telemetry import Telemetry
+from kvpage.serving.loop.batch_runner import BatchRunner
 from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
-from kvpage.serving.loop.links import Links
-from kvpage.serving.loop.piece_runner import PieceRunner
-from kvpage.serving.loop.scheduler import Batch, Chunk, Scheduler
+from kvpage.serving.loop.connectors import Connectors
+from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.request import Batch, Portion, Request
+from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
 from kvpage.serving.model.step import Piece
-from kvpage.serving.requests import Request, RequestOutput, StepOutput
 
 logger = logging.getLogger(__name__)
 
 
 class ServingLoop:
-    """The unfinished requests, by id, and what is done for them. For one thread.
+    """The unfinished requests, by id, and the steps that compute them. For one thread.
 
-    outputs: of requests without a sink, until somebody takes them. num_arrivals, num_finished, num_generated_tokens: so
-    far.
+    rule: learns how fast prefills are; None if nothing asks.
+    num_arrivals, num_finished, num_generated_tokens: so far.
     """
 
-    def __init__(self, pieces: PieceRunner, scheduler: Scheduler, links: Links, telemetry: Telemetry) -> None:
-        self.pieces, self.scheduler, self.links, self.telemetry = pieces, scheduler, links, telemetry
+    def __init__(
+        self,
+        batch_runner: BatchRunner,
+        scheduler: Scheduler,
+        connectors: Connectors,
+        telemetry: Telemetry,
+        rule: LoadOrCompute | None = None,
+    ) -> None:
         self.requests: dict[str, Request] = {}
-        self.outputs: list[StepOutput] = []
         self.num_arrivals = self.num_finished = self.num_generated_tokens = 0
+        self._batch_runner, self._scheduler, self._connectors = batch_runner, scheduler, connectors
+        self._telemetry, self._rule = telemetry, rule
+        self._outputs: list[StepOutput] = []  # of requests without a sink, until they are taken
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
         self._process = ForkGuard("the engine")
         self._suspects = Suspects()
-        scheduler.is_held = links.holds
 
     def new_id(self) -> str:
-        """One that no unfinished request has."""
+        """Return an id that no unfinished request has."""
         number = self.num_arrivals
         while f"request-{number}" in self.requests:
             number += 1
@@ -58,61 +67,68 @@ class ServingLoop:
 
     @uninterrupted
     def add(self, request: Request) -> None:
-        """Queues it; its `arrival` is the number of those before it. What Scheduler.add raises changes nothing."""
-        self.scheduler.add(request)
+        """Queue it; its arrival is the number of requests before it. ValueError, and no change, if its id is in use.
+
+        The same for whatever Scheduler.add raises.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
+        self._scheduler.add(request)
         self.requests[request.request_id] = request
         self.num_arrivals += 1
 
     @uninterrupted
     def abort(self, request: Request) -> RequestOutput:
-        """Ends an unfinished one now; what came of it. RuntimeError during a step."""
+        """End an unfinished request now; return its outcome. RuntimeError during a step."""
         if self._is_stepping:
             raise RuntimeError(f"abort must not be called during a step, got request {request.request_id!r}")
         del self.requests[request.request_id]
-        for one in request.samples:
-            if one.finish_reason is None:
-                self._end(one)
-                one.finish_reason = "abort"
+        for sample in request.group.samples:
+            if sample.finish_reason is None:
+                self._end(sample)
+                sample.end("abort")
         self.num_finished += 1
-        request.is_aborted = True
+        request.group.abort()
         return request.output()
 
     def drop(self, *requests: Request) -> None:
-        """Aborts those of them that have not finished, for whom nobody waits any more; during a step, when that is
-        over.
-        """
+        """Abort those of them that have not finished, and that no caller waits for; during a step, after it."""
         self._dropped += requests
         if not self._is_stepping:
             self._abort_dropped()
 
     def forget(self, request: Request) -> None:
-        """What `drop` does, by the time anybody looks: for the garbage collector, which runs amid anything, on any
-        thread.
-        """
+        """Drop a request later: for the garbage collector, which runs amid anything, on any thread."""
         self._dropped.append(request)
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether there are requests to compute, or outputs to take."""
         if self._dropped and not self._is_stepping:
             self._abort_dropped()
-        return bool(self.requests or self.outputs)
+        return bool(self.requests or self._outputs)
 
-    def step(self) -> None:
-        """Computes one batch. What raises in it raises here the first time; its requests are back in the queue then,
-        and nothing of it is cached. What raises again ends the requests that raise alone. RuntimeError within another
-        step, as of a hook of the model.
+    def step(self) -> list[StepOutput]:
+        """Compute one batch; return the outputs of requests without a sink, those of other steps included.
+
+        An exception comes through the first time; its requests are back in the queue then, and nothing of it is cached.
+        If they raise again, the requests that raise alone end. RuntimeError within another step, as of a hook of the
+        model.
         """
         failure = self._try_batch()
         if failure is not None:
             raise failure
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
-        """Steps until something is in the sink. What raises the first time is logged, and tried once more.
-        RuntimeError if one of its requests was aborted by somebody else.
+        """Step until something is in the sink. The first exception of a batch is logged, and the batch is tried again.
+
+        RuntimeError if one of the requests was aborted by another caller.
         """
         while not sink:
             for request in requests:
-                if request.is_aborted:
+                if request.group.is_aborted:
                     raise RuntimeError(f"request {request.request_id!r} was aborted")
             failure = self._try_batch()
             if failure is not None:
@@ -120,10 +136,20 @@ class ServingLoop:
 
     @uninterrupted
     def restart(self) -> None:
-        """Every request computes all of its K and V again, from no segment that was found; its tokens stay."""
+        """Have every request compute all of its K and V again, from no segment that was found; its tokens stay."""
         self._abort_dropped()
-        self.scheduler.restart()
-        self.links.forget_found(self.scheduler.waiting)
+        self._scheduler.restart()
+        for request in self._scheduler.waiting:
+            if request.blending is not None:
+                request.blending.forget_found()
+
+    @uninterrupted
+    def disconnect(self) -> None:
+        """Let go of the store and the segments; waiting requests are computed without the segments that were found."""
+        self._connectors.close()
+        for request in self._scheduler.waiting:
+            if request.blending is not None:
+                request.blending.set_found([], [])
 
     def check_between_steps(self, call: str) -> None:
         """RuntimeError, with the call's name, during a step, and in a forked process."""
@@ -132,15 +158,16 @@ class ServingLoop:
             raise RuntimeError(f"{call} must not be called during a step")
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Pieces of sequences that are nobody's requests: the logits of the wanted tokens."""
+        """Compute pieces of sequences that belong to no request; return the logits of the wanted tokens."""
         with self._step():
-            return self.pieces.run(pieces).logits
+            return self._batch_runner.run(pieces).logits
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- a step ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Inside, requests leave the scheduler only as the step itself wants; what else came up is done after it.
+        """Hold other calls back: inside, requests leave the scheduler only as the step itself wants.
+
         Ctrl-C is raised after it, too, but for one that comes while the model computes.
         """
         self._process.check()
@@ -154,7 +181,7 @@ class ServingLoop:
             finally:
                 self._is_stepping = False
                 self._abort_dropped()
-                self.telemetry.tell()
+                self._telemetry.tell()
 
     @uninterrupted
     def _abort_dropped(self) -> None:
@@ -164,40 +191,45 @@ class ServingLoop:
                 self.abort(request)
 
     def _try_batch(self) -> Exception | None:
-        """What a batch has raised, where that is worth a second try."""
+        """Compute a batch; return its exception if that is worth a second try."""
         with self._step():
             if self.requests:
-                self.pieces.check()
+                self._batch_runner.check()
             return self._compute_batch()
 
     def _compute_batch(self) -> Exception | None:
         batch = self._schedule()
-        if not batch.chunks:
+        if not batch.portions:
             return None
-        begin, untaken = time.monotonic(), [chunk.request for chunk in batch.chunks]
+        untaken = [portion.request for portion in batch.portions]
         try:
-            chosen = choose_tokens(batch, self._run(batch))
-            now = time.monotonic()
-            self._saw(batch, now - begin)
-            untaken += chosen.new_requests
-            self._complete(chosen)
-            untaken = [*chosen.failed, *chosen.requests[::-1]]
-            for request, token in zip(chosen.requests, chosen.token_ids, strict=True):
-                self._take_token(request, token, now)
-                untaken.pop()
-            for request in chosen.failed:
-                self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
+            self._take_batch(batch, untaken)
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
             for request in untaken:
                 request.take_back()
-            self.scheduler.requeue(untaken)
+            self._scheduler.requeue(untaken)
             if not isinstance(error, Exception):
                 raise
-            return self._blame([request for request in untaken if request in self.scheduler.waiting], error)
+            return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
         return None
 
+    def _take_batch(self, batch: Batch, untaken: list[Request]) -> None:
+        """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""
+        begin = time.monotonic()
+        chosen = choose_tokens(batch, self._run(batch))
+        now = time.monotonic()
+        self._learn_speed(batch, now - begin)
+        untaken += chosen.new_requests
+        self._complete(chosen)
+        untaken[:] = [*chosen.failed, *chosen.requests[::-1]]
+        for request, token in zip(chosen.requests, chosen.token_ids, strict=True):
+            self._take_token(request, token, now)
+            untaken.pop()
+        for request in chosen.failed:
+            self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
+
     def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:
-        """Their step has raised; they are back in the queue. The error, if that was the first time."""
+        """Note that a step of these requests has raised; return the error if that was the first time."""
         if not requests or self._suspects.blame(requests):
             return error
         culprit = self._suspects.narrow(requests)
@@ -206,74 +238,75 @@ class ServingLoop:
         return None
 
     def _schedule(self) -> Batch:
-        self.scheduler.tried = tried = self._suspects.group
-        if tried:  # nobody else may hold blocks, or have a part in what goes wrong
-            self.scheduler.requeue([request for request in self.scheduler.running if request not in tried])
+        scheduler, connectors, tried = self._scheduler, self._connectors, self._suspects.group
+        if tried:  # no other request may hold blocks, or have a part in the failure
+            scheduler.requeue([request for request in scheduler.running if request not in tried])
         while True:
-            self.links.ask(self.scheduler.waiting)
-            batch = self.scheduler.schedule()
-            if batch.chunks or not self.scheduler.waiting:
+            connectors.ask(scheduler.waiting)
+            batch = scheduler.schedule(tried)
+            if batch.portions or not scheduler.waiting:
                 return batch
             with interruptible():
-                self.links.wait()
+                connectors.wait()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        """The logits after each chunk: [len(batch.chunks), vocab_size]."""
-        computed = self.pieces.run([_piece(chunk) for chunk in batch.chunks])
-        for chunk, counts in zip(batch.chunks, computed.blended, strict=False):
-            if chunk.request.reuse:
-                assert self.links.blend is not None
-                self.links.blend.blended(chunk.request, counts)
+        """Return the logits after each portion: [len(batch.portions), vocab_size]."""
+        pieces = [_piece(portion) for portion in batch.portions]
+        computed = self._batch_runner.run(pieces, self._connectors.blender)
+        if computed.blended:
+            self._connectors.note_blended([portion.request for portion in batch.portions], computed.blended)
         return computed.logits
 
-    def _saw(self, batch: Batch, seconds: float) -> None:
-        is_prefill = batch.num_tokens >= 4 * len(batch.chunks)  # mostly
-        if not is_prefill or any(chunk.request.reuse for chunk in batch.chunks):
+    def _learn_speed(self, batch: Batch, seconds: float) -> None:
+        is_prefill = batch.num_tokens >= 4 * len(batch.portions)  # mostly
+        if not is_prefill or any(portion.request.reuse for portion in batch.portions):
             return
-        self.links.saw_prefill(batch.num_tokens, seconds)
-        if rule := self.scheduler.manager.space.rule:
-            rule.saw_prefill(batch.num_tokens, seconds)
+        self._connectors.saw_prefill(batch.num_tokens, seconds)
+        if self._rule:
+            self._rule.saw_prefill(batch.num_tokens, seconds)
 
     def _complete(self, chosen: ChosenTokens) -> None:
-        self.links.keep(chosen.due)
-        self.scheduler.complete(chosen.batch)
+        self._connectors.keep(chosen.due)
+        self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
-            self.scheduler.fork(request, each)
-        self.links.save(chosen.due)
+            self._scheduler.fork(request, each)
+        self._connectors.save(chosen.due)
+
+    # --- a request's tokens ------------------------------------------------------------------------------------------
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self.num_generated_tokens += 1
         if request.append(token, now):
-            self.links.save_generated(request)
+            self._connectors.save_generated(request)
             self._end(request)
         self._suspects.clear(request)
         self._tell(request, token)
 
     def _fail(self, request: Request, reason: str) -> None:
-        """Ends it. What of it is cached is forgotten, but for what others use or share."""
-        request.finish_reason, request.error = "error", reason
+        """End it, and forget its cached blocks, but for those that others use or share."""
+        request.end("error", reason)
         self._end(request)
-        self.scheduler.manager.space.drop(request.tokens[: request.num_tokens], request.namespace)
+        self._scheduler.forget_cached(request)
         self._tell(request, None)
 
     def _tell(self, request: Request, token: int | None) -> None:
-        """Its new token, or its end without one, goes to its caller."""
-        output = None
-        if request.first.is_over:
+        """Hand its caller its new token, or its end without one."""
+        group, output = request.group, None
+        if group.is_over:
             del self.requests[request.request_id]
             self.num_finished += 1
-            output = request.first.output()
-        sink = self.outputs if request.sink is None else request.sink
+            output = group.samples[0].output()
+        sink = self._outputs if group.sink is None else group.sink
         about = request.sample_index, request.finish_reason, output, request.error
         sink.append(StepOutput(request.request_id, token, *about))
 
     def _end(self, request: Request) -> None:
         self._suspects.clear(request)
-        self.scheduler.finish(request)
-        self.links.forget(request)
+        self._scheduler.finish(request)
+        self._connectors.forget(request)
 
 
-def _piece(chunk: Chunk) -> Piece:
-    """Its last row is always wanted: K and V that come to no numbers are not committed."""
-    request, start, end = chunk
+def _piece(portion: Portion) -> Piece:
+    """Return what the model computes of it. Its last row is wanted: K and V that give no numbers are not committed."""
+    request, start, end = portion
     return Piece(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

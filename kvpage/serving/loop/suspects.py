@@ -1,21 +1,21 @@
-"""Suspects: whose fault it is that a step raises.
+"""Suspects: the search for the request with which a step raises.
 
     a batch raises            [ a b c d e ]     the first time: it may have been chance, all are tried once more
     it raises again           [ a b ] [ c d e ]            each half by itself
     a half raises             [ a b ]   ok      [ c ] [ d e ]
     one alone raises                            [ c ] ok    [ d ] raises: it ends    [ e ] ok
 
-A request passes when it gets its next token. Each failure makes the groups smaller, each success makes them fewer: so
-it comes to an end, after about 2 * log2(requests) steps for one culprit.
+A request passes when it gets its next token. Each failure makes the groups smaller, each success makes them fewer. So
+the search ends, after about 2 * log2(requests) steps for one culprit.
 """
 
 from collections.abc import Sequence
 
-from kvpage.serving.requests import Request
+from kvpage.serving.loop.request import Request
 
 
 class Suspects:
-    """Requests that were in a step that raised, and have got no token since."""
+    """Requests that were in a step that raised, and have had no token since."""
 
     def __init__(self) -> None:
         self._failed: set[Request] = set()
@@ -23,17 +23,17 @@ class Suspects:
 
     @property
     def group(self) -> list[Request]:
-        """The only ones to be computed now; empty while everybody may be."""
+        """The only requests to compute now; empty while all may be."""
         return self._groups[-1] if self._groups else []
 
     def blame(self, requests: Sequence[Request]) -> bool:
-        """A step of these, at least one, has raised: whether that was the first time for all of them."""
+        """Note that a step of these, at least one, has raised; return whether that was the first time for all."""
         is_first = self._failed.isdisjoint(requests)
         self._failed.update(requests)
         return is_first
 
     def narrow(self, requests: Sequence[Request]) -> Request | None:
-        """They raised again: the next step computes fewer of them. If there is one only, it is the culprit."""
+        """Note that they raised again: the next step computes fewer. Return the culprit if there is only one."""
         if self._groups:
             rest = [request for request in self._groups.pop() if request not in requests]
             self._groups += [rest] if rest else []
@@ -44,7 +44,7 @@ class Suspects:
         return None
 
     def clear(self, request: Request) -> None:
-        """It has got a token, or has ended."""
+        """Clear a request that has a token, or has ended."""
         if request not in self._failed:
             return
         self._failed.remove(request)

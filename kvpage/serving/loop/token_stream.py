@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.serving.requests import FinishReason, RequestOutput, StepOutput
+from kvpage.serving.loop.outputs import FinishReason, RequestOutput, StepOutput
 
 
 class TokenStream(Iterator[int]):

@@ -1,1 +1,1 @@
-"""A Hugging Face model as the engine runs it."""
+"""Run a Hugging Face model over blocks, and check at load that its logits are its own."""

@@ -1,8 +1,8 @@
-"""The scales of a cache of 8-bit floats, taken from the keys and values that the model itself computes.
+"""Choose the scales of a cache of 8-bit floats, by the K and V that the model computes.
 
     calibration tokens ─► one forward pass over blocks of the model's dtype ─► K and V of each layer ─► KVScales
 
-The blocks are thrown away. It happens once, before the first request: what one request writes, another may read.
+The blocks are dropped afterwards. The scales are chosen once, before the first request, since requests share blocks.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpage import ops
 from kvpage.cache.cache_engine import CacheEngine
@@ -29,7 +30,7 @@ def choose_scales(
     kv_scales: Sequence[KVScales] | Literal["calibrate"] | None,
     calibration_tokens: Tokens | None,
 ) -> list[KVScales] | None:
-    """The given ones, computed ones, or None. ValueError for what asks for both or for neither."""
+    """Return the given scales, computed ones, or None. Raises ValueError for tokens without "calibrate"."""
     if calibration_tokens is not None and not isinstance(kv_scales, str):
         raise ValueError("calibration_tokens must be None unless kv_scales is 'calibrate'")
     if not isinstance(kv_scales, str):
@@ -44,11 +45,11 @@ def choose_scales(
 
 
 def calibrate(
-    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, tokens: np.ndarray
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, tokens: npt.NDArray[np.int32]
 ) -> list[KVScales]:
-    """For each layer, scales that make the largest magnitude of its K, and of its V, the largest of the cache's dtype.
+    """Return scales for each layer, by which the largest K, and V, becomes the largest number of the cache's dtype.
 
-    tokens: int32, one sequence. ValueError for a cache that takes no scales, and for tokens that the model has not.
+    tokens: int32, one sequence. Raises ValueError for a cache without scales, and for tokens outside the vocabulary.
     """
     dtype = cache_config.layout(model_config, ParallelConfig()).dtype
     if dtype not in FP8_DTYPES:
@@ -64,7 +65,7 @@ def calibrate(
     return [KVScales.from_rows(key, value, dtype) for key, value in rows]
 
 
-def _check_tokens(tokens: np.ndarray, num_ids: int, max_tokens: int) -> None:
+def _check_tokens(tokens: npt.NDArray[np.int32], num_ids: int, max_tokens: int) -> None:
     if not 1 <= len(tokens) <= max_tokens:
         raise ValueError(f"calibration_tokens must be 1 to {max_tokens} tokens, got {len(tokens)}")
     if tokens.min() < 0 or tokens.max() >= num_ids:

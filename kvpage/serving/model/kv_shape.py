@@ -1,7 +1,7 @@
-"""KVShape: what a model hands to its cache, found out by computing two tokens.
+"""KVShape: the layers, heads and sizes of the K and V that a model hands to its cache, by computing two tokens.
 
-It is not always what the config says: some layers have no K and V of their own, and DeepSeek's models hand over latents
-or what these expand to, by the version of transformers.
+The config does not always say it. Some layers have no K and V of their own. DeepSeek's models hand over latents or
+expanded K and V, by the version of transformers.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,12 @@ from kvpage.layout.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """layer_ids: the layers that have a cache. num_heads, key_size, value_size: the largest of any layer.
+    """The shape of a model's K and V.
 
-    layer_sizes: those of K and V in each of them.
-    is_latent: K is a latent for all heads and V its rotary part (MLA).
+    layer_ids: the layers that have a cache, ascending.
+    num_heads: the number of KV heads. key_size, value_size: the largest of any layer.
+    layer_sizes: the sizes of K and V, for each of layer_ids.
+    is_latent: whether K is a latent for all heads, and V its rotary part (MLA).
     """
 
     layer_ids: tuple[int, ...]
@@ -31,7 +33,7 @@ class KVShape:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "KVShape":
-        """ValueError, with the reason, for a model whose K and V do not fit into blocks of one shape on one device."""
+        """Compute two tokens. Raises ValueError, with the reason, if K and V do not fit into blocks of one shape."""
         name, seen = type(model).__name__, _Seen()
         with torch.no_grad():
             model(
@@ -43,7 +45,7 @@ class KVShape:
         if len(set(layer_ids)) != len(layer_ids):
             raise ValueError(f"each layer must write to its cache once, those of {name} wrote in the order {layer_ids}")
         tensors = [tensor for _, key, value in seen.calls for tensor in (key, value)]
-        for what, kinds in (
+        for noun, kinds in (
             ("shape [rows, heads, tokens, size]", {(x.dim(), x.shape[0], x.shape[2]) for x in tensors} | {(4, 1, 2)}),
             ("number of KV heads", {x.shape[1] for x in tensors}),
             ("dtype", {x.dtype for x in tensors}),
@@ -51,7 +53,7 @@ class KVShape:
         ):
             if len(kinds) > 1:
                 raise ValueError(
-                    f"K and V of all layers must have one {what}, those of {name} have {sorted(map(str, kinds))}"
+                    f"K and V of all layers must have one {noun}, those of {name} have {sorted(map(str, kinds))}"
                 )
         sizes = {(key.shape[3], value.shape[3]) for _, key, value in seen.calls}
         num_heads = tensors[0].shape[1]
@@ -66,7 +68,7 @@ class KVShape:
         )
 
     def model_config(self) -> ModelConfig:
-        """One layer of blocks for each layer that has a cache, in their order."""
+        """Return a config with one layer of blocks for each layer that has a cache, in their order."""
         layer_types = ("full_attention",) * len(self.layer_ids)
         if self.is_latent:
             return ModelConfig(self.key_size + self.value_size, 1, layer_types, self.dtype, use_mla=True)
@@ -79,7 +81,7 @@ def _latent_sizes(model: PreTrainedModel) -> tuple[int | None, int | None]:
 
 
 class _Seen(DynamicCache):
-    """Keeps what each `update` was given, and gives it back: enough for one forward."""
+    """Keep the K and V of each `update`, and return them: enough for one forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ A layer of DeepSeek's kind makes K and V of all heads out of one small row a tok
     all else: decode            over the rows as they lie, each read once for all heads
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from kvpage import ops
 from kvpage.serving.model.attention import attend_rows, row_dtype
+from kvpage.serving.model.attribute_patch import AttributePatch
 from kvpage.serving.model.dense_attention import AttentionOptions, attend
 from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
 from kvpage.serving.model.step import Step
@@ -46,21 +47,13 @@ class LatentPass:
         self._rows = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
         self._ways: _Ways | None = None
 
-    @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what the layers of `model` give to their projections is kept for `attend`.
+    def listening(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the latents that the layers of `model` give to their projections are kept for `attend`.
 
-        The layers find a function in their projection's place; the projections themselves, which others may share, are
-        not touched.
+        The layers call a function in their projection's place. The projections, which others may share, do not change.
         """
         layers = [module for module in model.modules() if PROJECTION in module._modules]
-        for layer in layers:
-            vars(layer)[PROJECTION] = self._listener(layer)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                vars(layer).pop(PROJECTION, None)
+        return AttributePatch(PROJECTION, {layer: self._listener(layer) for layer in layers})
 
     def _listener(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         projection = layer._modules[PROJECTION]
@@ -68,7 +61,8 @@ class LatentPass:
 
         def project(latent: torch.Tensor) -> torch.Tensor:
             self._latents[layer] = latent
-            return projection(latent)
+            heads: torch.Tensor = projection(latent)
+            return heads
 
         return project
 

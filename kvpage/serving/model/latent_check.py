@@ -1,6 +1,6 @@
-"""Checks, at load, that a model's latents can be kept in blocks.
+"""Check at load that a model's latents can be kept in blocks.
 
-What the blocks keep of a few tokens is expanded, and has to be the K and V that each layer hands to its attention.
+The latents of a few tokens are expanded from blocks. The result must be the K and V that each layer attends with.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ MAX_ERROR_HALF = 2e-2  # one product in bf16 is a hundredth off at most; a layer
 
 
 def check_latents(config: object, name: str) -> None:
-    """ValueError unless the model's config tells of latents."""
+    """Raise ValueError for a model whose config names no latents."""
     if getattr(config, "kv_lora_rank", None) is None:
         raise ValueError(
             f"backend must be 'flash', 'flashinfer' or 'paged' for a model without latents (MLA), {name} has no "
@@ -32,9 +32,7 @@ def check_latents(config: object, name: str) -> None:
 
 
 def verify_latents(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
-    """Computes a few tokens over blocks of its own. ValueError, with the reason, unless every layer's K and V are what
-    its projection makes of its latents.
-    """
+    """Compute a few tokens over blocks. Raise ValueError, with the reason, if latents do not expand to K and V."""
     tokens = probe_tokens(vocab_size(runner.model))[0]
     num_tokens = len(tokens)
     num_blocks = -(-num_tokens // cache_config.block_size)
@@ -42,12 +40,12 @@ def verify_latents(runner: ModelRunner, cache_config: CacheConfig, model_config:
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
     table = np.arange(num_blocks, dtype=np.int32)[None]
     step = Step.make(engine, np.arange(num_tokens), table, [0], [num_tokens])
-    step.latents = _CheckedPass(step, type(runner.model).__name__)
+    step = replace(step, latents=_CheckedPass(step, type(runner.model).__name__))
     runner.forward(PackedTokens(tokens, [0], [num_tokens], np.array([num_tokens - 1])), step)
 
 
 class _CheckedPass(LatentPass):
-    """model_name: for the errors."""
+    """A LatentPass that checks each layer. model_name: for the errors."""
 
     def __init__(self, step: Step, model_name: str) -> None:
         super().__init__(step)

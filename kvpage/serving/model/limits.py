@@ -1,4 +1,4 @@
-"""What a model's configs say of its vocabulary, its end-of-sequence tokens, and how many positions it has."""
+"""Read a model's limits from its configs: vocabulary, end-of-sequence tokens, number of positions."""
 
 import sys
 from typing import Any
@@ -7,18 +7,18 @@ import torch
 from transformers import PreTrainedModel
 
 CHANGING_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies change with the length."""
+"""The kinds of rotary embeddings whose frequencies change with the length."""
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """How many token ids the model can look up."""
+    """Return how many token ids the model can look up."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a sequence, by the generation config, as `model.generate` takes them."""
+    """Return the tokens that end a sequence in `model.generate`, by the generation config."""
     generation = getattr(model, "generation_config", None)
     eos = generation.eos_token_id if generation is not None else model.config.eos_token_id
     if eos is None:
@@ -27,16 +27,16 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def max_model_len(model: PreTrainedModel) -> int:
-    """The most tokens of a sequence."""
+    """Return the most tokens of a sequence."""
     text = model.config.get_text_config(decoder=True)
     return min(getattr(text, "max_position_embeddings", None) or sys.maxsize, constant_rope_len(model))
 
 
 def constant_rope_len(model: PreTrainedModel) -> int:
-    """The length up to which a token's K depends on its position alone.
+    """Return the length up to which a token's K depends on its position alone.
 
-    Rotary embeddings whose frequencies change with the length ("dynamic", "longrope") are held to the length before
-    that: beyond it, a token's K would depend on what else is in the batch, and no block could be shared.
+    The frequencies of some rotary embeddings ("dynamic", "longrope") change at a length. Beyond it, a token's K would
+    depend on the other sequences of the batch, and blocks could not be shared.
     """
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
@@ -51,7 +51,7 @@ def constant_rope_len(model: PreTrainedModel) -> int:
 
 
 def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
-    """`asked`, or what the model allows if None. ValueError if that is less."""
+    """Return `asked`, or the most that the model allows for None. Raises ValueError for more than that."""
     allowed = max_model_len(model)
     if asked is None:
         return allowed
@@ -62,7 +62,7 @@ def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
 
 
 def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
-    """Ends an error about so many tokens: why rotary embeddings forbid them. Empty if they do not."""
+    """Return the end of an error about so many tokens: the reason in the rotary embeddings. Empty if there is none."""
     limit = constant_rope_len(model)
     if num_tokens <= limit:
         return ""
@@ -74,12 +74,12 @@ def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
 
 
 def rope_types(model: PreTrainedModel) -> set[str]:
-    """The kinds of rotary embeddings that the config names: "default", "llama3", "yarn", ...; empty without any."""
+    """Return the kinds of rotary embeddings that the config names: "default", "llama3", "yarn", ..."""
     found = _rope_parameters(model.config.get_text_config(decoder=True))
     return {kind for one in found if (kind := one.get("rope_type", one.get("type")))}
 
 
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:
-    """One dict for all layers, or one a layer type; under its name of transformers 5, or of 4."""
+    """Return the parameters for all layers, or for each layer type. transformers 4 and 5 name them differently."""
     found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return [found, *(nested for nested in found.values() if isinstance(nested, dict))]

@@ -101,7 +101,7 @@ def paged_logits(
         logits = runner.forward(packed, step)
         _check_calls(runner.model, engine, step)
         windows = [window for _, window in step.calls]
-        for kept, part in zip(rows, logits.split([len(tokens) for tokens in parts]), strict=True):
+        for kept, part in zip(rows, torch.split(logits, [len(tokens) for tokens in parts]), strict=True):
             kept.append(part)
     return torch.cat([part for parts in rows for part in parts]), windows
 

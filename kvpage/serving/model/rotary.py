@@ -1,13 +1,13 @@
-"""How each layer of a model turns its K, found out at load by computing.
+"""Find at load, by computing, how each layer of a model rotates its K.
 
-The tables are the model's own: whatever of its modules has inverse frequencies is asked for cosines and sines. Which of
-them a layer uses, whether pairs are neighbours or halves, and where in a head they begin, is what turns its K at some
-positions into its K at others:
+The tables are the model's own: each of its modules with inverse frequencies computes cosines and sines. A layer uses
+one of these tables. Its pairs are neighbours or halves, and begin somewhere in a head. The right choice rotates K at
+some positions to K at others:
 
-    tokens at positions 0, 1, 2, ...      K of layer l  ──turned by d──┐
-    the same tokens at d, d + 1, ...      K of layer l  ═══════════════╧═ must be equal
+    tokens at positions 0, 1, 2, ...      K of layer l  ──rotated by d──┐
+    the same tokens at d, d + 1, ...      K of layer l  ════════════════╧═ must be equal
 
-A model in which nothing does that is refused: its positions are of another kind.
+A model for which no choice does that is refused: its positions are of another kind.
 """
 
 import inspect
@@ -26,7 +26,7 @@ MAX_ERROR_HALF = 0.05
 
 
 def check_rope(model: PreTrainedModel) -> None:
-    """ValueError for frequencies that change with the length: K of a segment would not be K of a longer prompt."""
+    """Raise ValueError for frequencies that change with the length: a segment's K would differ in a longer prompt."""
     changing = sorted(rope_types(model) & set(CHANGING_ROPE))
     if changing:
         raise ValueError(
@@ -41,10 +41,10 @@ def rotary_of_layers(
     shifted: Sequence[tuple[torch.Tensor, torch.Tensor]],
     shift: int,
 ) -> list[RotaryTables | None]:
-    """Each layer's; None where K is not turned at all.
+    """Return the tables of each layer; None where K is not rotated.
 
     at_zero, shifted: (K, V) of each layer, [num_tokens, kv heads, size], of the same tokens at positions 0, 1, ... and
-    at shift, shift + 1, .... ValueError, with the layer, if nothing turns the one into the other.
+    at shift, shift + 1, .... Raises ValueError, with the layer, if no table rotates the one to the other.
     """
     limit = MAX_ERROR if min(model.dtype.itemsize, at_zero[0][0].dtype.itemsize) >= 4 else MAX_ERROR_HALF
     tables = list(_tables(model, at_zero[0][0].device))
@@ -55,8 +55,8 @@ def rotary_of_layers(
         error, best = min(errors, key=lambda one: one[0])
         if not max(error, _error(value, value_there)) <= limit:
             raise ValueError(
-                f"blend needs K that rotary embeddings turn by its position and V that has none, of layer {layer} of "
-                f"{type(model).__name__} they are {error:.1e} and {_error(value, value_there):.1e} off (relative)"
+                f"blend needs K that rotary embeddings rotate by position and V without position, those of layer "
+                f"{layer} of {type(model).__name__} are {error:.1e} and {_error(value, value_there):.1e} off (relative)"
             )
         found.append(best)
     return found
@@ -72,7 +72,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _candidates(tables: Sequence[CosSin], head_size: int) -> Iterator[RotaryTables]:
-    """Every way to turn heads of this size by the tables."""
+    """Yield each way to rotate heads of this size by the tables."""
     for table in tables:
         cos, _ = table(torch.zeros(1, dtype=torch.int64))
         size, scaling = 2 * cos.shape[-1], float(cos[0, 0])  # the cosine of 0, scaled
@@ -83,7 +83,7 @@ def _candidates(tables: Sequence[CosSin], head_size: int) -> Iterator[RotaryTabl
 
 
 def _tables(model: PreTrainedModel, device: torch.device) -> Iterator[CosSin]:
-    """Of each module with inverse frequencies, for each type of layer that it knows."""
+    """Yield the table of each module with inverse frequencies, for each type of layer that it distinguishes."""
     kinds = sorted(set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()))
     for module in model.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
@@ -93,9 +93,9 @@ def _tables(model: PreTrainedModel, device: torch.device) -> Iterator[CosSin]:
 
 
 class _Table:
-    """Calls a rotary module as the model does, in fp32, and takes each angle once.
+    """Call a rotary module as the model does, in fp32, and return each angle once.
 
-    Tables may hold every angle twice, one half behind the other, or side by side, or once.
+    Modules may return each angle once or twice: as two equal halves, or side by side.
     """
 
     def __init__(self, module: nn.Module, arguments: tuple[Any, ...], device: torch.device) -> None:

@@ -1,22 +1,22 @@
-"""RowHooks: from some layer on, a decoder computes some of its rows only. Its own forward stays what it is.
+"""RowHooks: from some layer on, a decoder computes only some of its rows. Its own forward does not change.
 
-    rows            0 1 2 3 4 5 6 7          what the model's forward passes from layer to layer
+    rows            0 1 2 3 4 5 6 7          the model's forward passes these from layer to layer
     layers before   # # # # # # # #
-    check layer     # # # # # # # #          begun with all of them, up to its attention, which chooses
-                    . # . . # # . #          begun again with those that were chosen
-    layers behind   . # . . # # . #
+    check layer     # # # # # # # #          begun with all rows, up to its attention, which chooses some
+                    . # . . # # . #          begun again with the chosen rows
+    layers after    . # . . # # . #
     a second one    . # . . # # . #          begun with those, and again with fewer
                     . . . . # . . #
-    behind the last 0 0 0 0 # 0 0 #          where they were, zeros between: only chosen rows have logits
+    after the last  0 0 0 0 # 0 0 #          each in its place, zeros between: only chosen rows have logits
 
-Rows that are chosen before the first layer are the only ones that it sees.
+Where rows are chosen before the first layer, it sees only these.
 
-What a layer is given besides the hidden states (position ids, cosines and sines, ...) comes from the model's forward
-with all rows at each layer, and is narrowed before each.
+The model's forward also gives each layer other arguments (position ids, cosines and sines, ...), with all rows. They
+are narrowed before each layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvpage.serving.model.attribute_patch import AttributePatch
+
 
 class RowsChosen(Exception):
-    """Raised out of the attention of a check layer when it has chosen: the layer is to begin again."""
+    """Raised by the attention of a check layer when it has chosen rows: the layer begins again."""
 
 
 def decoder_layers(model: PreTrainedModel, layer_ids: Sequence[int]) -> list[nn.Module]:
-    """The modules that the model's forward calls one after the other, each with the attention of one layer.
+    """Return the modules that the model's forward calls in order, each with the attention of one layer.
 
-    ValueError if there is no list of them.
+    Raises ValueError for a model without a list of them.
     """
     for modules in model.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) >= len(layer_ids):
@@ -47,10 +49,12 @@ def _has_attention(module: nn.Module, layer: int) -> bool:
 
 
 class RowHooks:
-    """For one forward pass of all `num_rows` rows. check_layers: those that choose, ascending.
+    """Narrow one forward pass of `num_rows` rows.
 
-    chosen: what was chosen last, int64, ascending, once the first of them has raised RowsChosen; each time among what
-        was chosen before. is_narrow: some are chosen already, and no layer begins with all rows.
+    layers: the modules of all layers. check_layers: the indices of those that choose rows, ascending.
+    chosen: returns the rows that were chosen last, int64, ascending, from the first RowsChosen on. Later choices are
+        among earlier ones.
+    is_narrow: rows are chosen already, and no layer begins with all of them.
     """
 
     def __init__(
@@ -65,27 +69,19 @@ class RowHooks:
         self._is_narrow = is_narrow
         self._first = 0 if is_narrow else check_layers[0]
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Inside, the layers' forwards are ours. torch's hooks are not used: those a view of a model has from it."""
-        layers = [*self._layers[self._first :]]
-        own = [vars(layer).get("forward") for layer in layers]
-        for index, layer in enumerate(layers, self._first):
-            vars(layer)["forward"] = partial(self._forward, index, layer.forward)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(layers, own, strict=True):
-                del vars(layer)["forward"]
-                if forward is not None:
-                    vars(layer)["forward"] = forward
+    def on(self) -> AbstractContextManager[None]:
+        """Inside, the layers' forwards are narrowed. A view shares torch's hooks with its model, so none is used."""
+        layers = enumerate(self._layers[self._first :], self._first)
+        return AttributePatch(
+            "forward", {layer: partial(self._forward, index, layer.forward) for index, layer in layers}
+        )
 
     def _forward(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of a layer's own: of all rows, those that are chosen when it ends."""
+        """Run a layer's own forward with the rows that are chosen when it ends."""
         narrowed = self._begin_check if index in self._check_layers else self._before
         args, kwargs = narrowed(index, forward, args, kwargs)
         output = forward(*args, **kwargs)
-        return self._behind_last(output) if index == len(self._layers) - 1 else output
+        return self._after_last(output) if index == len(self._layers) - 1 else output
 
     def _begin_check(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rows = torch.arange(self._num_rows)
@@ -103,7 +99,7 @@ class RowHooks:
         rows = self._chosen()
         return _narrow(args, self._num_rows, rows), _narrow(kwargs, self._num_rows, rows)
 
-    def _behind_last(self, output: Any) -> Any:
+    def _after_last(self, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self._widen(output[0]), *output[1:])
         return self._widen(output)
@@ -114,7 +110,7 @@ class RowHooks:
 
 
 def _narrow(value: Any, num_rows: int, rows: torch.Tensor) -> Any:
-    """`rows` of every tensor that has all of them: [1, num_rows, ...], or [num_rows]."""
+    """Select `rows` of each tensor that has all rows, [1, num_rows, ...] or [num_rows], in nested containers too."""
     if isinstance(value, torch.Tensor):
         if value.dim() >= 2 and value.shape[:2] == (1, num_rows):
             return value.index_select(1, rows.to(value.device))

@@ -1,8 +1,8 @@
-"""ModelRunner: computes packed sequences with a Hugging Face decoder whose K and V go into our blocks."""
+"""ModelRunner: compute packed sequences with a Hugging Face decoder, whose K and V go into blocks."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from kvpage.serving.model.view import ModelView
 class PackedTokens:
     """Tokens of several sequences, one sequence after the other.
 
-    token_ids: int32 [num_tokens]: of each sequence the positions [starts[i], ends[i]).
-    wanted: int64, the rows of token_ids whose logits are asked for.
+    token_ids: int32 [num_tokens], the positions [starts[i], ends[i]) of each sequence.
+    wanted: int64, the indices in token_ids whose logits are returned.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -31,17 +31,18 @@ class PackedTokens:
     wanted: npt.NDArray[np.int64]
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """The position of each token in its own sequence."""
+        """Return the position of each token in its own sequence."""
         starts, ends = np.array(self.starts, np.int64), np.array(self.ends, np.int64)
         counts = ends - starts
         rows_before = np.cumsum(counts) - counts
-        return np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
+        positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
+        return positions
 
 
 class ModelRunner:
-    """Runs a view of `model`, which stays as it is, also within `forward`: see ModelView.
+    """Run a view of `model`. The model does not change, not even within `forward`: see ModelView.
 
-    ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
+    Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,16 +56,19 @@ class ModelRunner:
 
     @property
     def view(self) -> PreTrainedModel:
-        """The modules that compute; whatever is hung on them touches nobody else's forward."""
-        return self._view.module
+        """The modules that compute. Patches of these do not affect the model's own forward."""
+        view: PreTrainedModel = self._view.module
+        return view
 
     def forward(self, packed: PackedTokens, step: Step) -> torch.Tensor:
-        """Writes the tokens' K and V into the step's slots; the logits of the wanted rows: [len(wanted), vocab_size].
+        """Write the tokens' K and V into the step's slots, and return the wanted logits: [len(wanted), vocab_size].
 
-        ValueError if the model is in training mode, or a layer has not attended over blocks. What the model raises
-        comes through; some K and V may be written.
+        Raises ValueError if the model is in training mode, or a layer has not attended over blocks. Errors of the model
+        are raised as they are. After an error, some K and V may be written.
         """
         self.check()
+        if step.layout.backend == "mla" and step.latents is None:
+            step = replace(step, latents=LatentPass(step))
         wanted = torch.from_numpy(packed.wanted).to(self.model.device)
         inputs = {
             "input_ids": self._row(packed.token_ids),
@@ -73,41 +77,42 @@ class ModelRunner:
         }
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
-        # no_grad, not inference_mode: what a model keeps of a forward (rotary tables) must stay usable for its owner.
+        # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         with torch.no_grad(), self._hooks(step):
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
         return logits if self._selects_logits else logits[wanted]
 
     def check(self) -> None:
-        """ValueError if the model is in training mode."""
+        """Raise ValueError if the model is in training mode."""
         if self.model.training:
             raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
 
     def _hooks(self, step: Step) -> AbstractContextManager[object]:
-        """Those of a step that needs more than K and V as the attention function is given them."""
-        if step.layout.backend == "mla":
-            step.latents = step.latents or LatentPass(step)
+        """Return the patches of a step that needs more than the arguments of the attention function."""
+        if step.latents is not None:
             return step.latents.listening(self.view)
         return step.blend.hooks() if step.blend else nullcontext()
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
-        model = self.view
         if self._passes_step:
             try:
-                with interruptible():
-                    return model(**inputs, kvpage=step).logits
+                return self._logits({**inputs, "kvpage": step})
             except StepMissing:  # raised before anything is written, in the first forward: the check at load
                 self._passes_step = False
         token = current_step.set(step)
         try:
-            with interruptible():
-                return model(**inputs).logits
+            return self._logits(inputs)
         finally:
             current_step.reset(token)
 
+    def _logits(self, inputs: dict[str, Any]) -> torch.Tensor:
+        with interruptible():
+            logits: torch.Tensor = self.view(**inputs).logits
+        return logits
+
     def _check_calls(self, step: Step) -> None:
-        """A layer may have been replaced by one that attends in another way, over nothing that is cached."""
+        """Raise ValueError for a layer that has not attended over blocks: it was replaced since the check at load."""
         called = {layer for layer, _ in step.calls}
         if called != step.caches.keys():
             name = type(self.model).__name__

@@ -1,12 +1,12 @@
-"""ModelView: a model's modules once more, over the same weights, whose attention is kvpage's. The model is not touched.
+"""ModelView: copies of a model's modules over the same weights, with kvpage's attention. The model does not change.
 
                      the model                                  its view
-    modules with     config: sdpa, forward(), layers, ...       config: a copy, "kvpage"; forward(), layers, ... anew
+    modules with     config: sdpa, forward(), layers, ...       a copy: config "kvpage", forward(), layers, ...
     a config ...     _parameters, _buffers, hooks  ◄─────────── the same dicts
     all others       Linear, Embedding, adapters   ◄─────────── the same modules
 
-So both compute with the same weights, whatever is done to these, and call the same hooks, and any thread may use the
-model while another uses the view. A view costs some hundred bytes a module, and no tensor.
+Both compute with the same weights, also after these change, and call the same hooks. One thread may use the model
+while another uses the view. A view takes some hundred bytes a module, and no tensor.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ from kvpage.serving.model.attention import IMPLEMENTATION, register
 
 
 class ModelView:
-    """One view of one model, for one thread. ValueError if the model's attention is not given by its configs.
+    """One view of one model, for one thread. Raises ValueError if the model's attention is not named by its configs.
 
-    Submodules that are replaced later, as adapters do, are found by `module`. What else is set on a module that has a
-    config, or in the config, is seen when the view is made and at the next replacement. A forward that was replaced by
-    a method, or by a functools.partial with its module, goes on with the copy; any other with the model's own module.
+    `module` follows submodules that are replaced later, as adapters are. Other attributes of a module with a config,
+    and the config, are read when the view is made and at the next replacement. A forward that was replaced by a method,
+    or by a functools.partial with its module, gets the copy. Any other gets the model's own module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -43,13 +43,13 @@ class ModelView:
 
     @property
     def module(self) -> Any:
-        """What to call in place of the model. It stays the same object, as do the copies of modules that stay."""
+        """The copy of the model. It stays the same object, as do the copies of modules that are not replaced."""
         if any(now != before for now, before in self._children):
             self._build()
         return self._copies[self._model]
 
     def _build(self) -> None:
-        """Copies what has to be, or, of modules that were copied before, what they hold."""
+        """Copy the modules that need it. Earlier copies stay, and get the state that their modules have now."""
         modules = _modules_to_copy(self._model)
         self._copies = {module: self._copies.get(module) or type(module).__new__(type(module)) for module in modules}
         for module in modules:
@@ -60,29 +60,29 @@ class ModelView:
         self._switch()
 
     def _switch(self) -> None:
-        """Names kvpage's attention in the copies of configs, also in those of modules that came from another model."""
+        """Name kvpage's attention in the copies of configs, also for modules that came from another model."""
         self._copies[self._model].set_attn_implementation(IMPLEMENTATION)
         configs = [config for _, config in self._configs.values()]
         kinds = {type(config) for config in configs if _implementation(config) == IMPLEMENTATION}
         for config in configs:
-            if type(config) in kinds:  # past the property, whose setter would hand the name on to nested configs
+            if type(config) in kinds:  # the property's setter would also set nested configs
                 config._attn_implementation_internal = IMPLEMENTATION
 
     def _state(self, module: nn.Module) -> dict[str, Any]:
-        """What the module's copy holds."""
-        state = dict(vars(module))  # in one go: other threads may be at work on it
+        """Return the attributes of the module's copy."""
+        state = dict(vars(module))  # in one call: other threads may change it
         held = {name: self._own(value) for name, value in state.items()}
         children = copy(state["_modules"])
         children.update((name, self._copies.get(child, child)) for name, child in children.items())
         held["_modules"] = children
         if _keeps_tables(module):
             held["_buffers"] = copy(state["_buffers"])
-        if held.get("_compiled_call_impl") is not None:  # it would go on with the model's own modules
+        if held.get("_compiled_call_impl") is not None:  # it calls the model's own modules
             held["_compiled_call_impl"] = None
         return held
 
     def _own(self, value: Any) -> Any:
-        """The view's own for what is the model's: modules, configs, and what is bound to them."""
+        """Return the view's copy of a module or config of the model, or of a function bound to one."""
         if isinstance(value, nn.Module):
             return self._copies.get(value, value)
         if _is_config(value):
@@ -96,7 +96,7 @@ class ModelView:
         return value
 
     def _config(self, config: Any) -> Any:
-        """Its copy, with copies of the configs in it: made once."""
+        """Return the config's copy, with copies of nested configs. It is made once."""
         if id(config) not in self._configs:
             own = copy(config)
             self._configs[id(config)] = config, own
@@ -107,7 +107,7 @@ class ModelView:
 
 
 def _modules_to_copy(model: nn.Module) -> list[nn.Module]:
-    """Modules that go by a config or keep tables, and whatever contains such."""
+    """Return the modules with a config or with tables, and those that contain such modules."""
     found: dict[nn.Module, bool] = {}
 
     def visit(module: nn.Module) -> bool:
@@ -129,11 +129,12 @@ def _is_config(value: Any) -> bool:
 
 
 def _implementation(config: Any) -> str | None:
-    return config._attn_implementation_internal
+    name: str | None = config._attn_implementation_internal
+    return name
 
 
 def _keeps_tables(module: nn.Module) -> bool:
-    """Rotary embeddings may exchange their tables in a forward, by its length: each user of the weights has its own."""
+    """Whether a module has tables that its forward may replace, by length: model and view have their own."""
     return any(name.endswith(("inv_freq", "_cached")) for name in module._buffers)
 
 

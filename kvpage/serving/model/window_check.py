@@ -1,11 +1,11 @@
-"""Whether a model masks what its sliding windows leave out, or trusts transformers' cache to have forgotten it.
+"""Check that a model's mask holds its sliding windows, and that it does not rely on the cache to forget tokens.
 
 Blocks keep all tokens. A model whose window is in the cache alone (Moshi) would see them all, and give other tokens
-than `model.generate`. So one token is computed twice after the same number of tokens. They differ in V outside of the
-windows only, which has to change nothing:
+than `model.generate`. So one token is computed twice, after equally many tokens. Only V outside of the windows differs,
+and the logits must not:
 
     before a window | in the window | the token
-      V  or  -3 V   |       V       |     V         K is the same everywhere, so that all would weigh the same
+      V  or  -3 V   |       V       |     V         K is the same everywhere, so that all tokens weigh the same
 """
 
 import inspect
@@ -20,9 +20,9 @@ OUTSIDE_FACTOR = -3.0  # outweighs the window of the same size: no norm over the
 
 
 def check_windows(model: PreTrainedModel) -> None:
-    """ValueError if a layer's window, which transformers' cache keeps to, is not in the mask as well.
+    """Raise ValueError if a window of transformers' cache is not in the model's mask, too.
 
-    Windows that no row can leave, since its rotary embedding changes before, are not looked at. It takes the memory of
+    Windows longer than any row are skipped: rows end where the rotary embedding changes. The check takes the memory of
     one layer's K and V over twice the longest window.
     """
     limit = constant_rope_len(model)
@@ -38,23 +38,25 @@ def check_windows(model: PreTrainedModel) -> None:
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
-    """By layer: how many tokens the cache that `generate` makes keeps of it, where that is not all."""
+    """Return, by layer, how many tokens the cache of `generate` keeps, where it does not keep all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     windows = {layer_id: getattr(layer, "sliding_window", None) for layer_id, layer in enumerate(layers)}
     return {layer_id: int(window) for layer_id, window in windows.items() if window is not None}
 
 
 def _logits(model: PreTrainedModel, windows: dict[int, int], factor: float) -> torch.Tensor:
-    """Of one token after twice the longest window, where V outside of each window is `factor` times what it is."""
+    """Return the logits of a token after twice the longest window. V outside of each window is times `factor`."""
     inputs = {"input_ids": torch.ones(1, 1, dtype=torch.long, device=model.device)}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])  # K must be as anywhere; windows go by places
+        inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])  # equal K; windows count places in the cache
     with torch.no_grad():
-        return model(**inputs, past_key_values=_Repeated(windows, factor), use_cache=True).logits[0]
+        logits = model(**inputs, past_key_values=_Repeated(windows, factor), use_cache=True).logits[0]
+    assert isinstance(logits, torch.Tensor)
+    return logits
 
 
 class _Repeated(DynamicCache):
-    """Gives each layer the K and V of its token as if they had been those of all tokens before it."""
+    """Return to each layer the K and V of its token as those of all tokens before it, too."""
 
     def __init__(self, windows: dict[int, int], factor: float) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Parameters of requests, checked."""
+"""Check the parameters of requests, and fill in a model's defaults."""

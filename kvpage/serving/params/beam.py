@@ -1,4 +1,4 @@
-"""BeamSearchParams: how a beam search goes, and when it ends."""
+"""BeamSearchParams: the rules of one beam search, and its end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +20,24 @@ CHECKS: dict[str, checks.Check] = {
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams(LogitsParams):
-    """Frozen and validated; the names and meanings of transformers' GenerationConfig. See LogitsParams for what else
-    may be done to the log-probabilities. None takes the default of the model's generation config.
+    """The rules of one beam search, frozen and validated. Names and meanings are those of GenerationConfig.
 
-    num_beams: continuations that are followed at once.
-    max_tokens: how many tokens are generated at most; 16 if nobody says.
-    num_return_sequences: how many of them are returned, the best first.
-    length_penalty: a finished beam is ranked by its score / (generated tokens ** length_penalty); 1 if nobody says.
-    early_stopping: True ends with the num_beams-th finished one; False, also if nobody says, when the best running
-        beam, at its present length, is no better than the worst finished one; "never" when it could not become better
-        at any length.
-    stop_token_ids, ignore_eos: as in SamplingParams.
+    LogitsParams documents the other fields: they change the log-probabilities. None takes the default of the model's
+    generation config; each field names its default where that has none.
+
+    Args:
+        num_beams: the number of continuations that are followed at once.
+        max_tokens: the most tokens that are generated. Default 16.
+        num_return_sequences: the number of continuations that are returned, the best first. At most num_beams.
+        length_penalty: a finished beam is ranked by score / (generated tokens ** length_penalty). Default 1.
+        early_stopping: True ends the search at the num_beams-th finished beam. False, the default, ends it when the
+            best running beam at its length is no better than the worst finished one. "never" ends it when no running
+            beam could become better at any length.
+        stop_token_ids: as in SamplingParams.
+        ignore_eos: as in SamplingParams.
+
+    Raises:
+        ValueError: for a value that a field does not take, with the field's name.
     """
 
     num_beams: int = 4
@@ -56,8 +63,17 @@ class BeamSearchParams(LogitsParams):
     def from_generation_config(
         cls, generation_config: Any, unserved: Unserved = "refuse", **changes: Any
     ) -> "BeamSearchParams":
-        """The beam search of `model.generate` by this GenerationConfig, without other arguments; `changes` go first.
+        """Make the parameters by which `model.generate` searches with this GenerationConfig and no other arguments.
 
-        unserved: whether what is asked for and not served raises a ValueError that names it, or is ignored.
+        Args:
+            generation_config: transformers' GenerationConfig.
+            unserved: "refuse" raises for fields that kvpage does not serve; "ignore" leaves them out.
+            changes: fields that replace those of the config.
+
+        Returns:
+            The parameters.
+
+        Raises:
+            ValueError: for a field that is not served, or a value that a field does not take, with the field's name.
         """
         return cls(**{**beam_call_fields(generation_config, unserved), **changes})

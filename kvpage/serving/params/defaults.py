@@ -1,4 +1,4 @@
-"""ParamDefaults: what parameters left at None mean for one model, by its generation config."""
+"""ParamDefaults: the values of parameters that are None, by a model's generation config."""
 
 import copy
 from collections.abc import Callable
@@ -17,8 +17,10 @@ Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 
 @dataclass(frozen=True, slots=True)
 class ParamDefaults:
-    """sampling_call, beam_call: what `model.generate` does without arguments, as functions: not every config has both.
-    stated_sampling, stated_beams: what the model's generation config says; the rest is None.
+    """The defaults of one model.
+
+    sampling_call, beam_call: return the parameters of `model.generate` without arguments. Not every config has both.
+    stated_sampling, stated_beams: the fields that the model's generation config states; the others are None.
     """
 
     sampling_call: Callable[[], SamplingParams]
@@ -28,11 +30,16 @@ class ParamDefaults:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, choice: GenerationDefaults = "model") -> "ParamDefaults":
-        """By the generation config as it is now. ValueError with "model" if that asks for what is not served."""
+        """Read the generation config as it is now. Raises ValueError for fields that are not served.
+
+        choice: "model" refuses such fields, "served" leaves them out, "ignore" takes transformers' own defaults.
+        """
         if choice not in ("model", "served", "ignore"):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {choice!r}")
         found = getattr(model, "generation_config", None)
-        config = GenerationConfig() if found is None or choice == "ignore" else copy.deepcopy(found)
+        # transformers does not annotate GenerationConfig.__init__.
+        no_config = GenerationConfig()  # type: ignore[no-untyped-call, unused-ignore]
+        config = no_config if found is None or choice == "ignore" else copy.deepcopy(found)
         unserved: Unserved = "ignore" if choice == "served" else "refuse"
         try:
             check_served(config) if unserved == "refuse" else None
@@ -46,12 +53,12 @@ class ParamDefaults:
         )
 
     def sampling(self, params: SamplingParams | None, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """With nothing left at None that the config states, and max_tokens. None: those of `model.generate`."""
+        """Fill in the fields that are None, and max_tokens. None: return the parameters of `model.generate`."""
         given = self.sampling_call() if params is None else params
         return _filled(given, self.stated_sampling, params is None, num_prompt_tokens, max_model_len)
 
     def beams(self, params: BeamSearchParams | None, num_prompt_tokens: int, max_model_len: int) -> BeamSearchParams:
-        """The same of a beam search."""
+        """Fill in the fields of a beam search, as `sampling` does."""
         given = self.beam_call() if params is None else params
         return _filled(given, self.stated_beams, params is None, num_prompt_tokens, max_model_len)
 
@@ -70,7 +77,7 @@ def _filled(given: Params, stated: Params, is_default: bool, num_prompt_tokens: 
 
 
 def _asked_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens: int) -> int | None:
-    """How many are to be generated at most, if it says."""
+    """Return the most tokens to generate, by max_tokens or max_length; None if neither is given."""
     if params.max_tokens is not None or params.max_length is None:
         return params.max_tokens
     if params.max_length <= num_prompt_tokens:

@@ -1,6 +1,6 @@
-"""The fields of SamplingParams and BeamSearchParams: checked one by one, and as plain values.
+"""Check the fields of SamplingParams and BeamSearchParams, and turn each into a plain value.
 
-What is checked wrong raises a ValueError that names the field.
+A check takes the field's name and value. It returns the plain value, or raises ValueError with the name.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Check = Callable[[str, Any], Any]
+RealCheck = Callable[[str, Any], float]
 TokenIds = tuple[int, ...]
 
 
@@ -17,7 +18,7 @@ def is_int(value: object) -> bool:
 
 
 def at_least(least: int, rule: str) -> Check:
-    """Integers from `least` on; `rule` is how the message calls them."""
+    """Return a check for integers from `least` on. rule: the words of the message."""
 
     def check(name: str, value: Any) -> int:
         if not is_int(value) or value < least:
@@ -31,8 +32,8 @@ POSITIVE = at_least(1, "a positive integer")
 COUNT = at_least(0, "an integer that is not negative")
 
 
-def real(rule: str, accepts: Callable[[float], bool]) -> Check:
-    """Numbers of which `accepts` holds; True and False are none."""
+def real(rule: str, accepts: Callable[[float], bool]) -> RealCheck:
+    """Return a check for numbers that `accepts` is true of. True and False are not numbers. rule: as `at_least`."""
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -45,6 +46,7 @@ def real(rule: str, accepts: Callable[[float], bool]) -> Check:
 
 
 FINITE = real("finite", math.isfinite)
+_BIAS = real("a number below infinity", lambda number: number < math.inf)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -60,7 +62,7 @@ def token_id(name: str, value: Any) -> int:
 
 
 def token_ids(name: str, values: Any) -> TokenIds:
-    """From a list, an array or another collection of integers."""
+    """Read a list, an array or another collection of integers."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of token ids, got {values!r}")
     try:
@@ -70,12 +72,12 @@ def token_ids(name: str, values: Any) -> TokenIds:
 
 
 def one_or_more_ids(name: str, values: Any) -> TokenIds:
-    """From a token id, or a list of some."""
+    """Read one token id, or a list of token ids."""
     return token_ids(name, values if isinstance(values, Iterable) else [values])
 
 
 def words(name: str, values: Any) -> tuple[TokenIds, ...]:
-    """From a list of lists of token ids, none of them empty."""
+    """Read a list of lists of token ids, none of them empty."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of lists of token ids, got {values!r}")
     each = tuple(token_ids(name, word) for word in values)
@@ -85,19 +87,19 @@ def words(name: str, values: Any) -> tuple[TokenIds, ...]:
 
 
 def token_biases(name: str, values: Any) -> tuple[tuple[int, float], ...]:
-    """From a dict of a token id to a number, or pairs of them; -inf is a number here."""
+    """Read a dict of token id to number, or pairs of them. -inf is allowed."""
     pairs = _pairs(name, values, "a dict of a token id to a number")
     return tuple((token_id(name, one), _bias(name, bias)) for one, bias in pairs)
 
 
 def word_biases(name: str, values: Any) -> tuple[tuple[TokenIds, float], ...]:
-    """From a dict of a tuple of token ids to a number, or pairs of them."""
+    """Read a dict of token ids, as a tuple, to number, or pairs of them. -inf is allowed."""
     pairs = _pairs(name, values, "a dict of a tuple of token ids to a number")
     return tuple((words(name, [word])[0], _bias(name, bias)) for word, bias in pairs)
 
 
 def length_decay(name: str, value: Any) -> tuple[int, float]:
-    """From a number of tokens and a factor."""
+    """Read a pair of a number of tokens and a factor."""
     if not isinstance(value, Iterable) or len(pair := list(value)) != 2:
         raise ValueError(f"{name} must be a number of tokens and a factor, got {value!r}")
     return COUNT(name, pair[0]), FINITE(name, pair[1])
@@ -111,11 +113,11 @@ def _pairs(name: str, values: Any, rule: str) -> list[tuple[Any, Any]]:
 
 
 def _bias(name: str, value: Any) -> float:
-    return real("a number below infinity", lambda number: number < math.inf)(name, value)
+    return _BIAS(name, value)
 
 
 def check_fields(params: object, checks: Mapping[str, Check]) -> None:
-    """Checks the fields that are not None, and sets each to its plain value."""
+    """Check the fields that are not None, and set each to its plain value. For the class's own __post_init__."""
     for name, check in checks.items():
         value = getattr(params, name)
         if value is not None:
@@ -123,7 +125,7 @@ def check_fields(params: object, checks: Mapping[str, Check]) -> None:
 
 
 def check_given(params: object, names: Iterable[str]) -> None:
-    """For fields that have no default to take."""
+    """Raise ValueError for fields that are None and have no default."""
     for name in names:
         if getattr(params, name) is None:
             raise ValueError(f"{name} must be given, got None")

@@ -1,7 +1,6 @@
-"""A GenerationConfig in the words of SamplingParams and BeamSearchParams.
+"""Read a GenerationConfig into the fields of SamplingParams and BeamSearchParams.
 
-Only what a config states is taken: transformers 4 fills in its own defaults, transformers 5 leaves them None. Both mean
-the same here.
+transformers 4 fills in its own defaults, and transformers 5 leaves them None. Both are read alike: as not stated.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ Unserved = Literal["refuse", "ignore"]
 Fields = dict[str, Any]
 
 LIBRARY_MAX_LENGTH, LIBRARY_TOP_K = 20, 50
-"""transformers' own defaults, which a model need not have meant: 20 new tokens; 50 where tokens are drawn."""
+"""The defaults of transformers 4, which no model has to have stated: 20 tokens; top_k of 50 for draws."""
 
 SAME_NAMES = (
     "max_length", "min_length", "repetition_penalty", "sequence_bias", "no_repeat_ngram_size", "bad_words_ids",
@@ -41,23 +40,23 @@ UNSERVED: dict[str, Callable[[Any], bool]] = {
     "max_time": lambda value: True,
     "watermarking_config": lambda value: not hasattr(value, "greenlist_ratio"),
 }
-"""Fields that change what is generated, and when they do. What merely changes the speed is not among them."""
+"""Fields that are not served and change the generated tokens, each with the values that do. Speed is no change."""
 
 
 def unserved_fields(config: Any) -> list[str]:
-    """What a GenerationConfig asks for that nobody here does: "guidance_scale=1.5"."""
+    """Return the fields of a GenerationConfig that kvpage does not serve, as "guidance_scale=1.5"."""
     asked = {name: getattr(config, name, None) for name in UNSERVED}
     return [f"{name}={value!r}" for name, value in asked.items() if value is not None and UNSERVED[name](value)]
 
 
 def check_served(config: Any) -> None:
-    """ValueError that names what the config asks for and is not served."""
+    """Raise ValueError, with their names, for fields that kvpage does not serve."""
     if asked := unserved_fields(config):
-        raise ValueError(f"generation_config must ask for what is served only, it asks for {', '.join(asked)}")
+        raise ValueError(f"generation_config must ask for served features only, it asks for {', '.join(asked)}")
 
 
 def logits_fields(config: Any, unserved: Unserved) -> Fields:
-    """What the config states of LogitsParams, and max_tokens."""
+    """Return the fields of LogitsParams that the config states, and max_tokens."""
     if unserved not in ("refuse", "ignore"):
         raise ValueError(f"unserved must be 'refuse' or 'ignore', got {unserved!r}")
     if unserved == "refuse":
@@ -74,7 +73,7 @@ def logits_fields(config: Any, unserved: Unserved) -> Fields:
 
 
 def sampling_fields(config: Any, unserved: Unserved) -> Fields:
-    """What the config states of SamplingParams. A config that does not sample states a temperature of 0."""
+    """Return the fields of SamplingParams that the config states. Without do_sample it states a temperature of 0."""
     samples = config.do_sample is True
     temperature = 1.0 if config.temperature is None else config.temperature
     found: Fields = {name: getattr(config, name, None) for name in WARPERS}
@@ -84,15 +83,15 @@ def sampling_fields(config: Any, unserved: Unserved) -> Fields:
         found["top_k"] = LIBRARY_TOP_K if samples else None
     top_p = config.top_p
     if top_p is not None:
-        found["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as transformers has it
+        found["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as in transformers
     for name in ("epsilon_cutoff", "eta_cutoff"):
         if found[name] is not None and not 0 < found[name] < 1:
-            found[name] = None  # as transformers has it
+            found[name] = None  # as in transformers
     return _stated(found) | logits_fields(config, unserved)
 
 
 def call_fields(config: Any, unserved: Unserved) -> Fields:
-    """SamplingParams of `model.generate` without arguments. ValueError for a config that asks for beams."""
+    """Return SamplingParams' fields of `model.generate` without arguments. ValueError for a config with beams."""
     num_beams: int = config.num_beams or 1
     if num_beams > 1 and unserved == "refuse":
         raise ValueError(f"generation_config must ask for one beam here, it asks for num_beams={num_beams}")
@@ -103,12 +102,12 @@ def call_fields(config: Any, unserved: Unserved) -> Fields:
 
 
 def beam_fields(config: Any, unserved: Unserved) -> Fields:
-    """What the config states of BeamSearchParams, but for how many beams there are."""
+    """Return the fields of BeamSearchParams that the config states, without the number of beams."""
     return _stated({name: getattr(config, name, None) for name in BEAMS[1:]}) | logits_fields(config, unserved)
 
 
 def beam_call_fields(config: Any, unserved: Unserved) -> Fields:
-    """BeamSearchParams of `model.generate` without arguments. ValueError for a config that draws beams."""
+    """Return BeamSearchParams' fields of `model.generate` without arguments. ValueError for a config that samples."""
     if config.do_sample is True and unserved == "refuse":
         raise ValueError("generation_config must not draw tokens in a beam search, it asks for do_sample=True")
     found = beam_fields(config, unserved)

@@ -1,4 +1,4 @@
-"""LogitsParams: what is done to a sequence's logits before a token is chosen, whichever way it is chosen."""
+"""LogitsParams: the rules that change a sequence's logits before a token is chosen, by sampling or by beams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -29,25 +29,33 @@ LOGITS_CHECKS: dict[str, checks.Check] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsParams:
-    """Frozen and validated. None takes the default of the model's generation config, or does nothing without one.
+    """The rules that change logits, frozen and validated. Names and meanings are those of GenerationConfig.
 
-    The names and meanings are those of transformers' GenerationConfig, but for the first four.
+    min_tokens, the two penalties of presence and frequency, and logit_bias are kvpage's own names. None takes the
+    default of the model's generation config. Without one, the rule does not apply.
 
-    min_tokens: how many tokens are generated before one that ends the request may come (min_new_tokens).
-    presence_penalty, frequency_penalty: taken off the logit of a token that was generated, and for each time it was.
-    logit_bias: added to the logits of single tokens: {token: bias}, or pairs; kept as pairs.
-    max_length: of prompt and generated tokens together, where max_tokens is None.
-    min_length: of prompt and generated tokens together, before a token that ends the request may come.
-    repetition_penalty: above 1, tokens of the prompt and generated ones become less likely.
-    sequence_bias: added where the last token of such a sequence would complete it: {tokens: bias}, or pairs.
-    no_repeat_ngram_size: no run of so many tokens comes twice; 0 for any.
-    bad_words_ids: sequences that are not generated.
-    suppress_tokens, begin_suppress_tokens: not generated at all, or not as the first token.
-    forced_bos_token_id: follows a prompt of one token. forced_eos_token_id: one or several; the last of max_tokens.
-    exponential_decay_length_penalty: (start, factor): the end becomes likelier with each token after `start`.
-    remove_invalid_values: NaN becomes 0 and an infinity the largest number, instead of an error.
-    renormalize_logits: the scores of beams are normalized again; no difference to what is drawn.
-    watermarking_config: transformers' WatermarkingConfig.
+    Args:
+        min_tokens: the number of generated tokens before one may end the request (min_new_tokens).
+        presence_penalty: subtracted from the logits of generated tokens.
+        frequency_penalty: subtracted from the logits of generated tokens, once for each time.
+        logit_bias: added to the logits of single tokens: {token: bias}, or pairs. It is kept as pairs.
+        max_length: the most tokens of prompt and answer together. It applies where max_tokens is None.
+        min_length: the number of tokens of prompt and answer together before one may end the request.
+        repetition_penalty: above 1, tokens of the prompt and the answer become less likely.
+        sequence_bias: added to the logit of a token that would complete such a sequence: {tokens: bias}, or pairs.
+        no_repeat_ngram_size: no run of so many tokens comes twice. 0 allows all.
+        bad_words_ids: sequences that are not generated.
+        suppress_tokens: tokens that are not generated.
+        begin_suppress_tokens: tokens that are not generated first.
+        forced_bos_token_id: the first token after a prompt of one token.
+        forced_eos_token_id: one token or several, as the last of max_tokens.
+        exponential_decay_length_penalty: (start, factor). The end becomes likelier with each token after `start`.
+        remove_invalid_values: NaN becomes 0 and an infinity the largest number, in place of an error.
+        renormalize_logits: normalize the scores of beams again. Draws do not change.
+        watermarking_config: transformers' WatermarkingConfig.
+
+    Raises:
+        ValueError: for a value that a field does not take, with the field's name.
     """
 
     max_length: int | None = None
@@ -76,7 +84,14 @@ class LogitsParams:
             raise ValueError(f"watermarking_config must be a WatermarkingConfig, got {type(mark).__name__}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError for tokens that the model does not have, where one is asked for."""
+        """Raise ValueError for tokens outside of the model's vocabulary, in fields that need the model's own.
+
+        Args:
+            vocab_size: the number of ids in the vocabulary.
+
+        Raises:
+            ValueError: with the field's name and the token.
+        """
         named = {
             "logit_bias": [token for token, _ in self.logit_bias or ()],
             "sequence_bias": [token for word, _ in self.sequence_bias or () for token in word],
@@ -91,7 +106,7 @@ class LogitsParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but the way of choosing is asked for."""
+        """Whether a rule applies to the logits."""
         return any(
             value not in (None, NEUTRAL.get(one.name), ())
             for one in fields(LogitsParams)

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+"""SamplingParams: the rules by which the tokens of one request are chosen, and its end."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,23 +30,32 @@ CHECKS: dict[str, checks.Check] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(LogitsParams):
-    """Frozen and validated; one may serve many requests. See LogitsParams for what else may be done to the logits.
+    """The rules of one request, frozen and validated. The same object may serve many requests.
 
-    None takes the default of the model's generation config; each field says what it is without one.
+    LogitsParams documents the other fields: they change the logits. None takes the default of the model's generation
+    config; each field names its default where that has none.
 
-    max_tokens: how many tokens are generated at most; 16 if nobody says.
-    temperature: 0 takes the likeliest token, also if nobody says; above 0, tokens are drawn from
-        softmax(logits / temperature).
-    top_k: only the k likeliest tokens can be drawn; 0 for all. Those as likely as the last of them can, too.
-    top_p: only the likeliest tokens whose probabilities make up `top_p` can be drawn; 1 for all. Equals as for top_k.
-    seed: the same seed gives the same tokens whatever else runs beside the request. None: a new one a request.
-    stop_token_ids: a request ends with the first of these; it is the last token of the output.
-    ignore_eos: do not end with the end-of-sequence tokens of the model's generation config.
-    priority: 0 to 7; what requests of a higher one leave in the cache is evicted later.
-    n: samples of one prompt, which is computed once; sample i draws what a request with the seed `seed + i` would.
-        More than 1 needs a temperature.
-    min_p: only tokens of at least `min_p` times the likeliest one's probability can be drawn.
-    top_h, typical_p, epsilon_cutoff, eta_cutoff: as in transformers' GenerationConfig.
+    Args:
+        max_tokens: the most tokens that are generated. Default 16.
+        temperature: 0, the default, takes the likeliest token. Above 0, tokens are drawn from
+            softmax(logits / temperature).
+        top_k: only the k likeliest tokens can be drawn, and those as likely as the last of them. 0 for all.
+        top_p: only the likeliest tokens whose probabilities make up `top_p` can be drawn, and those as likely as the
+            last of them. 1 for all.
+        seed: a request with a seed draws the same tokens, whatever else runs. None: a new seed for each request.
+        stop_token_ids: a request ends at the first of these, which is the last token of its output.
+        ignore_eos: do not end at the end-of-sequence tokens of the model's generation config.
+        priority: 0 to 7. Cached blocks of requests with a higher one are evicted later.
+        n: the number of samples of one prompt, which is computed once. Sample i draws as a request with the seed
+            `seed + i`. More than 1 needs a temperature.
+        min_p: only tokens of at least `min_p` times the likeliest one's probability can be drawn.
+        top_h: as in transformers' GenerationConfig.
+        typical_p: as in transformers' GenerationConfig.
+        epsilon_cutoff: as in transformers' GenerationConfig.
+        eta_cutoff: as in transformers' GenerationConfig.
+
+    Raises:
+        ValueError: for a value that a field does not take, with the field's name.
     """
 
     max_tokens: int | None = None
@@ -79,19 +88,29 @@ class SamplingParams(LogitsParams):
     def from_generation_config(
         cls, generation_config: Any, unserved: Unserved = "refuse", **changes: Any
     ) -> "SamplingParams":
-        """What `model.generate` does by this GenerationConfig, without other arguments; `changes` go first.
+        """Make the parameters by which `model.generate` samples with this GenerationConfig and no other arguments.
 
-        unserved: whether what is asked for and not served raises a ValueError that names it, or is ignored.
+        Args:
+            generation_config: transformers' GenerationConfig.
+            unserved: "refuse" raises for fields that kvpage does not serve; "ignore" leaves them out.
+            changes: fields that replace those of the config.
+
+        Returns:
+            The parameters.
+
+        Raises:
+            ValueError: for a field that is not served, or a value that a field does not take, with the field's name.
         """
         return cls(**{**call_fields(generation_config, unserved), **changes})
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, and nothing is drawn."""
         return not self.temperature
 
 
 def check_params(params: SamplingParams) -> SamplingParams:
-    """The same. TypeError unless they are SamplingParams."""
+    """Return `params`. Raises TypeError unless they are SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
     return params
@@ -100,7 +119,7 @@ def check_params(params: SamplingParams) -> SamplingParams:
 def params_of_each(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> Sequence[SamplingParams | None]:
-    """One for each of the prompts, from one for all or one for each. They are not looked into."""
+    """Return one element for each prompt, of one for all or one for each. The elements are not checked."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Iterable):

@@ -1,1 +1,1 @@
-"""Logits to tokens."""
+"""Choose tokens from logits."""

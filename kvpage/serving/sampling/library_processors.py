@@ -1,4 +1,4 @@
-"""LibraryProcessors: the rarer rules of a generation config, by transformers' processors, one sequence at a time."""
+"""LibraryProcessors: the rarer rules of a generation config, by transformers' own processors, one row at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def asks_library(params: LogitsParams) -> bool:
-    """Whether one of them does anything."""
+    """Whether any rule of transformers' own processors applies."""
     return any(getattr(params, name) not in (None, (), False, 0) or _is_token(params, name) for name in RULES) or bool(
         asked_warpers(params)
     )
@@ -28,22 +28,23 @@ def _is_token(params: LogitsParams, name: str) -> bool:
 
 
 def asked_warpers(params: LogitsParams) -> list[str]:
-    """Those of a sequence whose tokens are drawn."""
+    """Return the names of the warpers that apply. Without a temperature none does: no token is drawn."""
     if not getattr(params, "temperature", None):
         return []
     return [name for name in WARPERS if getattr(params, name) not in (None, 0.0) and getattr(params, name) < 1]
 
 
 class LibraryProcessors:
-    """In transformers' order, with what kvpage does itself in between.
+    """The processors of one sequence, in the order in which transformers applies them.
 
-    before: ahead of penalties. after: behind them and before suppress_tokens. drawing: after the temperature.
+    before: those before kvpage's penalties. after: those between the penalties and suppress_tokens.
+    drawing: those after the temperature.
     """
 
     def __init__(
         self, params: LogitsParams, stop_ids: npt.NDArray[np.int64], num_prompt_tokens: int, max_tokens: int
     ) -> None:
-        self._params: Any = params  # SamplingParams where there is something to draw
+        self._params: Any = params  # SamplingParams where tokens are drawn
         self._num_prompt_tokens = num_prompt_tokens
         self._eos = torch.from_numpy(stop_ids)
         self._max_length = num_prompt_tokens + max_tokens
@@ -54,17 +55,18 @@ class LibraryProcessors:
 
     @property
     def takes_over_drawing(self) -> bool:
-        """Its warpers go between kvpage's own, which are left to transformers then."""
+        """Whether transformers does all of the warping: its warpers come between top_k, top_p and min_p."""
         return bool(self.drawing)
 
     def mark(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Watermarks what the token is chosen from. token_ids: int64 [1, num_tokens]; scores: [1, vocab_size]."""
+        """Return the scores with the watermark. token_ids: int64 [1, num_tokens]; scores: [1, vocab_size]."""
         config = self._params.watermarking_config
         if config is None:
             return scores
         if self._mark is None:
             self._mark = config.construct_processor(scores.shape[-1], scores.device)
-        return self._mark(token_ids, scores)
+        marked: torch.Tensor = self._mark(token_ids, scores)
+        return marked
 
     def _before(self) -> list[Any]:
         from transformers import SequenceBiasLogitsProcessor
@@ -104,7 +106,8 @@ class LibraryProcessors:
 
         ends = self._eos[(self._eos >= 0) & (self._eos < scores.shape[1])]
         decay, start = self._params.exponential_decay_length_penalty, self._num_prompt_tokens
-        return ExponentialDecayLengthPenalty(decay, ends, start)(token_ids, scores)
+        penalized: torch.Tensor = ExponentialDecayLengthPenalty(decay, ends, start)(token_ids, scores)
+        return penalized
 
     def _drawing(self) -> list[Any]:
         import transformers as library
@@ -128,5 +131,5 @@ def _warper(kind: str, value: float) -> Any:
     import transformers.generation.logits_process as library
 
     if not hasattr(library, kind):
-        raise ValueError(f"this version of transformers must have {kind} for what is asked, and has not")
+        raise ValueError(f"transformers must have {kind} for these parameters, this version lacks it")
     return getattr(library, kind)(value)

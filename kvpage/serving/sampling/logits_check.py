@@ -1,4 +1,4 @@
-"""Logits that are no numbers are found before a token is chosen, and before their K and V can be found.
+"""Find logits that are no numbers, before a token is chosen and before other requests can find the K and V.
 
     a row                          is
     [ 0.3   -inf   2.0 ]           finite: models and processors rule tokens out by -inf
@@ -6,8 +6,8 @@
     [ 0.3   +inf   2.0 ]           not
     [ -inf  -inf  -inf ]           not: nothing is left to choose
 
-A NaN in K or V of a token reaches the logits of every later token that attends to it. So K and V whose last row is
-finite can be cached.
+A NaN in a token's K or V reaches the logits of every later token that attends to it. So K and V can be cached where
+the last row of logits is finite.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ import torch
 
 
 class LogitsNotFinite(ValueError):
-    """Some rows of logits hold NaN or +inf, or no finite number at all.
+    """Some rows of logits hold NaN or +inf, or no finite number.
 
-    rows: which of what the call was given (requests, branches, token lists), ascending.
-    names: how the message calls them.
+    Args:
+        rows: the indices of the call's requests, branches or token lists whose logits are not finite, ascending.
+        names: their names in the message.
     """
 
     def __init__(self, rows: Sequence[int], names: Sequence[str]) -> None:
@@ -32,6 +33,7 @@ class LogitsNotFinite(ValueError):
 
 
 def rows_not_finite(highest: torch.Tensor) -> list[int]:
-    """The rows of logits to end. highest: [num_rows], the greatest entry of each, NaN where there is one."""
+    """Return the rows that are not finite. highest: [num_rows], the greatest logit of each, NaN if it holds one."""
     finite = torch.isfinite(highest)
-    return [] if bool(finite.all()) else (~finite).nonzero().flatten().tolist()
+    rows: list[int] = [] if bool(finite.all()) else (~finite).nonzero().flatten().tolist()
+    return rows

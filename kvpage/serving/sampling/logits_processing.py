@@ -1,10 +1,9 @@
-"""The rules of several sequences, applied to their logits at once, in the order in which transformers applies them.
+"""Apply the rules of several sequences to their logits at once, in the order in which transformers applies them.
 
     sequence_bias ─► logit_bias, penalties ─► n-grams, bad words, forced tokens, the end ─► suppress_tokens ─► choice
        library           arrays                             library                             arrays
 
-What arrays do is done for all rows in one call. What transformers' own processors do is done row by row, for the rows
-that ask for it.
+Rules as arrays apply to all rows in one call. transformers' own processors run row by row, for the rows that need them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ TokenArrays = Sequence[npt.NDArray[np.int32]]
 
 
 def process_logits(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
-    """Changes scores in place: fp32 [len(rows), vocab_size]. token_ids: of each row, the prompt and what came since."""
+    """Change scores in place: fp32 [len(rows), vocab_size]. token_ids: each row's prompt and generated tokens."""
     if not any(row.changes_logits for row in rows):
         return
     library = _with_library(rows)
@@ -34,12 +33,12 @@ def process_logits(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: 
 
 
 def warp_by_library(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
-    """The warpers that only transformers has, of the rows that ask for one, with all that stand beside them."""
+    """Run transformers' warpers on the rows that need one, in place: top_k, top_p and min_p among them."""
     _run(scores, _with_library(rows), token_ids, lambda one: one.drawing)
 
 
 def watermark(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
-    """The last that is done, where it is asked for."""
+    """Watermark the rows that ask for it, in place. It is the last rule."""
     _run(scores, _with_library(rows), token_ids, lambda one: [one.mark])
 
 
@@ -72,7 +71,7 @@ def _add_biases(scores: torch.Tensor, rows: Sequence[SampledRow]) -> None:
 
 
 def _penalize(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
-    """The penalties for tokens that were there before; of the prompt's only the repetition_penalty."""
+    """Apply the penalties for tokens of the sequence. Tokens of the prompt get the repetition_penalty alone."""
     asking = [index for index, row in enumerate(rows) if row.seen is not None]
     if not asking:
         return
@@ -99,7 +98,7 @@ def _rule_out(scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]) -> Non
 def _places(
     scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], npt.NDArray[np.bool_]]:
-    """Row and column of each id of each row, and which ids there are places for: those of the vocabulary."""
+    """Return the row and column of each id of each row, and which ids have a place: those of the vocabulary."""
     rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     columns = np.concatenate(ids)
     taken = (columns >= 0) & (columns < scores.shape[1])

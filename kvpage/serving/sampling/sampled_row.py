@@ -1,4 +1,4 @@
-"""SampledRow: what is done to the logits of one sequence, as arrays that many sequences can be gone through by.
+"""SampledRow: the rules for one sequence's logits as arrays, so that many sequences are processed in one call.
 
 params    repetition_penalty=1.2        min_tokens=4                suppress_tokens=[7]
                     |                        |                            |
@@ -21,7 +21,7 @@ NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class SeenTokens:
-    """The distinct tokens of a sequence, and how often each was generated. It follows the sequence as that grows."""
+    """The distinct tokens of a sequence, and how often each was generated. It grows with the sequence."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -30,7 +30,7 @@ class SeenTokens:
         self._ids, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def of(self, tokens: TokenArray) -> tuple[Ids, Ids]:
-        """Views of the ids and their counts, valid until the next call."""
+        """Return views of the distinct ids and their counts, valid until the next call."""
         if len(tokens) < self._num_seen or self._num_seen < self._num_prompt_tokens:
             self._begin(tokens)
         for token in tokens[self._num_seen :].tolist():
@@ -54,9 +54,9 @@ class SeenTokens:
 
 
 class SampledRow:
-    """Made once a sequence. params: with nothing left to its defaults. stop_ids: what ends the sequence.
+    """The rules of one sequence, made once. A rule that does not apply is empty or None.
 
-    Whatever is not asked for is empty or None.
+    params: after the model's defaults. stop_ids: the tokens that end the sequence.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class SampledRow:
 
     @cached_property
     def library(self) -> LibraryProcessors | None:
-        """What transformers' own processors do to it."""
+        """The rules that transformers' own processors apply."""
         if not asks_library(self.params):
             return None
         return LibraryProcessors(self.params, self.stop_ids, self.num_prompt_tokens, self.max_tokens)
 
     @cached_property
     def warping(self) -> tuple[float, float, float, float]:
-        """temperature, top_k, top_p, min_p; 0 for a greedy sequence, and for what does nothing but top_p's 1."""
+        """temperature, top_k, top_p and min_p. A greedy sequence has temperature 0; 0, 1 and 0 cut nothing off."""
         params = self.params
         if not isinstance(params, SamplingParams) or params.is_greedy:
             return 0.0, 0.0, 1.0, 0.0
@@ -98,11 +98,11 @@ class SampledRow:
         return params.temperature or 0.0, params.top_k or 0.0, top_p, params.min_p or 0.0
 
     def barred_ids(self, num_tokens: int) -> Ids:
-        """What must not come yet, after so many tokens."""
+        """Return the tokens that must not come yet, after `num_tokens` tokens."""
         return self.stop_ids if num_tokens < self._shortest else NO_IDS
 
     def unwanted_ids(self, num_tokens: int) -> Ids:
-        """What must not come now, or at all, after so many tokens."""
+        """Return the tokens that must not come next, after `num_tokens` tokens."""
         is_late = self.num_prompt_tokens <= 1 and self.params.forced_bos_token_id is not None
         if len(self._first_ids) and num_tokens == self.num_prompt_tokens + is_late:
             return np.concatenate([self.suppressed_ids, self._first_ids])

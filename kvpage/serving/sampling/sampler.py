@@ -1,20 +1,21 @@
-"""The next token of each sequence, from its logits and its request's SamplingParams.
+"""Choose the next token of each sequence, from its logits and its SamplingParams.
 
-Greedy rows without penalties and the like take the argmax, all in one call. The others are processed and drawn, as many
-at once as stay in the processor's cache, by inverting the distribution function at a number that depends on the
-request's seed and on how many tokens it has, and on nothing else: not on the batch, and not on whether a step was
-computed twice.
+Greedy rows without other rules take the argmax, all in one call. The others are processed and drawn, as many at once as
+stay in the processor's cache. A draw inverts the distribution function at a random number. That number depends only on
+the sequence's seed and its number of tokens: not on the batch, and not on whether a step was computed twice.
 
     weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
                             ^ u             u: Philox of seed and position
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvpage.serving.requests import Request
+from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
 from kvpage.serving.sampling.philox import uniforms
@@ -22,41 +23,77 @@ from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.warping import BLOCK, block_maxima, cut, in_blocks, scale, to_weights
 
 PART_SIZE = 2**20
-"""Logits that are processed at once."""
+"""The number of logits that are processed at once."""
 
 BELOW_ONE = 1 - 2.0**-53
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token a row. logits: [len(requests), vocab_size]. LogitsNotFinite, with the rows that hold NaN or +inf, or no
-    finite number at all, before or after their processing.
+class SampledSequence(Protocol):
+    """A sequence whose next token is chosen: a request, as the sampler sees it."""
+
+    @property
+    def request_id(self) -> str:
+        """The name of the sequence in errors."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The rules of the choice."""
+
+    @property
+    def sampled_row(self) -> SampledRow | None:
+        """The rules as arrays; None where the likeliest token is taken as it is."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the draws, in [0, 2**63)."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and the generated tokens, then room for more."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the prompt and the generated tokens together."""
+
+    @property
+    def num_generated(self) -> int:
+        """The number of generated tokens, the position of the next draw."""
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+    """Return one token a row. logits: [len(sequences), vocab_size].
+
+    Raises LogitsNotFinite for rows that hold NaN or +inf, or no finite number, before or after their processing.
     """
-    if not requests:
+    if not sequences:
         return []
     highest, tokens = logits.max(dim=-1)
-    bad = [row for row in rows_not_finite(highest) if not requests[row].params.remove_invalid_values]
+    bad = [row for row in rows_not_finite(highest) if not sequences[row].params.remove_invalid_values]
     if not bad:
-        for rows in _parts(requests, logits.shape[1]):
-            bad += _choose(logits, requests, rows, tokens)
+        for rows in _parts(sequences, logits.shape[1]):
+            bad += _choose(logits, sequences, rows, tokens)
     if bad:
-        raise LogitsNotFinite(sorted(bad), [requests[row].request_id for row in sorted(bad)])
-    return tokens.tolist()
+        raise LogitsNotFinite(sorted(bad), [sequences[row].request_id for row in sorted(bad)])
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
-def _parts(requests: Sequence[Request], vocab_size: int) -> Iterator[list[int]]:
-    """The rows with more to do than to take the likeliest, those that are drawn apart from the others."""
-    rows = [row for row, request in enumerate(requests) if request.sampled_row is not None]
+def _parts(sequences: Sequence[SampledSequence], vocab_size: int) -> Iterator[list[int]]:
+    """Yield the rows that have rules, PART_SIZE logits at once: first greedy rows, then those that are drawn."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.sampled_row is not None]
     size = max(PART_SIZE // vocab_size, 1)
     for is_greedy in (True, False) if rows else ():
-        some = [row for row in rows if requests[row].params.is_greedy is is_greedy]
+        some = [row for row in rows if sequences[row].params.is_greedy is is_greedy]
         yield from (some[begin : begin + size] for begin in range(0, len(some), size))
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[Request], rows: list[int], tokens: torch.Tensor) -> list[int]:
-    """Sets the tokens of these rows; the rows of which nothing is left to choose from."""
-    some = [requests[row] for row in rows]
-    sampled = [request.sampled_row for request in some if request.sampled_row is not None]
-    token_ids = [request.tokens[: request.num_tokens] for request in some]
+def _choose(
+    logits: torch.Tensor, sequences: Sequence[SampledSequence], rows: list[int], tokens: torch.Tensor
+) -> list[int]:
+    """Set the tokens of these rows. Return the rows in which no token is left to choose."""
+    some = [sequences[row] for row in rows]
+    sampled = [sequence.sampled_row for sequence in some if sequence.sampled_row is not None]
+    token_ids = [sequence.tokens[: sequence.num_tokens] for sequence in some]
     padded = padded_scores(logits[rows] if len(rows) < len(logits) else logits)
     scores = padded[:, : logits.shape[1]]
     process_logits(scores, sampled, token_ids)
@@ -67,13 +104,13 @@ def _choose(logits: torch.Tensor, requests: Sequence[Request], rows: list[int], 
     if bad := rows_not_finite(block_maxima(padded).amax(dim=-1)):
         return [rows[index] for index in bad]
     warp(padded, logits.shape[1], sampled, token_ids)
-    positions = [request.num_generated for request in some]
-    tokens[rows] = _draw(padded, uniforms([request.seed for request in some], positions))
+    positions = [sequence.num_generated for sequence in some]
+    tokens[rows] = _draw(padded, uniforms([sequence.seed for sequence in some], positions))
     return []
 
 
 def padded_scores(logits: torch.Tensor) -> torch.Tensor:
-    """A copy in fp32, with columns of -inf up to a whole number of blocks."""
+    """Return a copy in fp32, with columns of -inf up to a whole number of blocks."""
     num_columns = -(-logits.shape[1] // BLOCK) * BLOCK
     scores = torch.empty((len(logits), num_columns), dtype=torch.float32, device=logits.device)
     scores[:, : logits.shape[1]] = logits
@@ -82,7 +119,7 @@ def padded_scores(logits: torch.Tensor) -> torch.Tensor:
 
 
 def warp(padded: torch.Tensor, vocab_size: int, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
-    """Changes the scores of rows that are drawn to those that they are drawn by: logarithms of weights."""
+    """Turn the scores of rows, in place, into the logarithms of the weights by which tokens are drawn."""
     warpings = np.array([row.warping for row in rows])
     scale(padded, warpings[:, 0])
     cut(padded, warpings[:, 1].astype(np.int64), warpings[:, 2], warpings[:, 3], vocab_size)
@@ -93,8 +130,8 @@ def warp(padded: torch.Tensor, vocab_size: int, rows: Sequence[SampledRow], toke
         padded -= block_maxima(padded).amax(dim=-1, keepdim=True)
 
 
-def _draw(scores: torch.Tensor, points: np.ndarray) -> torch.Tensor:
-    """A token a row, at a point in [0, 1) of its distribution: first a block, then a token in it."""
+def _draw(scores: torch.Tensor, points: npt.NDArray[np.float64]) -> torch.Tensor:
+    """Return the token of each row at a point in [0, 1) of its distribution: first find a block, then a token in it."""
     blocks = in_blocks(to_weights(scores))
     sums = blocks.sum(dim=-1).double()
     ends = sums.cumsum(dim=-1)

@@ -1,4 +1,4 @@
-"""What temperature, top_k, top_p and min_p leave of the logits, for many sequences with parameters of their own.
+"""Apply temperature, top_k, top_p and min_p to the logits of many sequences, each with parameters of its own.
 
     scores / temperature, the likeliest at 0      0   -0.4   -1.1   -3.0   -7.2
     top_k=3: the 3rd is at -1.1                                 |
@@ -6,8 +6,8 @@
     min_p=0.2: log 0.2 is at -1.6                                  |
     the highest threshold rules                   0   -0.4
 
-Only top_p, and a large top_k, sort anything: for top_p it is what reaches a bound that the threshold cannot lie below.
-Of equals all stay.
+Only top_p and a large top_k sort. For top_p, only scores above a lower bound of the threshold are sorted. Tokens with
+equal scores stay or go together.
 """
 
 import numpy as np
@@ -15,22 +15,22 @@ import numpy.typing as npt
 import torch
 
 BLOCK = 128
-"""Scores whose greatest one, and whose sum of weights, are looked at as one."""
+"""The number of scores in a block. A block has one maximum and one sum of weights."""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 3e38
-"""Others are taken for these, fp32's least normal number and about its greatest."""
+"""The bounds of temperatures: fp32's least normal number and about its greatest. Others are clipped."""
 
 LEAST_SCORE = -87.0
-"""Its weight is 1.6e-38 of the likeliest token's, and taken for 0."""
+"""A score below this has weight 0. The likeliest token's score is 0, so the weight is below 1.6e-38 of its."""
 
 FEW = 512
-"""Up to so many of a row are taken by selection, more by sorting it."""
+"""The largest top_k that is found by selection. For larger ones the row is sorted."""
 
 
 def scale(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> None:
-    """Shifts each row until its greatest is 0, and divides it by its temperature, in place: fp32 [n, columns].
+    """Shift each row so that its maximum is 0, then divide it by its temperature, in place: fp32 [n, columns].
 
-    Dividing can then only send the others to -inf, never to inf - inf.
+    So the division can overflow to -inf only, and never makes inf - inf.
     """
     clipped = np.clip(temperatures, LEAST_TEMPERATURE, MOST_TEMPERATURE).astype(np.float32)
     scores -= block_maxima(scores).amax(dim=-1, keepdim=True)
@@ -44,8 +44,9 @@ def cut(
     min_p: npt.NDArray[np.float64],
     vocab_size: int,
 ) -> None:
-    """Sends what cannot be drawn to -inf, in place. scores: what `scale` left; each parameter: [n], where 0, 1 and 0
-    cut nothing off.
+    """Set tokens that cannot be drawn to -inf, in place.
+
+    scores: after `scale`. top_k, top_p, min_p: [n]; 0, 1 and 0 cut nothing off.
     """
     if not (top_k.any() or (top_p < 1).any() or min_p.any()):
         return
@@ -60,31 +61,31 @@ def cut(
 
 
 def to_weights(scores: torch.Tensor) -> torch.Tensor:
-    """exp(scores), in place; 0 below LEAST_SCORE, where exp would leave the normal numbers and take long."""
+    """Exponentiate in place; 0 below LEAST_SCORE, where exp would be slow for its subnormal results."""
     return torch.nn.functional.threshold(scores.clamp_(min=LEAST_SCORE).exp_(), 2e-38, 0.0, inplace=True)
 
 
 def in_blocks(scores: torch.Tensor) -> torch.Tensor:
-    """[n, columns], a whole number of blocks, as [n, blocks, BLOCK]."""
-    return scores.unflatten(1, (-1, BLOCK))
+    """Return a view [n, blocks, BLOCK] of scores [n, columns], a whole number of blocks."""
+    return scores.reshape(len(scores), scores.shape[1] // BLOCK, BLOCK)
 
 
 def block_maxima(scores: torch.Tensor) -> torch.Tensor:
-    """The greatest score of each block: [n, blocks]."""
+    """Return the maximum of each block: [n, blocks]."""
     return in_blocks(scores).amax(dim=-1)
 
 
 def _kth_greatest(scores: torch.Tensor, ks: npt.NDArray[np.int64]) -> torch.Tensor:
-    """The ks[i]-th greatest of row i: [n]."""
+    """Return the ks[i]-th greatest score of each row i: [n]."""
     most = int(ks.max())
     ordered = scores.topk(most).values if most <= FEW else _descending(scores)
     return ordered.gather(1, _index(ks - 1).to(scores.device)[:, None]).squeeze(1)
 
 
 def _nucleus(scores: torch.Tensor, thresholds: torch.Tensor, top_p: npt.NDArray[np.float64]) -> torch.Tensor:
-    """The score of the last of the likeliest that make up `top_p` of what reaches the threshold: [n].
+    """Return the lowest score among the likeliest tokens that make up `top_p` of those at the threshold: [n].
 
-    Tokens of less than (1 - top_p) / columns of the whole make up less than 1 - top_p: none is needed.
+    Tokens whose share is below (1 - top_p) / columns make up less than 1 - top_p together, so they are not needed.
     """
     share = torch.from_numpy(top_p).to(scores.device)[:, None]
     kept = scores.masked_fill(scores < thresholds[:, None], -torch.inf)
@@ -98,7 +99,7 @@ def _nucleus(scores: torch.Tensor, thresholds: torch.Tensor, top_p: npt.NDArray[
 
 
 def _candidates(scores: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Of each row the scores that reach its bound, in some order, filled up with -inf; or all. bounds: [n, 1]."""
+    """Return each row's scores from its bound up, unordered, padded with -inf; or all scores. bounds: [n, 1]."""
     reach = scores >= bounds
     counts = reach.sum(dim=-1)
     width = int(counts.max())
@@ -112,7 +113,7 @@ def _candidates(scores: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 
 def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """Each row by itself; by numpy where it can be, which sorts with vectors."""
+    """Sort each row. On a CPU numpy does it, with vector instructions."""
     if scores.device.type != "cpu":
         return scores.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)

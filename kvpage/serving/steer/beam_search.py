@@ -11,7 +11,7 @@ filled block of each fork.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,7 @@ from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.sampling.logits_processing import process_logits, watermark
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.steer.branches import Branch, Branches
-
-if TYPE_CHECKING:
-    from kvpage.serving.engine import Engine
+from kvpage.serving.steer.steerable import SteerableEngine
 
 
 class Beam(NamedTuple):
@@ -167,7 +165,7 @@ class _Prompt(NamedTuple):
 
 
 def search_beams(
-    engine: "Engine", prompts: Sequence[Tokens], params: BeamSearchParams | None, namespace: bytes
+    engine: SteerableEngine, prompts: Sequence[Tokens], params: BeamSearchParams | None, namespace: bytes
 ) -> list[BeamSearchOutput]:
     """See Engine.beam_search. As many prompts at once as the engine runs sequences."""
     if not isinstance(params, BeamSearchParams | None):
@@ -175,12 +173,12 @@ def search_beams(
     check_namespace(namespace)
     checked = [_prompt(engine, prompt, params) for prompt in prompts]
     num_beams = max((prompt.params.num_beams for prompt in checked), default=1)
-    num_at_once = max(engine.scheduler.max_num_seqs // num_beams, 1)
+    num_at_once = max(engine.config.max_num_seqs // num_beams, 1)
     groups = [checked[begin : begin + num_at_once] for begin in range(0, len(checked), num_at_once)]
     return [output for group in groups for output in _search_group(engine, group, namespace)]
 
 
-def _prompt(engine: "Engine", tokens: Tokens, given: BeamSearchParams | None) -> _Prompt:
+def _prompt(engine: SteerableEngine, tokens: Tokens, given: BeamSearchParams | None) -> _Prompt:
     checked = engine.check_tokens(tokens)
     params = engine.defaults.beams(given, len(checked), engine.max_model_len)
     engine.check_length(len(checked), params.max_tokens or 0)
@@ -189,7 +187,7 @@ def _prompt(engine: "Engine", tokens: Tokens, given: BeamSearchParams | None) ->
     return _Prompt(checked, params, stop_ids)
 
 
-def _search_group(engine: "Engine", prompts: Sequence[_Prompt], namespace: bytes) -> list[BeamSearchOutput]:
+def _search_group(engine: SteerableEngine, prompts: Sequence[_Prompt], namespace: bytes) -> list[BeamSearchOutput]:
     """All prompts side by side; where blocks lack for that, one half after the other."""
     try:
         with Branches(engine) as branches:
@@ -207,7 +205,7 @@ def _search_group(engine: "Engine", prompts: Sequence[_Prompt], namespace: bytes
 def _run(branches: Branches, searches: Sequence[_Search]) -> None:
     while running := [branch for search in searches for branch in search.running]:
         try:
-            logits = branches.compute(running).split([len(search.running) for search in searches])
+            logits = torch.split(branches.compute(running), [len(search.running) for search in searches])
         except LogitsNotFinite as error:
             bad = {running[row] for row in error.rows}
             for search in searches:

@@ -8,7 +8,6 @@ have computed is found by requests, and the other way round.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,7 @@ from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list
 from kvpage.serving.model.step import Piece
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
-
-if TYPE_CHECKING:
-    from kvpage.serving.engine import Engine
+from kvpage.serving.steer.steerable import SteerableEngine
 
 
 class Branch:
@@ -66,7 +63,7 @@ class Branches:
     reclaim: asked before that to give back blocks that it can do without; False if it cannot.
     """
 
-    def __init__(self, engine: "Engine", reclaim: Callable[[], bool] | None = None) -> None:
+    def __init__(self, engine: SteerableEngine, reclaim: Callable[[], bool] | None = None) -> None:
         self.engine = engine
         self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager
@@ -209,7 +206,7 @@ class Branches:
     def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[Piece]]:
         """What is left of the branches, in order, in passes of at most max_num_batched_tokens."""
         passes: list[list[Piece]] = [[]]
-        budget = limit = self.engine.scheduler.max_num_batched_tokens
+        budget = limit = self.engine.config.max_num_batched_tokens
         for branch, each in zip(branches, counts, strict=True):
             start = branch.num_computed
             while start < branch.num_tokens:

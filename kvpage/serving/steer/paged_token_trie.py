@@ -27,10 +27,10 @@ import torch
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.engine import Engine
-from kvpage.serving.params.sampling import is_int
+from kvpage.serving.params.field_checks import is_int
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.steer.branches import Branch, Branches
+from kvpage.serving.steer.steerable import SteerableEngine
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -82,7 +82,7 @@ class PagedTokenTrie:
     """
 
     def __init__(
-        self, engine: Engine, namespace: bytes = b"", max_branches: int = 256, max_logprobs: int = 4096
+        self, engine: SteerableEngine, namespace: bytes = b"", max_branches: int = 256, max_logprobs: int = 4096
     ) -> None:
         check_namespace(namespace)
         for name, value in (("max_branches", max_branches), ("max_logprobs", max_logprobs)):
@@ -98,7 +98,7 @@ class PagedTokenTrie:
         self._in_use: set[Branch] = set()  # by the call that computes
         self._cached: OrderedDict[_Node, None] = OrderedDict()  # nodes with logprobs
         self._suspects: list[_Node] = []  # nodes that may be of no use any more; looked at when no call holds any
-        engine.scheduler.reclaimers.append(self._end_oldest)
+        engine.add_reclaimer(self._end_oldest)
 
     @property
     def num_branches(self) -> int:
@@ -140,8 +140,7 @@ class PagedTokenTrie:
     def close(self) -> None:
         """Clears, and leaves the engine. Twice is fine."""
         self.clear()
-        if self._end_oldest in self.engine.scheduler.reclaimers:
-            self.engine.scheduler.reclaimers.remove(self._end_oldest)
+        self.engine.remove_reclaimer(self._end_oldest)
 
     def __enter__(self) -> "PagedTokenTrie":
         return self
@@ -246,7 +245,7 @@ class PagedTokenTrie:
             in_use.update(branches)
             nodes = self._nodes_on_the_way(queries, branches, asked)
             logits = self._logits(queries, branches, nodes)
-            rows = logits.float().log_softmax(dim=-1).cpu().split(1)
+            rows = torch.split(logits.float().log_softmax(dim=-1).cpu(), 1)
         for query, branch in zip(queries, branches, strict=True):
             self._by_use[branch] = query.end
             self._by_use.move_to_end(branch)

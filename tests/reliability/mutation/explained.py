@@ -1,4 +1,4 @@
-"""Explained: mutants that need not be noticed, since they change nothing that anybody could see; each with the reason."""
+"""Explained: mutants that no test needs to notice, since they change nothing visible. Each has its reason."""
 
 import json
 from pathlib import Path

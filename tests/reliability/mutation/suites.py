@@ -26,6 +26,7 @@ RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.
 TREE = [
     "tests/blocks/test_tree_edges.py",
     "tests/blocks/test_prefix_tree.py",
+    "tests/blocks/test_prefix_tree_eviction.py",
     "tests/blocks/test_tree_hits.py",
     "tests/blocks/test_tree_log.py",
     "tests/native/test_left_over.py",
@@ -35,6 +36,9 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/growth.py": MANAGER,
+    "kvpage/blocks/swaps.py": MANAGER,
+    "kvpage/blocks/sequences.py": MANAGER,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,

@@ -18,7 +18,15 @@ from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
-from kvpage.serving import BeamSearchParams, Branches, Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import (
+    BeamSearchParams,
+    Branches,
+    Engine,
+    EngineConfig,
+    KVPageCache,
+    KVPageCachePool,
+    SamplingParams,
+)
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -31,17 +39,17 @@ DRAWN = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=2)
 BEAMS = BeamSearchParams(max_tokens=3, num_beams=3)
 
 
-def make_engine(**options: object) -> Engine:
+def make_engine(store: KVStore | None = None, **options: object) -> Engine:
     """So few blocks that requests are preempted, and come and go between the tiers."""
     config = CacheConfig(block_size=B, num_gpu_blocks=16, num_cpu_blocks=12)
     options = {"max_num_batched_tokens": 24, "load_or_compute": False, "max_num_seqs": 4} | options
-    return Engine.from_model(make_model("llama"), config, **options)
+    return Engine.from_model(make_model("llama"), EngineConfig(config, **options), store=store)
 
 
 @cache
 def expected() -> list[list[list[int]]]:
     """Of each prompt the tokens of each sample: greedy ones, then drawn ones."""
-    alone = Engine.from_model(make_model("llama"), CacheConfig(block_size=B, num_gpu_blocks=200))
+    alone = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=200)))
     each = [*[PARAMS] * len(PROMPTS), *[DRAWN] * len(PROMPTS)]
     greedy = generate_each(make_model("llama"), PROMPTS, MAX_TOKENS)
     found = [[sample.token_ids for sample in one.samples] for one in alone.generate(PROMPTS * 2, each)]
@@ -51,7 +59,7 @@ def expected() -> list[list[list[int]]]:
 
 @cache
 def expected_beams() -> list[list[int]]:
-    alone = Engine.from_model(make_model("llama"), CacheConfig(block_size=B, num_gpu_blocks=200))
+    alone = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=200)))
     return [one.token_ids for one in alone.beam_search(PROMPTS[:2], BEAMS)]
 
 

@@ -14,6 +14,7 @@ from kvpage.serving import (
     BeamSearchParams,
     Branches,
     Engine,
+    EngineConfig,
     LogitsNotFinite,
     PagedTokenTrie,
     RequestOutput,
@@ -41,8 +42,8 @@ def poisoned_model() -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module | None = None, num_blocks: int = 64, **fields: object) -> Engine:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=fields.pop("num_cpu_blocks", 0))
-    return Engine.from_model(model or poisoned_model(), config, **fields)
+    cache, segments = CacheConfig(B, num_blocks, fields.pop("num_cpu_blocks", 0)), fields.pop("segments", None)
+    return Engine.from_model(model or poisoned_model(), EngineConfig(cache, **fields), segments=segments)
 
 
 def raising_engine(tokens: tuple[int, ...] = (POISON,), **fields: object) -> Engine:
@@ -236,9 +237,9 @@ def test_a_streams_finish_reason_stop() -> None:
 
 def test_nothing_of_it_goes_to_the_store() -> None:
     long = [*GOOD[4], *GOOD[3], POISON, *GOOD[3]]
-    engine = make_engine(max_num_batched_tokens=2 * B)
+    engine = make_engine(max_num_batched_tokens=2 * B, save_generated=True)
     with KVStore(KVStoreConfig(B), metadata_of(engine.cache, "m"), [MemoryTier(1 << 20)]) as store:
-        engine.use_store(store, save_generated=True)
+        engine.use_store(store)
         outputs = engine.generate([long, GOOD[4][:B] + [5] * B], PARAMS)
         assert [one.finish_reason for one in outputs] == ["error", "length"]
         engine.close()
@@ -370,9 +371,9 @@ def test_more_that_wait_before_a_suspect_than_run() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         engine.step()
     for request in engine.scheduler.waiting:
-        request.arrival += 100
+        request.group.arrival += 100
     late = [engine.add_request(prompt, PARAMS) for prompt in [*GOOD, *GOOD]]
-    engine.scheduler.waiting.sort(key=lambda request: request.arrival)
+    engine.scheduler.waiting.sort(key=lambda request: request.group.arrival)
     outputs, _ = run(engine)
     assert outputs["bad"].finish_reason == "error" and outputs["good"].token_ids == expected()[0]
     assert [outputs[one].token_ids for one in late] == [*expected(), *expected()]
@@ -473,14 +474,14 @@ def test_a_batch_that_is_too_large_ends_nobody() -> None:
 def test_what_raises_after_the_model_is_done_ends_its_request() -> None:
     """As what chooses a token."""
     engine = make_engine()
-    works = engine._loop.links.save_generated
+    works = engine._connectors.save_generated
 
     def fails(request: object) -> None:
         if request.request_id == "bad":
             raise RuntimeError("boom")
         works(request)
 
-    engine._loop.links.save_generated = fails
+    engine._connectors.save_generated = fails
     for number, prompt in enumerate(GOOD):
         engine.add_request(prompt, PARAMS, "bad" if number == 2 else str(number))
     outputs, num_raised = run(engine)

@@ -8,9 +8,9 @@ import pytest
 from support.slot_memory import SlotMemory
 
 from kvpage.blocks.manager import BlockManager
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Batch, Scheduler
 from kvpage.serving.params.sampling import SamplingParams
-from kvpage.serving.requests import Request
 
 B = 4
 
@@ -29,7 +29,7 @@ def make_scheduler(
 def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
     """Computes the next batch; whoever is due gets `new_token`, and leaves with its last one."""
     batch = scheduler.schedule()
-    due = [chunk.request for chunk in batch.chunks if chunk.is_last]
+    due = [portion.request for portion in batch.portions if portion.is_last]
     scheduler.complete(batch)
     for request in due:
         if request.append(new_token, now=0.0):
@@ -38,11 +38,11 @@ def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
 
 
 def plan(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
+    return [(portion.request.request_id, portion.start, portion.end) for portion in batch.portions]
 
 
 class Simulation:
-    """Random arrivals, forks, aborts and failed steps; each chunk must find its prefix, or its window, in its slots."""
+    """Random arrivals, forks, aborts and failed steps; each portion must find its prefix, or window, in its slots."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -89,30 +89,30 @@ class Simulation:
         self.num_swapped += self.memory.do(self.scheduler.manager.take_moves())
         assert batch.num_tokens <= self.budget
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
-        assert bool(batch.chunks) == bool(self.unfinished)
-        assert len({chunk.request.seq_id for chunk in batch.chunks}) == len(batch.chunks)
-        for chunk in batch.chunks:
-            self.write(chunk.request, chunk.start, chunk.end)
-        for chunk in batch.chunks:
-            self.read(chunk.request, chunk.end)
+        assert bool(batch.portions) == bool(self.unfinished)
+        assert len({portion.request.seq_id for portion in batch.portions}) == len(batch.portions)
+        for portion in batch.portions:
+            self.write(portion.request, portion.start, portion.end)
+        for portion in batch.portions:
+            self.read(portion.request, portion.end)
         if fails:
-            self.scheduler.requeue(chunk.request for chunk in batch.chunks)
+            self.scheduler.requeue(portion.request for portion in batch.portions)
             self.num_failures += 1
         else:
             self.complete(batch)
         self.scheduler.manager.check()
-        arrivals = [(request.arrival, request.sample_index) for request in self.scheduler.waiting]
+        arrivals = [(request.group.arrival, request.sample_index) for request in self.scheduler.waiting]
         assert arrivals == sorted(arrivals)
 
     def complete(self, batch: Batch) -> None:
-        due = [chunk.request for chunk in batch.chunks if chunk.is_last]
+        due = [portion.request for portion in batch.portions if portion.is_last]
         forks = {request: request.forks() for request in due}
         num_free = self.scheduler.manager.num_free_blocks
         self.scheduler.complete(batch)
         self.num_left += self.scheduler.manager.num_free_blocks > num_free
         for request, each in forks.items():
             self.scheduler.fork(request, each)
-            assert request.num_forks_due == 0 and len(request.samples) in (1, request.params.n)
+            assert request.num_forks_due == 0 and len(request.group.samples) in (1, request.params.n)
             self.unfinished |= {fork.seq_id: fork for fork in each}
             self.num_forks += len(each)
             due += each
@@ -212,10 +212,10 @@ def test_the_youngest_is_preempted_and_finds_its_blocks_again() -> None:
 def test_a_batch_that_failed_is_scheduled_again() -> None:
     scheduler = make_scheduler(64)
     scheduler.add(make_request(0, [1, 2, 3, 4, 5], max_tokens=2))
-    scheduler.requeue(chunk.request for chunk in scheduler.schedule().chunks)
+    scheduler.requeue(portion.request for portion in scheduler.schedule().portions)
     assert scheduler.manager.num_free_blocks == 64
     assert plan(run_step(scheduler)) == [("r0", 0, 5)]
-    scheduler.requeue(chunk.request for chunk in scheduler.schedule().chunks)
+    scheduler.requeue(portion.request for portion in scheduler.schedule().portions)
     assert plan(run_step(scheduler)) == [("r0", 4, 6)]
     assert not scheduler.running and not scheduler.waiting
 

@@ -5,9 +5,11 @@ from support.scheduler_steps import B, counters, plan, request_of, scheduler_of,
 
 from kvpage import OutOfBlocks
 from kvpage.blend.segments import Reuse
+from kvpage.blend.spans import Span
 from kvpage.blocks.manager import BlockManager
+from kvpage.serving.blending.blended_prompt import BlendedPrompt
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.requests import Request
 
 # --- counters ---
 
@@ -49,10 +51,10 @@ def test_cached_tokens_are_counted_at_first_admissions_only():
     step(scheduler)
     scheduler.add(request_of(1, 9, max_tokens=4, first=1))
     assert step(scheduler) == [("r1", 8, 9)]
-    assert counters(scheduler) == (0, 0, 17, 8) and scheduler.running[0].num_cached_tokens == 8
+    assert counters(scheduler) == (0, 0, 17, 8) and scheduler.running[0].group.num_cached_tokens == 8
     scheduler.requeue(scheduler.running[:])
     assert step(scheduler) == [("r1", 8, 10)]
-    assert counters(scheduler) == (0, 0, 17, 8) and scheduler.running[0].num_cached_tokens == 8
+    assert counters(scheduler) == (0, 0, 17, 8) and scheduler.running[0].group.num_cached_tokens == 8
 
 
 # --- queues ---
@@ -76,7 +78,7 @@ def test_samples_that_are_yet_to_come_have_their_places(n, num_admitted):
     scheduler.add(request_of(0, 4, n=n))
     scheduler.add(request_of(1, 4))
     scheduler.add(request_of(2, 4))
-    assert len(scheduler.schedule().chunks) == num_admitted
+    assert len(scheduler.schedule().portions) == num_admitted
 
 
 def test_requeue_takes_those_that_run_and_leaves_the_others():
@@ -88,7 +90,7 @@ def test_requeue_takes_those_that_run_and_leaves_the_others():
     scheduler.requeue(requests)
     assert scheduler.waiting == requests[:2] and not scheduler.running
     for request in requests:
-        assert request.num_computed == request.num_committed == request.num_room == 0 and request.reuse == []
+        assert request.num_computed == request.num_committed == request.num_room == 0 and not request.reuse
     assert scheduler.manager.num_free_blocks == 64
     assert step(scheduler) == [("r0", 4, 6), ("r1", 0, 5)]
 
@@ -110,12 +112,11 @@ def test_a_request_that_waits_can_end(num_host_blocks):
 @pytest.mark.parametrize("num_held, admitted", [(0, "r0"), (1, "r1"), (2, "r2"), (3, None)])
 def test_held_requests_are_passed_over_up_to_a_number(num_held, admitted):
     """As many as may run, so that a step looks at a bounded number."""
-    scheduler = scheduler_of(max_num_seqs=2, budget=4)
+    scheduler = scheduler_of(max_num_seqs=2, budget=4, is_held=lambda request: request.group.arrival < num_held)
     for number in range(5):
         scheduler.add(request_of(number, 4))
-    scheduler.is_held = lambda request: request.arrival < num_held
     assert plan(scheduler.schedule()) == ([(admitted, 0, 4)] if admitted else [])
-    assert [request.arrival for request in scheduler.waiting] == [i for i in range(5) if f"r{i}" != admitted]
+    assert [request.group.arrival for request in scheduler.waiting] == [i for i in range(5) if f"r{i}" != admitted]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_reclaimers_give_way_to_the_first_request():
         scheduler.manager.release("holder")
         return True
 
-    scheduler.reclaimers.append(reclaim)
+    scheduler.add_reclaimer(reclaim)
     scheduler.add(request_of(0, 3 * B, max_tokens=1))
     assert step(scheduler) == [("r0", 0, 3 * B)] and asked == [2]
 
@@ -190,7 +191,8 @@ def test_reclaimers_give_way_to_the_first_request():
 def test_too_much_that_others_hold_is_an_error_that_changes_nothing():
     scheduler = scheduler_of(4)
     scheduler.manager.allocate("holder", list(range(2 * B)))
-    scheduler.reclaimers += [lambda: False, lambda: False]
+    for _ in range(2):
+        scheduler.add_reclaimer(lambda: False)
     request = request_of(0, 3 * B, max_tokens=1)
     scheduler.add(request)
     with pytest.raises(OutOfBlocks) as error:
@@ -207,7 +209,7 @@ def test_a_decode_alone_asks_the_reclaimers(can_reclaim):
     scheduler.add(request_of(0, 2 * B, max_tokens=3))
     assert step(scheduler) == [("r0", 0, 2 * B)]
     scheduler.manager.allocate("holder", [1])
-    scheduler.reclaimers.append(lambda: can_reclaim and scheduler.manager.release("holder") is None)
+    scheduler.add_reclaimer(lambda: can_reclaim and scheduler.manager.release("holder") is None)
     if can_reclaim:
         assert step(scheduler) == [("r0", 8, 9)] and scheduler.num_preemptions == 0
     else:
@@ -231,9 +233,10 @@ def test_what_no_later_token_looks_at_is_free(window):
 
 
 def with_reuse(number: int, num_tokens: int, start: int, first: int = 0) -> Request:
-    request = request_of(number, num_tokens, first=first)
-    request.reusable = [Reuse(None, 0, start, num_tokens - start - 1)]
-    return request
+    plain = request_of(number, num_tokens, first=first)
+    blending = BlendedPrompt(plain.request_id, plain.prompt, b"", [Span(start, num_tokens - 1)], may_reuse=True)
+    blending.set_found([Reuse(None, 0, start, num_tokens - start - 1)], [])
+    return Request(plain.request_id, plain.prompt, plain.params, number, blending=blending)
 
 
 def test_what_was_computed_exactly_is_cached_and_nothing_after_it():
@@ -243,7 +246,7 @@ def test_what_was_computed_exactly_is_cached_and_nothing_after_it():
     (request,) = scheduler.running
     assert len(request.reuse) == 1
     scheduler.complete(batch)
-    assert request.reuse == [] and request.reusable is None and request.num_computed == 3 * B
+    assert request.reuse == [] and request.blending.reusable is None and request.num_computed == 3 * B
     request.append(7, now=0.0)
     step(scheduler)
     assert scheduler.manager.allocate("next", list(range(1, 3 * B + 2))).num_cached_tokens == B
@@ -339,8 +342,8 @@ def test_nobody_is_admitted_without_a_token():
     for number in (0, 1):
         scheduler.add(request_of(number, B))
     step(scheduler)
-    assert [request.arrival for request in scheduler.running] == [0]
-    assert [request.arrival for request in scheduler.waiting] == [1]
+    assert [request.group.arrival for request in scheduler.running] == [0]
+    assert [request.group.arrival for request in scheduler.waiting] == [1]
 
 
 def test_no_more_decodes_than_the_budget():
@@ -355,7 +358,7 @@ def test_no_more_decodes_than_the_budget():
         each.append(7, now=0.0)
     batch = scheduler.schedule()
     scheduler.manager.take_moves()
-    assert batch.num_tokens == 2 and [chunk.request for chunk in batch.chunks] == [request, forks[0]]
+    assert batch.num_tokens == 2 and [portion.request for portion in batch.portions] == [request, forks[0]]
     assert [each.num_room for each in (request, *forks)] == [3, 3, 2]
 
 
@@ -381,7 +384,7 @@ def test_nobody_overtakes_a_request_that_does_not_fit():
         if number == 0:
             step(scheduler)
     assert step(scheduler) == [("r0", 7, 8)]
-    assert [request.arrival for request in scheduler.waiting] == [1, 2] and scheduler.num_swaps == 0
+    assert [request.group.arrival for request in scheduler.waiting] == [1, 2] and scheduler.num_swaps == 0
     assert not scheduler.manager.is_swapped("r1")
 
 
@@ -397,7 +400,8 @@ def test_a_block_is_left_over_for_each_sample_to_come(num_blocks, is_admitted):
 def test_every_reclaimer_is_asked():
     scheduler = scheduler_of(4)
     scheduler.manager.allocate("holder", list(range(2 * B)))
-    scheduler.reclaimers += [lambda: False, lambda: scheduler.manager.release("holder") is None]
+    scheduler.add_reclaimer(lambda: False)
+    scheduler.add_reclaimer(lambda: scheduler.manager.release("holder") is None)
     scheduler.add(request_of(0, 3 * B, max_tokens=1))
     assert step(scheduler) == [("r0", 0, 3 * B)]
 
@@ -409,7 +413,7 @@ def test_a_long_prompt_takes_what_is_left_of_the_budget_beside_another():
     assert step(scheduler) == [("r0", 0, 3), ("r1", 0, 7)]
 
 
-def test_a_prefill_without_budget_has_no_chunk():
+def test_a_prefill_without_budget_has_no_portion():
     scheduler = scheduler_of(budget=2)
     request = request_of(0, 1, n=2)
     scheduler.add(request)
@@ -421,7 +425,7 @@ def test_a_prefill_without_budget_has_no_chunk():
     scheduler.fork(request, forks)
     for each in (request, *forks):
         each.append(7, now=0.0)
-    assert [chunk.request for chunk in scheduler.schedule().chunks] == [request, *forks]
+    assert [portion.request for portion in scheduler.schedule().portions] == [request, *forks]
 
 
 def test_blocks_of_one_token_within_the_window_stay():

@@ -26,7 +26,6 @@ def test_only_those_that_are_tried_are_admitted(tried):
     requests = [request_of(number, 5) for number in range(3)]
     for request in requests[:2]:
         scheduler.add(request)
-    scheduler.tried = [requests[number] for number in tried]
     scheduler.add(requests[2])
     expected = [number for number in range(3) if not tried or number in tried]
-    assert step(scheduler) == [(f"r{number}", 0, 5) for number in expected]
+    assert step(scheduler, [requests[number] for number in tried]) == [(f"r{number}", 0, 5) for number in expected]

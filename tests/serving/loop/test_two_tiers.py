@@ -7,7 +7,7 @@ from support.models import generate_each, make_model, make_prompts
 from kvpage import CacheConfig
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import HostPolicy
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 B = 4
 MAX_TOKENS = 10
@@ -38,7 +38,7 @@ def expected() -> list[list[int]]:
 
 def make_engine(num_blocks: int, num_host_blocks: int, **options: object) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), config, **options)
+    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **options))
     for layer in (*engine.cache.gpu_cache, *engine.cache.cpu_cache):
         layer.fill_(float("nan"))
     return engine

@@ -1,8 +1,10 @@
 """An engine whose blocks hold latents gives the tokens of `model.generate`, for every family that makes some."""
 
 import threading
+from dataclasses import fields
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from support.latent_models import KINDS, MLA, make_latent_model
@@ -11,11 +13,13 @@ from transformers import DynamicCache
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
-from kvpage.serving import BeamSearchParams, Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
 from kvpage.serving.model import attention, latent_heads
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
 from kvpage.serving.model.probe import relative_error
+from kvpage.serving.model.runner import ModelRunner, PackedTokens
+from kvpage.serving.model.step import Step
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B, C = 4, 8
@@ -52,7 +56,7 @@ def make_engine(kind: str = "deepseek_v3", num_blocks: int = 128, num_host_block
     """An engine whose blocks hold NaN where nothing has been written: what is read without being owned shows."""
     fields = {name: options.pop(name) for name in ("cache_dtype", "layer_layout", "backend") if name in options}
     config = CacheConfig(B, num_blocks, num_host_blocks, **{"backend": "mla", **fields})
-    engine = Engine.from_model(options.pop("model", None) or model_of(kind), config, **options)
+    engine = Engine.from_model(options.pop("model", None) or model_of(kind), EngineConfig(config, **options))
     if not engine.cache.layout.has_token_scales:
         for layer in (*engine.cache.gpu_cache, *engine.cache.cpu_cache):
             layer.fill_(float("nan"))
@@ -296,6 +300,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert [vars(module).keys() for module in model.modules()] == before
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert generate_each(model, PROMPTS[:1], MAX_TOKENS) == expected("deepseek_v3")[:1]
+
+
+def test_a_forward_adds_calls_to_its_step_and_changes_nothing_else_of_it() -> None:
+    engine = make_engine(num_blocks=8)
+    step = Step.make(engine.cache, np.arange(5), np.arange(2, dtype=np.int32)[None], [0], [5])
+    before = {one.name: getattr(step, one.name) for one in fields(step)}
+    packed = PackedTokens(np.arange(5, dtype=np.int32), [0], [5], np.array([4]))
+    ModelRunner(model_of("deepseek_v3")).forward(packed, step)
+    assert all(getattr(step, name) is value for name, value in before.items())
+    assert [layer for layer, _ in step.calls] == engine.cache.layer_ids
 
 
 def test_a_projection_that_others_use_meanwhile_is_not_listened_to() -> None:

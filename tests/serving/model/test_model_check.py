@@ -6,7 +6,7 @@ import transformers as tf
 from support.models import COMMON, VOCAB, WINDOW, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.limits import max_model_len
 
 CACHE = CacheConfig(block_size=4, num_gpu_blocks=64)
@@ -68,19 +68,19 @@ def test_refused_at_load(name: str) -> None:
     if not model._can_set_attn_implementation():  # of some of these, transformers has changed that over time
         message = f"{message}|{NOT_BY_THE_INTERFACE}"
     with pytest.raises(ValueError, match=message.replace("{}", name)):
-        Engine.from_model(model, CACHE)
+        Engine.from_model(model, EngineConfig(CACHE))
     assert model.config._attn_implementation == "eager"
 
 
 def test_an_encoder_and_decoder_is_refused() -> None:
     config = tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     with pytest.raises(ValueError, match="model must be a decoder only, T5ForConditionalGeneration has an encoder"):
-        Engine.from_model(tf.T5ForConditionalGeneration(config).eval(), CACHE)
+        Engine.from_model(tf.T5ForConditionalGeneration(config).eval(), EngineConfig(CACHE))
 
 
 def test_a_model_without_logits_is_refused() -> None:
     with pytest.raises(ValueError, match="model must give logits over its vocabulary, LlamaModel has no output emb"):
-        Engine.from_model(make_model("llama").model, CACHE)
+        Engine.from_model(make_model("llama").model, EngineConfig(CACHE))
 
 
 def test_what_depends_on_the_place_in_the_row_is_refused() -> None:
@@ -90,7 +90,7 @@ def test_what_depends_on_the_place_in_the_row_is_refused() -> None:
         lambda module, args, output: output + 0.1 * torch.arange(output.shape[1])[None, :, None]
     )
     with pytest.raises(ValueError, match=r"logits over blocks must be the model's own, those of LlamaForCausalLM are"):
-        Engine.from_model(model, CACHE)
+        Engine.from_model(model, EngineConfig(CACHE))
     assert model.config._attn_implementation == "eager"
 
 
@@ -121,14 +121,14 @@ def check_tokens(model: tf.PreTrainedModel, min_distinct: int) -> None:
     prompts = make_prompts([5, 14, 3])
     expected = generate_each(model, prompts, 8)
     assert len({token for row in expected for token in row}) >= min_distinct
-    engine = Engine.from_model(model, CACHE, max_num_batched_tokens=9)
+    engine = Engine.from_model(model, EngineConfig(CACHE, max_num_batched_tokens=9))
     outputs = engine.generate(prompts, SamplingParams(max_tokens=8))
     assert [output.token_ids for output in outputs] == expected
 
 
 def test_a_model_left_in_our_implementation_says_so() -> None:
     model = make_model("llama")
-    Engine.from_model(model, CACHE)
+    Engine.from_model(model, EngineConfig(CACHE))
     model.set_attn_implementation("kvpage")
     with pytest.raises(RuntimeError, match="LlamaAttention was called with the implementation 'kvpage' outside Engine"):
         model(torch.tensor([[1, 2, 3]]))

@@ -15,7 +15,7 @@ from support.models import COMMON, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blend.config import BlendConfig
-from kvpage.serving import Engine, KVPageCache, KVPageCachePool, SamplingParams
+from kvpage.serving import Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
 from kvpage.serving.model.view import ModelView
 
 B, NEW = 4, 6
@@ -24,7 +24,7 @@ PROMPTS = make_prompts([5, 3 * B, 2], seed=3)
 
 
 def by_engine(model: tf.PreTrainedModel) -> Callable[[], list[list[int]]]:
-    engine = Engine.from_model(model, CACHE, max_num_batched_tokens=7)
+    engine = Engine.from_model(model, EngineConfig(CACHE, max_num_batched_tokens=7))
     return lambda: [one.token_ids for one in engine.generate(PROMPTS, SamplingParams(max_tokens=NEW))]
 
 
@@ -105,7 +105,7 @@ def test_a_model_is_as_it_was_amid_a_step_and_after() -> None:
     model = make_model("llama")
     before = [(module, dict(vars(module))) for module in model.modules()]
     config = copy.deepcopy(model.config.to_dict())
-    engine = Engine.from_model(model, CACHE, blend=BlendConfig())
+    engine = Engine.from_model(model, EngineConfig(CACHE, blend=BlendConfig()))
     engine.generate(PROMPTS, SamplingParams(max_tokens=NEW))
     for module, state in before:
         assert vars(module).keys() == state.keys()
@@ -173,7 +173,7 @@ CHANGES = [negate, load, assign, replace_parameter, adapt, replace_layer, hook_l
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_engine_sees_what_is_done_to_the_model(change: Callable[[tf.PreTrainedModel], None]) -> None:
     model = make_model("llama")
-    engine = Engine.from_model(model, CACHE)
+    engine = Engine.from_model(model, EngineConfig(CACHE))
     engine.generate(PROMPTS, SamplingParams(max_tokens=NEW))
     before = generate_each(model, PROMPTS, NEW)
     change(model)
@@ -186,7 +186,7 @@ def test_an_engine_sees_what_is_done_to_the_model(change: Callable[[tf.PreTraine
 def test_a_layer_that_no_longer_attends_over_blocks_is_told() -> None:
     """Its tokens would be those of a model without a past."""
     model = make_model("llama")
-    engine = Engine.from_model(model, CACHE)
+    engine = Engine.from_model(model, EngineConfig(CACHE))
     own, model.model.layers[1].self_attn = model.model.layers[1].self_attn, Still()
     engine.add_request(PROMPTS[0], SamplingParams(max_tokens=NEW))
     with pytest.raises(ValueError, match=r"layers \[0, 1, 2\] must each attend once .* it was \[0, 2\]"):
@@ -198,7 +198,7 @@ def test_a_layer_that_no_longer_attends_over_blocks_is_told() -> None:
 def test_adapters_are_switched_for_both() -> None:
     model = make_model("llama")
     plain = generate_each(model, PROMPTS, NEW)
-    engine = Engine.from_model(model, CACHE)
+    engine = Engine.from_model(model, EngineConfig(CACHE))
     adapt(model)
     for is_on in (True, False, True):
         for module in model.modules():
@@ -254,7 +254,7 @@ def test_a_forward_that_leads_back_to_the_models_own_modules_is_refused() -> Non
     own = attention.forward
     attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
     with pytest.raises(ValueError, match=r"layers \[0, 1, 2\] must each attend once .* it was \[0, 2\]"):
-        Engine.from_model(model, CACHE)
+        Engine.from_model(model, EngineConfig(CACHE))
     assert model.config._attn_implementation == "eager"
 
 
@@ -305,7 +305,7 @@ def test_a_view_is_collected_with_its_engine() -> None:
     import weakref
 
     model = make_model("llama")
-    engine = Engine.from_model(model, CACHE)
+    engine = Engine.from_model(model, EngineConfig(CACHE))
     view = weakref.ref(engine._runner.view)
     del engine
     gc.collect()

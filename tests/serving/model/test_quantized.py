@@ -13,7 +13,7 @@ from support.models import VOCAB, generate_each, make_model, make_prompts
 from kvpage import CacheConfig, CacheEngine, KVScales, ModelConfig
 from kvpage.layout.config import CACHE_DTYPES
 from kvpage.ops import reference
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.paged_check import paged_logits
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.runner import ModelRunner
@@ -128,7 +128,7 @@ def test_logits_are_those_of_a_dense_model_that_rounds_alike(
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_tokens_are_the_same_from_every_backend(place: tuple[str, str], layer_layout: str, cache_dtype: str) -> None:
     config = make_config(cache_dtype, place, layer_layout)
-    engine = Engine.from_model(make_model("llama"), config, kv_scales=make_scales(cache_dtype))
+    engine = Engine.from_model(make_model("llama"), EngineConfig(config, kv_scales=make_scales(cache_dtype)))
     assert token_ids(engine, PROMPTS) == expected_tokens(cache_dtype)
     assert token_ids(engine, PROMPTS) == expected_tokens(cache_dtype)  # out of blocks that are cached now
     assert engine.stats().num_cached_tokens > 0
@@ -140,7 +140,7 @@ def test_chunks_and_preemption_change_nothing(cache_dtype: str) -> None:
     """What is read back is what was rounded, also by the step that wrote it."""
     config = CacheConfig(block_size=4, num_gpu_blocks=10, cache_dtype=cache_dtype)
     engine = Engine.from_model(
-        make_model("llama"), config, max_num_batched_tokens=13, kv_scales=make_scales(cache_dtype)
+        make_model("llama"), EngineConfig(config, max_num_batched_tokens=13, kv_scales=make_scales(cache_dtype))
     )
     assert token_ids(engine, PROMPTS) == expected_tokens(cache_dtype)
     assert engine.stats().num_preemptions > 0
@@ -149,7 +149,7 @@ def test_chunks_and_preemption_change_nothing(cache_dtype: str) -> None:
 @pytest.mark.parametrize("layer_layout", ["separate", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_plain_tokens_from_paged_blocks_are_those_of_generate(kind: str, layer_layout: str) -> None:
-    engine = Engine.from_model(make_model(kind), make_config("auto", ("paged", "NHD"), layer_layout))
+    engine = Engine.from_model(make_model(kind), EngineConfig(make_config("auto", ("paged", "NHD"), layer_layout)))
     assert token_ids(engine, PROMPTS) == generate_each(make_model(kind), PROMPTS, GREEDY.max_tokens)
 
 
@@ -157,7 +157,9 @@ def test_plain_tokens_from_paged_blocks_are_those_of_generate(kind: str, layer_l
 def test_half_precision_from_paged_blocks(cache_dtype: str) -> None:
     """The tokens of the same dtype in flash's layout."""
     places = ("paged", "NHD"), ("flash", "NHD")
-    engines = [Engine.from_model(make_model("llama"), make_config(cache_dtype, place)) for place in places]
+    engines = [
+        Engine.from_model(make_model("llama"), EngineConfig(make_config(cache_dtype, place))) for place in places
+    ]
     assert token_ids(engines[0], PROMPTS) == token_ids(engines[1], PROMPTS)
 
 
@@ -165,7 +167,7 @@ def test_half_precision_from_paged_blocks(cache_dtype: str) -> None:
 def test_double_precision_is_gathered(cache_dtype: str) -> None:
     """Nothing reads such queries in place: K and V are gathered in fp32, with their scales."""
     scales = make_scales(cache_dtype)
-    engine = Engine.from_model(make_model("llama").double(), make_config(cache_dtype), kv_scales=scales)
+    engine = Engine.from_model(make_model("llama").double(), EngineConfig(make_config(cache_dtype), kv_scales=scales))
     dense = DenseModel("llama", cache_dtype, scales)
     dense.model.double()
     expected = [dense.generate(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
@@ -176,7 +178,7 @@ def test_double_precision_is_gathered(cache_dtype: str) -> None:
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_half_precision_is_served(cache_dtype: str) -> None:
     engine = Engine.from_model(
-        make_model("llama").bfloat16(), make_config(cache_dtype), kv_scales=make_scales(cache_dtype)
+        make_model("llama").bfloat16(), EngineConfig(make_config(cache_dtype), kv_scales=make_scales(cache_dtype))
     )
     assert [len(tokens) for tokens in token_ids(engine, PROMPTS)] == [GREEDY.max_tokens] * len(PROMPTS)
 
@@ -185,7 +187,10 @@ def test_sliding_windows_and_sinks_over_quantised_blocks() -> None:
     """Models with more than one kind of layer: the same tokens from two layouts, and not all of them equal."""
     places = ("flash", "HND"), ("paged", "NHD")
     for kind, cache_dtype in (("gemma3", "fp8_e4m3"), ("gpt_oss", "int8")):
-        found = [token_ids(Engine.from_model(make_model(kind), make_config(cache_dtype, p)), PROMPTS) for p in places]
+        found = [
+            token_ids(Engine.from_model(make_model(kind), EngineConfig(make_config(cache_dtype, p))), PROMPTS)
+            for p in places
+        ]
         assert found[0] == found[1]
         assert len({token for tokens in found[0] for token in tokens}) > 3
 
@@ -206,7 +211,7 @@ def test_calibrated_scales_are_those_of_the_models_own_cache(kind: str, cache_dt
     model, tokens = make_model(kind), make_prompts([37], seed=9)[0]
     expected = [KVScales.from_rows(*rows, CACHE_DTYPES[cache_dtype]) for rows in cached_rows(model, tokens)]
     config = make_config(cache_dtype)
-    engine = Engine.from_model(model, config, kv_scales="calibrate", calibration_tokens=tokens)
+    engine = Engine.from_model(model, EngineConfig(config, kv_scales="calibrate", calibration_tokens=tokens))
     found = engine.cache.kv_scales
     assert found is not None and len(found) == len(expected) == 3
     for mine, wanted in zip(found, expected, strict=True):
@@ -219,13 +224,13 @@ def test_calibrated_scales_are_those_of_the_models_own_cache(kind: str, cache_dt
 
 
 def test_calibration_has_tokens_of_its_own() -> None:
-    engine = Engine.from_model(make_model("llama"), make_config("fp8_e4m3"), kv_scales="calibrate")
+    engine = Engine.from_model(make_model("llama"), EngineConfig(make_config("fp8_e4m3"), kv_scales="calibrate"))
     dense = DenseModel("llama", "fp8_e4m3", engine.cache.kv_scales)
     assert token_ids(engine, PROMPTS) == [dense.generate(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
 def test_without_scales_they_are_one() -> None:
-    engine = Engine.from_model(make_model("llama"), make_config("fp8_e4m3"))
+    engine = Engine.from_model(make_model("llama"), EngineConfig(make_config("fp8_e4m3")))
     assert engine.cache.kv_scales is None
     dense = DenseModel("llama", "fp8_e4m3", None)
     assert token_ids(engine, PROMPTS) == [dense.generate(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
@@ -258,7 +263,7 @@ def test_scales_that_are_refused(name: str) -> None:
     cache_dtype, arguments, message = WRONG[name]
     model = make_model("llama")
     with pytest.raises(ValueError, match=message):
-        Engine.from_model(model, make_config(cache_dtype), **arguments)
+        Engine.from_model(model, EngineConfig(make_config(cache_dtype), **arguments))
     assert model.config._attn_implementation == "eager"
 
 
@@ -269,4 +274,4 @@ def test_a_model_that_cannot_be_served_is_not_served_because_blocks_round() -> N
         lambda module, args, output: output + 0.01 * torch.arange(output.shape[1])[None, :, None]
     )
     with pytest.raises(ValueError, match="logits over blocks must be the model's own"):
-        Engine.from_model(model, make_config("fp8_e4m3"))
+        Engine.from_model(model, EngineConfig(make_config("fp8_e4m3")))

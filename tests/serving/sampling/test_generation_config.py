@@ -9,8 +9,8 @@ import transformers as tf
 from support.models import VOCAB, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
-from kvpage.serving.requests import Request
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_processing import process_logits
 from kvpage.serving.sampling.sampler import padded_scores, warp
 
@@ -65,7 +65,7 @@ def model_with(**fields: object) -> tf.PreTrainedModel:
 
 
 def make_engine(model: tf.PreTrainedModel, **options: object) -> Engine:
-    return Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=128), **options)
+    return Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=128), **options))
 
 
 def generated(model: tf.PreTrainedModel, prompt: list[int], **fields: object) -> list[int]:
@@ -227,7 +227,7 @@ def test_tokens_that_the_model_lacks_are_refused_before_a_step() -> None:
 def test_preempted_requests_keep_their_history() -> None:
     model = model_with(repetition_penalty=1.3, eos_token_id=None)
     expected = [generated(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
-    tight = Engine.from_model(model, CacheConfig(block_size=4, num_gpu_blocks=12))
+    tight = Engine.from_model(model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=12)))
     outputs = tight.generate(PROMPTS, SamplingParams(max_tokens=20))
     assert [output.token_ids for output in outputs] == expected and tight.stats().num_preemptions > 0
 

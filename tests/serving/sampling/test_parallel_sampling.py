@@ -4,7 +4,7 @@ import pytest
 from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 B = 4
 N = 4
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=N)
 
 def make_engine(num_blocks: int = 128, num_host_blocks: int = 0, **fields: object) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), config, **fields)
+    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **fields))
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine

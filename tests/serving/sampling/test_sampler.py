@@ -8,8 +8,8 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kvpage.serving import BeamSearchParams
+from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
-from kvpage.serving.requests import Request
 from kvpage.serving.sampling import sampler
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.sampling.sampler import sample

@@ -8,7 +8,7 @@ from support.cache_rows import split_kv
 from support.models import CONFIGS, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, ops
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model import attention
 
 B = 4
@@ -45,7 +45,7 @@ def expected(kind: str, prompts: str) -> list[list[int]]:
 def make_engine(kind: str, num_blocks: int = 128, layout: dict | None = None, **fields: object) -> Engine:
     """An engine whose blocks hold NaN where nothing has been written: what is read without being owned shows."""
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, **(layout or {}))
-    engine = Engine.from_model(make_model(kind), config, **fields)
+    engine = Engine.from_model(make_model(kind), EngineConfig(config, **fields))
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine
@@ -103,7 +103,7 @@ def test_gathering_instead_of_reading_in_place(kind: str, monkeypatch: pytest.Mo
 
 def test_double_precision() -> None:
     model = make_model("llama").double()
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=128))
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=128)))
     assert engine.cache.layout.dtype == torch.float64
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == generate_each(model, PROMPTS["sharing"], MAX_TOKENS)
@@ -120,7 +120,7 @@ def test_layouts(kind: str, layout: dict) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_block_sizes(block_size: int) -> None:
     config = CacheConfig(block_size=block_size, num_gpu_blocks=512 // block_size)
-    engine = Engine.from_model(make_model("mistral"), config)
+    engine = Engine.from_model(make_model("mistral"), EngineConfig(config))
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected("mistral", "sharing")
     check_drained(engine)
@@ -172,7 +172,7 @@ def test_blocks_behind_the_window_are_free_while_a_request_runs(
         monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
     prompts, max_tokens = make_prompts([3, 9, 14]), 40
     config = CacheConfig(block_size=B, num_gpu_blocks=14, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model(kind), config, enable_prefix_caching=False)
+    engine = Engine.from_model(make_model(kind), EngineConfig(config, enable_prefix_caching=False))
     outputs, most_used = {}, 0
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
     while engine.has_unfinished:
@@ -196,7 +196,7 @@ def poison_free_blocks(engine: Engine) -> None:
 def test_requests_behind_a_window_are_preempted(num_host_blocks: int) -> None:
     prompts, max_tokens = make_prompts([16, 15, 14, 13]), 12
     config = CacheConfig(block_size=B, num_gpu_blocks=8, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("mistral"), config, enable_prefix_caching=False)
+    engine = Engine.from_model(make_model("mistral"), EngineConfig(config, enable_prefix_caching=False))
     outputs = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
     assert [output.token_ids for output in outputs] == generate_each(make_model("mistral"), prompts, max_tokens)
     assert num_host_blocks == 0 or engine.stats().num_swaps == engine.stats().num_preemptions
@@ -208,7 +208,7 @@ def test_end_of_sequence_ends_as_generate_does() -> None:
     eos = tokens[5]
     model = make_model("llama")
     model.generation_config.eos_token_id = [eos, 10**6]
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=32))
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=32)))
     prompt = PROMPTS["different"][4]
     (ended,) = engine.generate([prompt], PARAMS)
     (ignored,) = engine.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
@@ -249,7 +249,7 @@ def test_half_precision_cache_of_a_single_precision_model() -> None:
     for dtype in ("fp32", "bf16"):
         model = make_model("llama")
         config = CacheConfig(block_size=B, num_gpu_blocks=32, cache_dtype=dtype)
-        engine = Engine.from_model(model, config, max_num_batched_tokens=7)
+        engine = Engine.from_model(model, EngineConfig(config, max_num_batched_tokens=7))
         seen: list[torch.Tensor] = []
         model.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.logits[0, -1:].clone()))
         engine.generate([prompt], SamplingParams(max_tokens=1))

@@ -7,7 +7,7 @@ import torch
 from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import BeamSearchParams, Engine, SamplingParams
+from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 
 B = 4
 MAX_TOKENS = 10
@@ -17,7 +17,7 @@ PROMPTS = make_prompts([1, B - 1, B, B + 1, 3 * B + 2])
 def make_engine(kind: str = "llama", num_blocks: int = 256, eos: list[int] | None = None, **options) -> Engine:
     model = make_model(kind)
     model.generation_config.eos_token_id = eos
-    engine = Engine.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options))
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine

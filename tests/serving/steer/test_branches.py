@@ -8,13 +8,15 @@ import torch
 from support.models import VOCAB, make_model, make_prompts
 
 from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Branch, Branches, Engine, SamplingParams
+from kvpage.serving import Branch, Branches, Engine, EngineConfig, SamplingParams
 
 B = 4
 
 
 def make_engine(num_blocks: int = 64, **options: object) -> Engine:
-    engine = Engine.from_model(make_model("llama"), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    engine = Engine.from_model(
+        make_model("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    )
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine
@@ -113,7 +115,7 @@ def test_a_step_that_finds_no_blocks_beside_branches_says_so_and_can_be_repeated
         branches.close()
         return asked[-1]
 
-    engine.scheduler.reclaimers.append(give_back)
+    engine.add_reclaimer(give_back)
     tokens = []
     while engine.has_unfinished:
         tokens += [one.token_id for one in engine.step()]

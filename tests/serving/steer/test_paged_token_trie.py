@@ -7,13 +7,15 @@ import torch
 from support.models import VOCAB, make_model, make_prompts
 
 from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Engine, PagedTokenTrie, SamplingParams
+from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams
 
 B = 4
 
 
 def make_engine(num_blocks: int = 128, kind: str = "llama", **options: object) -> Engine:
-    engine = Engine.from_model(make_model(kind), CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    engine = Engine.from_model(
+        make_model(kind), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
+    )
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine
@@ -103,6 +105,7 @@ def test_requests_and_tries_share_blocks_and_give_way() -> None:
     (prompt,) = make_prompts([5 * B])
     params = SamplingParams(max_tokens=2 * B)
     tokens = engine.generate([prompt], params)[0].token_ids
+    before = [*engine.scheduler.reclaimers]
     trie = PagedTokenTrie(engine)
     assert check(trie, [[*prompt, tokens[0]]]) <= 2
     other = make_prompts([3 * B, 3 * B], seed=7)
@@ -116,7 +119,7 @@ def test_requests_and_tries_share_blocks_and_give_way() -> None:
     assert engine.stats().num_preemptions > 0
     trie.close()
     trie.close()
-    assert engine.scheduler.reclaimers == []
+    assert engine.scheduler.reclaimers == before
     found = []
     while engine.has_unfinished:
         found += [one.token_id for one in engine.step()]
@@ -142,6 +145,7 @@ def test_logprobs_own_their_memory() -> None:
 
 def test_errors_leave_everything_usable() -> None:
     engine = make_engine(8)
+    num_before = len(engine.scheduler.reclaimers)
     trie = PagedTokenTrie(engine)
     (prompt,) = make_prompts([B])
     check(trie, [prompt])
@@ -168,4 +172,4 @@ def test_errors_leave_everything_usable() -> None:
             PagedTokenTrie(engine, **fields)
     with pytest.raises(TypeError, match="namespace must be bytes"):
         PagedTokenTrie(engine, "tenant")
-    assert len(engine.scheduler.reclaimers) == 1
+    assert len(engine.scheduler.reclaimers) == 1 + num_before

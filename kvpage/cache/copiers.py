@@ -1,4 +1,4 @@
-"""BlockMover: what CacheEngine moves blocks with: kvpage's own BlockCopier, or an operation that a backend brings."""
+"""Copiers: copy blocks for a CacheEngine, by kvpage's own BlockCopier or by an operation that a backend brings."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,20 +9,20 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier, check_block_mapping
 
 
-class BlockMover(Protocol):
-    """Moves blocks between two caches, all layers. A block_mapping is int64 [num_pairs, 2] on the CPU."""
+class Copier(Protocol):
+    """Copies blocks between two caches, in all layers. A block_mapping is int64 [num_pairs, 2] on the CPU."""
 
     def check(self, block_mapping: torch.Tensor) -> None:
-        """TypeError or ValueError for a mapping that `run` would refuse."""
+        """Raise TypeError or ValueError for a mapping that `run` would refuse."""
 
     def run(self, block_mapping: torch.Tensor) -> None: ...
 
-    def split_layers(self) -> "Sequence[BlockMover]":
-        """One mover for each layer."""
+    def split_layers(self) -> "Sequence[Copier]":
+        """Return one copier for each layer."""
 
 
-class EachLayer:
-    """Layer by layer with a backend's `swap_blocks(src, dst, block_mapping)`, which checks the ids itself."""
+class LayerByLayer:
+    """Copies layer by layer with a backend's `swap_blocks(src, dst, block_mapping)`, which checks ids itself."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class EachLayer:
         for src, dst in self._layers:
             self._operation(src, dst, block_mapping)
 
-    def split_layers(self) -> "list[EachLayer]":
-        return [EachLayer(self._operation, [layer]) for layer in self._layers]
+    def split_layers(self) -> "list[LayerByLayer]":
+        return [LayerByLayer(self._operation, [layer]) for layer in self._layers]
 
 
-class AllLayers:
-    """All layers at once with a backend's `copy_blocks(caches, block_mapping)`, which checks the ids itself."""
+class AllAtOnce:
+    """Copies all layers at once with a backend's `copy_blocks(caches, block_mapping)`, which checks the ids itself."""
 
     def __init__(
         self, operation: Callable[[list[torch.Tensor], torch.Tensor], None], caches: Sequence[torch.Tensor]
@@ -58,24 +58,26 @@ class AllLayers:
         self.check(block_mapping)
         self._operation(self._caches, block_mapping)
 
-    def split_layers(self) -> "list[AllLayers]":
-        return [AllLayers(self._operation, [cache]) for cache in self._caches]
+    def split_layers(self) -> "list[AllAtOnce]":
+        return [AllAtOnce(self._operation, [cache]) for cache in self._caches]
 
 
-def swap_mover(
+def swap_copier(
     srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], layout: CacheLayout, kernel_max_bytes: int
-) -> BlockMover:
+) -> Copier:
+    """Return a copier between two tiers: the backend's own, or a BlockCopier."""
     custom = getattr(layout.backend_class, "swap_blocks", None)
     if custom is None:
         return BlockCopier(srcs, dsts, layout, kernel_max_bytes)
-    return EachLayer(custom, list(zip(srcs, dsts, strict=True)))
+    return LayerByLayer(custom, list(zip(srcs, dsts, strict=True)))
 
 
-def copy_mover(caches: Sequence[torch.Tensor], layout: CacheLayout) -> BlockMover:
+def device_copier(caches: Sequence[torch.Tensor], layout: CacheLayout) -> Copier:
+    """Return a copier within one tier: the backend's own, or a BlockCopier."""
     custom = getattr(layout.backend_class, "copy_blocks", None)
-    return BlockCopier(caches, caches, layout) if custom is None else AllLayers(custom, caches)
+    return BlockCopier(caches, caches, layout) if custom is None else AllAtOnce(custom, caches)
 
 
-def no_mover() -> BlockMover:
-    """For a stage without attention layers: checks the mapping's form and moves nothing."""
-    return EachLayer(lambda src, dst, block_mapping: None, [])
+def no_copier() -> Copier:
+    """Return a copier for a stage without attention layers: it checks the mapping's form and copies nothing."""
+    return LayerByLayer(lambda src, dst, block_mapping: None, [])

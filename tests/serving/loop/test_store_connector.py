@@ -10,7 +10,7 @@ from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 B = 4
 CHUNK = 2 * B
@@ -76,7 +76,7 @@ class SlowStore(LoadOrCompute):
 
 def make_engine(store: object, num_blocks: int = 128, num_host_blocks: int = 0, **options: object) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), config, store=store, **options)
+    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **options), store=store)
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
     return engine
@@ -116,7 +116,7 @@ def test_stats_tell_what_happened(expected) -> None:
     store = DictStore()
     engine = make_engine(store)
     engine.generate(PROMPTS, PARAMS)
-    engine._links.store.drain()
+    engine._connectors.store.drain()
     stats = engine.stats().store
     assert (stats.num_lookups, stats.num_found_tokens, stats.num_stores) == (3, 0, 3)  # one prompt has no whole block
     assert stats.num_stored_tokens == (5 + 3 + 1) * CHUNK
@@ -206,7 +206,7 @@ def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
     engine = make_engine(store, load_or_compute=False)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
-    engine._links.store.drain()
+    engine._connectors.store.drain()
     assert engine.stats().store.num_errors == 3
     engine.close()
     engine.manager.check()
@@ -219,7 +219,7 @@ def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: obj
     serve(make_engine(store), expected)
     answered = getattr(store, name)
     engine = make_engine(store)
-    link = engine._links.store
+    link = engine._connectors.store
     setattr(store, name, lambda *args, **named: (answered(*args, **named), answer)[1])
     cached = serve(engine, expected)
     if name != "store_blocks" and answer != 1 << 70:
@@ -236,14 +236,14 @@ def test_a_count_may_be_a_numpy_integer(expected) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
-@pytest.mark.parametrize("where", ["_loaders", "_savers", "_move"])
+@pytest.mark.parametrize("where", ["_loaders", "_savers", "_transfers"])
 def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, where: str, num_before: int) -> None:
     """The step raises; then all goes on, no block and no pin is lost, and closing comes to its end."""
     store = DictStore()
     serve(make_engine(store), expected)
     engine = make_engine(store if where != "_savers" else DictStore())
-    link, calls = engine._links.store, []
-    owner, name = (link, "_move") if where == "_move" else (getattr(link, where), "submit")
+    link, calls = engine._connectors.store, []
+    owner, name = getattr(link, where), "run" if where == "_transfers" else "submit"
     works = getattr(owner, name)
 
     def fails(*args: object) -> object:

@@ -1,13 +1,13 @@
-"""StoreLink: between the blocks of an engine and a store of chunks, beside the serving loop, never in its way.
+"""StoreConnector: between the blocks of an engine and a store of chunks, beside the serving loop, never in its way.
 
-    a request waits ─► lookup ─► blocks for what is found ─► load ─► commit: the prefix tree has it, and the request,
-                       thread      this thread               thread             admitted now, finds it there
+    a request waits ─► lookup ─► blocks for the tokens found ─► load ─► commit: the prefix tree has them, and the
+                       thread    this thread                    thread  request, admitted now, finds them there
 
-    its prefill is done ─► pin what is cached ─► store ─► unpin
-                             this thread         thread
+    its prefill is done ─► pin the cached blocks ─► store ─► unpin
+                           this thread              thread
 
-Whatever goes wrong, or takes longer than the deadline, is a request that computes: a load that comes late goes into the
-tree all the same, and what it writes until then are blocks of its own.
+Whatever goes wrong, or takes longer than the deadline, is a request that computes. A load that comes late goes into
+the tree all the same. Until then it writes to blocks of its own.
 """
 
 import time
@@ -23,51 +23,62 @@ import torch
 
 from kvpage._C import Match
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import Allocation, BlockManager
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.requests import Request
+from kvpage.serving.loop.block_transfers import BlockTransfers
+from kvpage.serving.loop.request import Request
 
-__all__ = ["BlockStore", "StoreLinkStats"]
+__all__ = ["BlockStore", "StoreConnectorStats"]
 
 TokenIds = npt.NDArray[np.int32]
 
 
 class BlockStore(Protocol):
-    """What StoreLink asks of a store; `kvpage.store.KVStore` is one. Called in other threads.
+    """A store that an engine can ask; `kvpage.store.KVStore` is one. Its methods are called in other threads.
 
-    None of them raises for what is the store's own trouble: that is a miss. An exception that comes nevertheless, and
-    an answer that is no count, is counted, and a miss, too.
+    None of them raises for trouble of the store's own: that is a miss. An exception that comes nevertheless is counted,
+    and so is an answer that is no count. Both are misses, too.
     """
 
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """How many leading tokens it holds."""
+        """Return how many leading tokens it holds."""
 
     def load_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, start: int, namespace: bytes
     ) -> int:
-        """K and V of tokens[start:] come into the blocks, as far as they are held and the blocks reach; returns up to
-        which token they are there.
+        """Load K and V of tokens[start:] into the blocks, as far as they are held and the blocks reach.
+
+        Returns the number of leading tokens whose K and V are there now.
         """
 
     def store_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, namespace: bytes
     ) -> int:
-        """Keeps K and V of the tokens: how many it holds now."""
+        """Keep K and V of the tokens; return how many it holds now."""
 
 
 @dataclass(slots=True)
-class StoreLinkStats:
+class StoreConnectorStats:
     """Counters since the engine was made.
 
-    num_lookups, num_lookup_tokens, num_found_tokens: prompts asked for, their tokens, and what the store had of them
-        beyond what was cached. num_loaded_tokens: that came into blocks. num_refused_tokens: found and left, because
-        computing was expected to be faster. num_late: loads that their requests did not wait for. num_errors:
-        exceptions out of the store, and answers that are no counts. num_stored_tokens: that it held after storing.
-        num_skipped: prompts that were not stored because too many were on their way.
-    load_seconds, store_seconds: of the threads.
+    Attributes:
+        num_lookups: Prompts that the store was asked for.
+        num_lookup_tokens: Their tokens.
+        num_found_tokens: Tokens that the store had beyond those that were cached.
+        num_loads: Loads that have reached the prefix tree.
+        num_loaded_tokens: Their tokens.
+        num_refused_tokens: Tokens found and left there: computing was expected to be faster.
+        num_late: Loads that their requests did not wait for.
+        num_errors: Exceptions of the store, and answers that are no counts.
+        num_stores: Prompts that were handed to the store.
+        num_stored_tokens: Tokens that it held afterwards.
+        num_skipped: Prompts that were not stored because too many were on their way.
+        load_seconds: Time that the threads spent on loads.
+        store_seconds: The same for storing.
     """
 
     num_lookups: int = 0
@@ -86,7 +97,7 @@ class StoreLinkStats:
 
 
 class _Load:
-    """One prompt on its way out of the store; itself its id in the block manager while it has blocks."""
+    """A prompt on its way out of the store. It is its own seq_id in the block manager while it has blocks."""
 
     def __init__(self, request: Request, deadline: float) -> None:
         self.request = request
@@ -104,13 +115,13 @@ class _Save:
     future: "Future[int]"
 
 
-class StoreLink:
+class StoreConnector:
     """Loads and stores for one engine. All methods are for the engine's thread.
 
-    move: carries out the manager's moves; called before blocks that were evicted for a load are written.
+    transfers: the manager's moves; they come before a load writes to blocks that were evicted for it.
     rule: whether loading is worth it; None for always.
     deadline: seconds that a request waits for the store. max_loads, max_saves: under way at once.
-    save_generated: keep what was generated, too, once a request has finished.
+    save_generated: store the generated tokens, too, once a request has finished.
     """
 
     def __init__(
@@ -118,7 +129,7 @@ class StoreLink:
         store: BlockStore,
         cache: CacheEngine,
         manager: BlockManager,
-        move: Callable[[], None],
+        transfers: BlockTransfers,
         rule: LoadOrCompute | None,
         *,
         deadline: float = 5.0,
@@ -127,10 +138,10 @@ class StoreLink:
         save_generated: bool = False,
     ) -> None:
         self.store = store
-        self.stats = StoreLinkStats()
+        self.stats = StoreConnectorStats()
         self.save_generated = save_generated
         self.rule = rule
-        self._cache, self._manager, self._move = cache, manager, move
+        self._cache, self._manager, self._transfers = cache, manager, transfers
         self._deadline, self._max_loads, self._max_saves = deadline, max_loads, max_saves
         self._loads: dict[Request, _Load] = {}
         self._late: list[_Load] = []
@@ -140,7 +151,7 @@ class StoreLink:
         self._savers = started_pool(1, "kvpage-save")
 
     def ask(self, waiting: Iterable[Request]) -> None:
-        """Goes on with what is under way, and asks the store for the first of the waiting requests."""
+        """Go on with everything under way, and ask the store for the first of the waiting requests."""
         self._poll()
         for request in waiting:
             if len(self._loads) + len(self._late) >= self._max_loads:
@@ -150,18 +161,18 @@ class StoreLink:
                 self._start(request)
 
     def holds(self, request: Request) -> bool:
-        """Whether the request had better wait for what is coming."""
+        """Whether K and V for the request are on their way."""
         return request in self._loads
 
     def wait(self) -> None:
-        """Until something is done that a request waits for, or is late."""
+        """Wait until something is done that a request waits for, or is late."""
         futures = [load.future for load in self._loads.values() if load.future]
         if futures:
             first = min(load.deadline for load in self._loads.values())
             wait(futures, timeout=max(first - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")
 
     def reclaim(self) -> bool:
-        """Waits for a load that has blocks, so that these can be evicted; False if there is none."""
+        """Wait for a load or a save that holds blocks, so that these can be evicted; False if there is none."""
         for load in [*self._loads.values(), *self._late]:
             if load.has_blocks and load.future:
                 with interruptible():
@@ -175,51 +186,51 @@ class StoreLink:
             return True
         return False
 
-    def save(self, request: Request, num_tokens: int) -> None:
-        """Stores the request's first tokens, as far as they are cached in whole blocks, and nobody's copy; called when
-        they are."""
-        tokens = request.tokens[:num_tokens][: request.copy_at].copy()
+    def save(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
         if len(self._saves) >= self._max_saves:
             self.stats.num_skipped += 1
             return
-        match = self._manager.tree.match(tokens, request.namespace, num_left_over=0)
+        match = self._manager.tree.match(tokens, namespace, num_left_over=0)
         if match.num_device_blocks < match.num_blocks:
             self._manager.tree.trim(match)
         if match.num_blocks == 0:
             self._manager.tree.release(match)
             return
-        kept, block_ids, namespace = tokens[: match.num_tokens], match.block_ids.copy(), request.namespace
-        stream = self._stream()
-
-        def store() -> int:
-            begin = time.perf_counter()
-            with stream():
-                num_stored = self.store.store_blocks(kept, self._cache, block_ids, namespace=namespace)
-            self.stats.store_seconds += time.perf_counter() - begin
-            return num_stored
-
         try:
-            self._saves.append(_Save(match, self._savers.submit(store)))
+            self._saves.append(_Save(match, self._start_save(tokens[: match.num_tokens].copy(), match, namespace)))
         except BaseException:
             self._manager.tree.release(match)
             raise
 
+    def _start_save(self, tokens: TokenIds, match: Match, namespace: bytes) -> "Future[int]":
+        block_ids, stream = match.block_ids.copy(), self._stream()
+
+        def store() -> int:
+            begin = time.perf_counter()
+            with stream():
+                num_stored = self.store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
+            self.stats.store_seconds += time.perf_counter() - begin
+            return num_stored
+
+        return self._savers.submit(store)
+
     def forget(self, request: Request) -> None:
-        """The request has ended; what is under way for it goes on for others."""
+        """Forget a request that has ended; a load that is under way for it goes on for others."""
         self._asked.discard(request)
         load = self._loads.pop(request, None)
         if load:
             self._late.append(load)
 
     def drain(self) -> None:
-        """Until everything that is under way is done."""
+        """Wait until everything that is under way is done."""
         while self._loads or self._late or self._saves:
             futures = [load.future for load in (*self._loads.values(), *self._late) if load.future]
             wait([*futures, *(save.future for save in self._saves)], return_when="FIRST_COMPLETED")
             self._poll()
 
     def close(self) -> None:
-        """Drains, and ends the threads. The store stays open: it is its owner's."""
+        """Drain, and end the threads. The store stays open: it is its owner's."""
         self.drain()
         self._loaders.shutdown()
         self._savers.shutdown()
@@ -257,7 +268,7 @@ class StoreLink:
             self.stats.num_stored_tokens += self._result(save.future)
 
     def _take(self, load: _Load) -> None:
-        """The lookup, or the load, is done."""
+        """Take the result of a lookup, or of a load."""
         assert load.future is not None
         result = self._result(load.future)
         load.future = None
@@ -278,7 +289,7 @@ class StoreLink:
             self._late.remove(load)
 
     def _begin(self, load: _Load, num_found: int) -> bool:
-        """Blocks for what was found, and the load into them; False if it is not worth it, or blocks lack."""
+        """Begin a load into blocks of its own; False if it is not worth it, or blocks are short."""
         size = self._manager.block_size
         num_tokens = min(num_found, len(load.tokens) - 1) // size * size
         num_missing = num_tokens - (len(load.tokens) - 1 - self._num_missing(load))
@@ -301,7 +312,7 @@ class StoreLink:
         return True
 
     def _into_blocks(self, load: _Load, num_tokens: int, given: Allocation) -> "Future[int]":
-        self._move()
+        self._transfers.run()
         size = self._manager.block_size
         start, block_ids, stream = given.num_cached_tokens // size * size, given.block_ids, self._stream()
 
@@ -319,7 +330,7 @@ class StoreLink:
         return self._loaders.submit(load_blocks)
 
     def _finish(self, load: _Load, num_loaded: int) -> None:
-        """What has come can be found; the rest of the blocks is free again."""
+        """Commit the tokens that have come, and free the other blocks."""
         end = num_loaded // self._manager.block_size * self._manager.block_size
         try:
             if end > load.num_cached:
@@ -330,7 +341,7 @@ class StoreLink:
             self._manager.release(load)
 
     def _result(self, future: "Future[int]") -> int:
-        """What a call of the store has returned; 0 for an exception, and for what is no count."""
+        """Return the count that the store has returned; 0 for an exception, and for an answer that is no count."""
         count = None if future.exception() else future.result()
         if isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 0:
             return int(count)
@@ -338,7 +349,7 @@ class StoreLink:
         return 0
 
     def _stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What a thread runs in: on a GPU a stream of its own, behind what this thread has started until now."""
+        """Return a context for a thread: on a GPU a stream of its own, after all that this thread has started."""
         device = self._cache.device
         if device.type != "cuda":
             return nullcontext
@@ -348,7 +359,7 @@ class StoreLink:
 
 
 class _SideStream:
-    """A stream that begins behind an event, and whose work is done on leaving."""
+    """A stream that begins after an event, and whose work is done on leaving."""
 
     def __init__(self, device: torch.device, ready: torch.cuda.Event) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -1,0 +1,75 @@
+"""Constants of the attention kernel, in one structure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage.kernels.arguments import BAD_BLOCK
+from kvpage.kernels.constants import Constants
+
+SEARCH = 128  # sequences at a time
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConstants(Constants):
+    """One kernel is compiled for each that differs.
+
+    GROUP: query heads of a KV head.
+    KEY_RUN, VALUE_RUN: elements of a row that are side by side in the cache.
+    QUERY_ALIGN, KEY_ALIGN, VALUE_ALIGN: elements that divide each stride.
+    STORED, COMPUTE: the cache's type, see kvpage.kernels.attention_rows; the type of the products' operands.
+    PRECISION: of products in fp32.
+    NORMALIZE: each query by a power of two, where COMPUTE's range is less than the queries'.
+    TOKEN_SCALES: scales are of a token's head, not of a head.
+    SCALE_VALUES: V is multiplied by them, not the weights: in fp16.
+    SHARED: V is the first VALUE_SIZE elements of each key, all within its tile.
+    WINDOW, SOFTCAP: whether there is one.
+    TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
+    TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
+    MIN_SPLIT_TILES: tiles of keys that a split has at least.
+    SEARCH: sequences that are searched at a time.
+    BIT: of the error word, for a block id out of range.
+    """
+
+    GROUP: int
+    KEY_SIZE: int
+    VALUE_SIZE: int
+    BLOCK_SIZE: int
+    KEY_RUN: int
+    VALUE_RUN: int
+    QUERY_ALIGN: int
+    KEY_ALIGN: int
+    VALUE_ALIGN: int
+    STORED: str
+    COMPUTE: Any
+    PRECISION: str
+    NORMALIZE: bool
+    TOKEN_SCALES: bool
+    SCALE_VALUES: bool
+    SHARED: bool
+    WINDOW: bool
+    SOFTCAP: bool
+    TILE_ROWS: int
+    TILE_TOKENS: int
+    HEADS: int
+    TILE_KEYS: int
+    KEY_TILE: int
+    KEY_TAIL: int
+    VALUE_TILE: int
+    MIN_SPLIT_TILES: int
+    SEARCH: int = SEARCH
+    BIT: int = BAD_BLOCK
+
+    @property
+    def SCALE_WEIGHTS(self) -> bool:
+        """Whether the weights are multiplied by V's scales."""
+        return self.TOKEN_SCALES and not self.SCALE_VALUES
+
+    @property
+    def HAS_EDGES(self) -> bool:
+        """Whether a tile of keys may be seen by some rows only. A tile of one token reads the keys that it sees."""
+        return self.TILE_TOKENS > 1
+
+    @property
+    def NUM_PHASES(self) -> int:
+        """Full tiles of keys, then edges."""
+        return 2 if self.HAS_EDGES else 1

@@ -1,0 +1,101 @@
+"""Swaps of whole sequences: off the device and back.
+
+swap_out   own blocks with committed tokens ─► host blocks of the sequence's own; cached blocks are left to the tree
+swap_in    the tree's blocks, as far as it still has them, then the own ones, from the host where nothing is missing
+"""
+
+import numpy as np
+
+from kvpage._C import Match
+from kvpage.blocks.sequences import Sequences
+from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.states import SeqId, SequenceState, SwappedState
+from kvpage.blocks.table import Ids
+
+
+def swap_out(space: BlockSpace, sequences: Sequences, seq_id: SeqId) -> None:
+    """Free the device blocks of a sequence. Raise OutOfBlocks, and change nothing, if the host lacks room."""
+    seq = sequences[seq_id]
+    own = sequences.own_ids(seq)
+    written = own[: sequences.blocks_for(seq.num_written) - seq.match.num_blocks - seq.num_left].copy()
+    host_ids = space.take_host(len(written))
+    space.add_move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
+    sequences.swapped[seq_id] = SwappedState(
+        seq.match.num_blocks,
+        host_ids,
+        seq.num_written,
+        seq.pending,
+        seq.namespace,
+        seq.priority,
+        seq.num_left,
+        seq.is_private,
+    )
+    space.pool.release(own)
+    space.tree.release(seq.match)
+    sequences.remove(seq_id)
+
+
+def swap_in(
+    space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, num_left_over: int, is_caching: bool
+) -> int:
+    """Give device blocks to a sequence that is swapped out.
+
+    Args:
+        space: The blocks.
+        sequences: The sequences.
+        seq_id: A sequence that is swapped out.
+        tokens: All tokens of the sequence.
+        num_left_over: How many tokens at the end not to look up in the tree.
+        is_caching: Whether sequences find each other's blocks.
+
+    Returns:
+        The number of leading tokens whose K and V are in the blocks once the moves are done.
+
+    Raises:
+        OutOfBlocks: The device lacks room. Nothing is changed.
+    """
+    swapped = sequences.swapped[seq_id]
+    match = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
+    try:
+        taken = space.give(match, max(sequences.blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
+    except BaseException:
+        space.tree.release(match)
+        raise
+    num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
+    space.release_host(swapped.host_ids)
+    row = sequences.tables.add_row(match.block_ids)
+    sequences.tables.extend(row, np.zeros(swapped.num_left, np.int32))
+    sequences.tables.extend(row, taken)
+    del sequences.swapped[seq_id]
+    sequences.on_device[seq_id] = SequenceState(
+        row,
+        match,
+        len(tokens),
+        num_written,
+        pending,
+        False,
+        swapped.namespace,
+        swapped.priority,
+        swapped.num_left,
+        swapped.is_private,
+    )
+    return num_written
+
+
+def _bring_back(
+    space: BlockSpace, swapped: SwappedState, match: Match, taken: Ids, tokens: Ids, is_caching: bool
+) -> tuple[int, Ids]:
+    """Move host blocks into the first of `taken`, unless cached blocks before them are gone.
+
+    Return the number of written tokens, and those of them that are not in the tree.
+    """
+    num_blocks = match.num_blocks
+    num_written, pending = match.num_tokens, tokens[:0]
+    if num_blocks >= swapped.first_block:
+        kept = swapped.host_ids[num_blocks - swapped.first_block :]
+        space.add_move("swap_in", zip(kept.tolist(), taken.tolist(), strict=False))
+        if match.num_tokens < swapped.num_written:
+            num_written = swapped.num_written
+            is_shared = is_caching and not swapped.is_private
+            pending = tokens[match.num_tokens : num_written].copy() if is_shared else pending
+    return num_written, pending

@@ -1,0 +1,136 @@
+"""EngineConfig: the settings of an engine.
+
+EngineConfig(CacheConfig(block_size=16, num_gpu_blocks=256), max_num_seqs=8) ─► Engine.from_model(model, config)
+"""
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvpage.blend.config import BlendConfig
+from kvpage.blocks.space import HostPolicy
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_list, check_flag
+from kvpage.layout.config import CacheConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.observe.events.config import EventConfig
+from kvpage.serving.params.defaults import GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The settings of an engine. It checks itself; what depends on the model is checked by `Engine.from_model`.
+
+    Attributes:
+        cache_config: The cache of both tiers. The host tier, of `num_cpu_blocks`, takes evicted and preempted blocks.
+            With the backend "mla" blocks keep the latents of models that have them (DeepSeek's and others with MLA), in
+            a fraction of the bytes. With any other they keep the K and V of heads.
+        max_num_seqs: Sequences that run at once.
+        max_num_batched_tokens: Tokens that one step computes at most. Longer prompts are computed in portions.
+        max_model_len: Tokens of a request at most, generated ones included. None means all that the model allows.
+        enable_prefix_caching: Requests find what others have computed. See BlockManager.
+        share_parts: Requests also find parts of blocks. See BlockManager.
+        host_policy: When cached blocks are copied to the host. See BlockManager.
+        load_or_compute: Leave blocks on the host that are faster to compute than to load, by the measured speeds.
+        pin_quota: Blocks that may be pinned. See BlockManager.
+        kv_scales: For a cache of 8-bit floats: one of each layer, or "calibrate" to compute them from what the model
+            makes of `calibration_tokens`. None means 1. They are fixed before the first request.
+        calibration_tokens: Token ids of one sequence, for "calibrate". None means a few of the model's vocabulary.
+        events: Publish what the cache holds, for routers. It needs the extra `events`, and `close` of the engine.
+        residency_sample_rate: The part of the cached blocks, 0 to 1, whose lifetimes `stats` reports.
+        store_deadline: Seconds that a request waits for a store at most, while others compute.
+        save_generated: Store generated tokens, too. None means as the store's `save_decode_cache` says.
+        blend: Requests that ask for it reuse the segments of their prompts at any position (CacheBlend). None means
+            that no request may ask.
+        generation_config: Parameters of requests that are None are taken from the model's generation config. "model"
+            refuses a config that asks for features that are not served. "served" leaves these out. "ignore" takes the
+            end-of-sequence tokens only.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: A value is out of its range, or two contradict each other.
+    """
+
+    cache_config: CacheConfig
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    share_parts: bool = True
+    host_policy: HostPolicy | None = None
+    load_or_compute: bool = True
+    pin_quota: int = 0
+    kv_scales: Sequence[KVScales] | Literal["calibrate"] | None = None
+    calibration_tokens: Tokens | None = None
+    events: EventConfig | None = None
+    residency_sample_rate: float = 0.0
+    store_deadline: float = 5.0
+    save_generated: bool | None = None
+    blend: BlendConfig | None = None
+    generation_config: GenerationDefaults = "model"
+
+    def __post_init__(self) -> None:
+        _check_type("cache_config", self.cache_config, CacheConfig)
+        for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
+            if getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), kind)
+        for name in ("enable_prefix_caching", "share_parts", "load_or_compute"):
+            check_flag(name, getattr(self, name))
+        if self.save_generated is not None:
+            check_flag("save_generated", self.save_generated)
+        self._check_numbers()
+        self._check_scales()
+        if self.cache_config.num_gpu_blocks == 0:
+            raise ValueError(
+                "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
+            )
+        if self.blend is not None and not self.enable_prefix_caching:
+            raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
+        if self.generation_config not in get_args(GenerationDefaults):
+            raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
+
+    def _check_numbers(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if not _is_integer(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
+            raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
+        if not _is_integer(self.pin_quota) or self.pin_quota < 0:
+            raise ValueError(f"pin_quota must be an integer of at least 0, got {self.pin_quota!r}")
+        for name in ("residency_sample_rate", "store_deadline"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):
+                raise TypeError(f"{name} must be a number, got {type(getattr(self, name)).__name__}")
+        if not 0 <= self.residency_sample_rate <= 1:
+            raise ValueError(f"residency_sample_rate must be in [0, 1], got {self.residency_sample_rate!r}")
+        if not self.store_deadline >= 0:
+            raise ValueError(f"store_deadline must not be negative, got {self.store_deadline!r}")
+
+    def _check_scales(self) -> None:
+        """Check the scales and their tokens, and keep both as tuples, which nothing can change."""
+        if self.calibration_tokens is not None:
+            if not isinstance(self.kv_scales, str):
+                raise ValueError("calibration_tokens must be None unless kv_scales is 'calibrate'")
+            tokens = as_tokens(self.calibration_tokens, "calibration_tokens").tolist()
+            object.__setattr__(self, "calibration_tokens", tuple(tokens))
+        if self.kv_scales is None or self.kv_scales == "calibrate":
+            return
+        if isinstance(self.kv_scales, str):
+            raise ValueError(f"kv_scales must be KVScales, one a layer, 'calibrate' or None, got {self.kv_scales!r}")
+        scales = tuple(as_list("kv_scales", self.kv_scales))
+        for one in scales:
+            _check_type("kv_scales", one, KVScales)
+        object.__setattr__(self, "kv_scales", scales)
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {_article(kind)} {kind.__name__}, got {type(value).__name__}")
+
+
+def _article(kind: type) -> str:
+    return "an" if kind.__name__[0] in "AEIO" else "a"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,211 @@
+"""EngineCore: the parts of an engine put together: its loop, its blocks, and all that is beside requests and tokens.
+
+EngineCore ─► Intake: prompts are checked, and become requests
+   └────────► ServingLoop ─► BatchRunner ─► the model, over the blocks of CacheEngine
+                  ├────────► Scheduler ───► BlockManager: which request has which block
+                  └────────► Connectors ──► a store, kept segments
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.blend.segments import SegmentCache
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
+from kvpage.checks.tokens import Tokens
+from kvpage.observe.telemetry import Telemetry
+from kvpage.serving.blending.blender import Blender
+from kvpage.serving.blending.connector import BlendConnector
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.batch_runner import BatchRunner
+from kvpage.serving.loop.block_transfers import BlockTransfers
+from kvpage.serving.loop.connectors import Connectors
+from kvpage.serving.loop.intake import Intake
+from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.loop.serving_loop import ServingLoop
+from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import Piece
+from kvpage.serving.params.defaults import ParamDefaults
+from kvpage.serving.stats import EngineStats
+
+
+class EngineCore:
+    """The parts of an engine, and the calls that concern the engine as a whole. See Engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        manager: BlockManager,
+        telemetry: Telemetry,
+        *,
+        defaults: ParamDefaults,
+        max_model_len: int,
+        window: int | None,
+        rule: LoadOrCompute | None,
+    ) -> None:
+        """Put the parts together; see EngineParts."""
+        self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
+        self.cache, self.manager, self.telemetry = cache, manager, telemetry
+        self._runner, self._connectors = runner, Connectors()
+        self._transfers = BlockTransfers(self.cache, self.manager, rule)
+        self.scheduler = Scheduler(
+            self.manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            window,
+            is_held=self._connectors.holds,
+            reclaimers=[self._connectors.reclaim],
+        )
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers)
+        self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
+        self._intake = Intake(runner.model, self.manager, defaults, max_model_len)
+        self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
+
+    def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
+        """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.
+
+        Both happen in the background, while other requests compute. Close the engine before the store.
+
+        Args:
+            store: A `kvpage.store.KVStore` or another BlockStore. It stays its owner's to close.
+            rule: Whether loading is worth it. None means always.
+
+        Raises:
+            ValueError: The engine has no prefix caching, or has a store already.
+        """
+        if not self.manager.enable_prefix_caching:
+            raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
+        if self._connectors.store:
+            raise ValueError("store must be given once, the engine has one")
+        save_generated = self.config.save_generated
+        if save_generated is None:
+            save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
+        self._connectors.connect_store(
+            StoreConnector(
+                store,
+                self.cache,
+                self.manager,
+                self._transfers,
+                rule,
+                deadline=self.config.store_deadline,
+                save_generated=save_generated,
+            )
+        )
+
+    def use_segments(self, blender: Blender, segments: SegmentCache) -> None:
+        """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it."""
+        dtype = self._runner.model.dtype
+        self._connectors.connect_blend(BlendConnector(blender, segments, self.cache, self.manager, dtype))
+
+    def close(self) -> None:
+        """Wait for all that is on its way to a store and to kept segments, and publish the last events.
+
+        The engine goes on without them. Without a store, blending and events there is nothing to close.
+        """
+        self._connectors.drain()
+        self._close()
+
+    @uninterrupted
+    def _close(self) -> None:
+        self._loop.disconnect()
+        self.telemetry.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all K and V. Call it after a change of the model's weights, before the next step.
+
+        No request, new or under way, finds anything that was computed before. Forgotten is all that is cached in both
+        tiers, in all namespaces, pinned or not, and the segments for blending in host memory. Unfinished requests keep
+        their tokens, and compute the K and V of all of them again. The call waits for transfers of a store.
+
+        A store is left as it is, with the segments in it, and is asked as before: its keys name the model. For other
+        weights make a store whose metadata name another model, or another revision of it, and give it to another
+        engine. A `segments` object of the caller's is emptied if it has a method `clear`. KVScales stay.
+
+        Raises:
+            RuntimeError: A step is under way, or there are live Branches; nothing is forgotten. Close these, and
+                `clear` each PagedTokenTrie.
+        """
+        self._loop.check_between_steps("reset_prefix_cache")
+        self._connectors.drain()
+        with HeldInterrupts():
+            num_branches = self.manager.stats().num_sequences - len(self.scheduler.running)
+            if num_branches:
+                raise RuntimeError(f"reset_prefix_cache needs all Branches to be closed, {num_branches} are live")
+            self._loop.restart()
+            self._connectors.forget_kept()
+            self.manager.reset_prefix_cache()
+            self.telemetry.tell()
+
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return counters and the state now.
+
+        Another thread may call it while the engine works; its numbers then are not all of one moment.
+        """
+        loop, scheduler, connectors = self._loop, self.scheduler, self._connectors
+        return EngineStats(
+            num_steps=self._batch_runner.num_passes,
+            num_computed_tokens=self._batch_runner.num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=loop.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
+            num_finished=loop.num_finished,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_used_blocks=self.manager.num_blocks - self.manager.num_free_blocks,
+            num_blocks=self.manager.num_blocks,
+            blocks=self.manager.stats(),
+            transfers=self._transfers.stats(),
+            residency=self.telemetry.residency(),
+            num_lost_events=self.telemetry.num_lost_events,
+            store=replace(connectors.store.stats) if connectors.store else None,
+            blend=replace(connectors.blend.stats) if connectors.blend else None,
+        )
+
+    # --- for Branches, and whatever else steers sequences of its own -------------------------------------------------
+
+    def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
+        """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
+        return self._intake.check_tokens(tokens)
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """ValueError if the model does not take so many tokens."""
+        self._intake.check_length(num_prompt_tokens, max_tokens)
+
+    def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Compute pieces of sequences that belong to no request, in one forward pass.
+
+        The manager has given room for them, and the caller commits them.
+
+        Returns:
+            The logits of the wanted tokens: [their number, vocab_size].
+        """
+        return self._loop.compute(pieces)
+
+    @uninterrupted
+    def make_room(self) -> bool:
+        """Preempt the youngest request that runs; False if none does."""
+        if not self.scheduler.running:
+            return False
+        self.scheduler.preempt_youngest()
+        return True
+
+    def add_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
+        """Ask it for blocks where running requests cannot give any. It returns False if it cannot, either."""
+        self.scheduler.add_reclaimer(reclaimer)
+
+    def remove_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
+        """Ask it no more. Removing one that is not there does nothing."""
+        self.scheduler.remove_reclaimer(reclaimer)

@@ -1,0 +1,132 @@
+"""Connectors: from the serving loop to a store of chunks, to segments that are kept for blending, to both or to none.
+
+a request waits ─► ask ─► it is held while something is on its way ─► it is scheduled, or forgotten
+its prefill is done ─► keep, while its blocks are as they were computed ─► save, when they can be found
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.serving.blending.blend_pass import BlendCounts
+from kvpage.serving.blending.blender import Blender
+from kvpage.serving.blending.connector import BlendConnector
+from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.store_connector import StoreConnector
+
+
+class Connectors:
+    """Both may be None. All methods are for the engine's thread."""
+
+    def __init__(self) -> None:
+        self.store: StoreConnector | None = None
+        self.blend: BlendConnector | None = None
+
+    @property
+    def blender(self) -> Blender | None:
+        """The object that blends pieces; None without blending."""
+        return None if self.blend is None else self.blend.blender
+
+    def connect_store(self, store: StoreConnector) -> None:
+        """Ask a store from now on."""
+        self.store = store
+
+    def connect_blend(self, blend: BlendConnector) -> None:
+        """Look up and keep segments from now on."""
+        self.blend = blend
+
+    # --- waiting requests --------------------------------------------------------------------------------------------
+
+    def ask(self, waiting: Iterable[Request]) -> None:
+        """Go on with everything under way, and ask for all that the waiting requests can use."""
+        waiting = list(waiting)
+        if self.store:
+            self.store.ask(waiting)
+        if self.blend:
+            self.blend.ask([request.blending for request in waiting if request.blending is not None])
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request does better to wait."""
+        if self.store and self.store.holds(request):
+            return True
+        return bool(self.blend and request.blending is not None and self.blend.holds(request.blending))
+
+    def wait(self) -> None:
+        """Wait until something has come, or is late."""
+        if self.blend and self.blend.is_busy:
+            self.blend.wait()
+        elif self.store:
+            self.store.wait()
+
+    def reclaim(self) -> bool:
+        """Wait for blocks of the store's transfers, so that they can be evicted; False if there are none."""
+        return self.store is not None and self.store.reclaim()
+
+    # --- computed requests -------------------------------------------------------------------------------------------
+
+    def note_blended(self, requests: Sequence[Request], counts: Sequence[BlendCounts]) -> None:
+        """Note that the prefills of some of these requests reused segments. counts: of each request."""
+        for request, each in zip(requests, counts, strict=True):
+            if self.blend and request.blending is not None and request.reuse:
+                self.blend.note_blended(request.blending, each)
+
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Keep the segments of prefills that are written, and not committed yet."""
+        for request in _prefilled(requests):
+            if self.blend and request.blending is not None:
+                self.blend.keep(request.blending)
+
+    def save(self, requests: Iterable[Request]) -> None:
+        """Store prefills that are committed."""
+        for request in _prefilled(requests):
+            if self.store:
+                self.store.save(_first_tokens(request, request.num_tokens), request.namespace)
+
+    def save_generated(self, request: Request) -> None:
+        """Store the tokens of a request that has finished, and still has its blocks."""
+        if self.store and self.store.save_generated:
+            self.store.save(_first_tokens(request, request.num_computed), request.namespace)
+
+    def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Note how long computing takes: loading is compared with it."""
+        if self.store and self.store.rule:
+            self.store.rule.saw_prefill(num_tokens, seconds)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        if self.store:
+            self.store.forget(request)
+        if self.blend and request.blending is not None:
+            self.blend.forget(request.blending)
+
+    def forget_kept(self) -> None:
+        """Forget the segments that are kept, if their cache can do that."""
+        if self.blend:
+            self.blend.forget_kept()
+
+    def drain(self) -> None:
+        """Wait for all that is on its way. Whatever interrupts it, it may be called again."""
+        for connector in self._all():
+            connector.drain()
+
+    def close(self) -> None:
+        """Wait for all that is on its way, and let go of both."""
+        for connector in self._all():
+            connector.close()
+        self.store = self.blend = None
+
+    def _all(self) -> Sequence[StoreConnector | BlendConnector]:
+        return [connector for connector in (self.store, self.blend) if connector]
+
+
+def _prefilled(requests: Iterable[Request]) -> list[Request]:
+    return [request for request in requests if request.num_generated == 0]
+
+
+def _first_tokens(request: Request, num_tokens: int) -> npt.NDArray[np.int32]:
+    """Return so many tokens of the request, without the repetition of a segment that is being warmed."""
+    copy_at = None if request.blending is None else request.blending.copy_at
+    return request.tokens[:num_tokens][:copy_at]

@@ -1,0 +1,145 @@
+"""Intake: prompts as callers give them, checked and made into requests.
+
+tokens, params, segments ─► Prompt ─► check_tokens, check_length, the model's defaults ─► Request
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from kvpage.blend.config import BlendConfig
+from kvpage.blend.spans import Span, spans_of_lengths
+from kvpage.blocks.manager import BlockManager
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import as_integer, as_list, check_flag, check_namespace
+from kvpage.serving.blending.blended_prompt import BlendedPrompt
+from kvpage.serving.loop.outputs import StepOutput
+from kvpage.serving.loop.request import Request
+from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
+from kvpage.serving.params.defaults import ParamDefaults
+from kvpage.serving.params.field_checks import is_int
+from kvpage.serving.params.sampling import SamplingParams, check_params
+
+
+class Prompt(NamedTuple):
+    """The arguments of a request.
+
+    tokens to segments: see Engine.add_request. sink: where its outputs go; None for those that `step` returns.
+    copy_at: where its one segment is repeated, see Engine.warm_segments. is_warming: that call has made it.
+    """
+
+    tokens: Tokens
+    params: SamplingParams | None
+    request_id: str | None = None
+    namespace: bytes = b""
+    blend: bool = False
+    segments: Sequence[int] | None = None
+    sink: deque[StepOutput] | None = None
+    copy_at: int | None = None
+    is_warming: bool = False
+
+
+class Intake:
+    """Checks prompts for one model, whose K and V go to the blocks of `manager`.
+
+    defaults: for parameters that are left at None. max_model_len: tokens of a request, generated ones included.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, manager: BlockManager, defaults: ParamDefaults, max_model_len: int
+    ) -> None:
+        self.defaults, self.max_model_len = defaults, max_model_len
+        self.vocab_size = vocab_size(model)
+        self.eos_token_ids = eos_token_ids(model)
+        self._model = model
+        self._num_slots = manager.num_blocks * manager.block_size
+
+    def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
+        """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
+        array = as_tokens(tokens)
+        if len(array) == 0:
+            raise ValueError("tokens must hold at least one token, got none")
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            raise ValueError(
+                f"tokens must be ids in [0, {self.vocab_size}), got {int(array.min())} to {int(array.max())}"
+            )
+        return array
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """ValueError if the model does not take so many tokens."""
+        num_prompt_tokens = as_integer("num_prompt_tokens", num_prompt_tokens)
+        max_tokens = as_integer("max_tokens", max_tokens)
+        if num_prompt_tokens + max_tokens > self.max_model_len:
+            why = rope_limit(self._model, num_prompt_tokens + max_tokens)
+            raise ValueError(
+                f"prompt and max_tokens must fit into max_model_len={self.max_model_len}, "
+                f"got {num_prompt_tokens} + {max_tokens}{why}"
+            )
+
+    def request(self, prompt: Prompt, default_id: str, arrival: int, blend_config: BlendConfig | None) -> Request:
+        """Make a request, once all of the prompt is checked.
+
+        default_id: for a prompt without one. arrival: how many requests came before. blend_config: how the engine
+        blends; None if it does not.
+        """
+        if prompt.params is not None:
+            check_params(prompt.params)
+        if not isinstance(prompt.request_id, str | None):
+            raise TypeError(f"request_id must be a str, got {type(prompt.request_id).__name__}")
+        check_namespace(prompt.namespace)
+        check_flag("blend", prompt.blend)
+        tokens = self.check_tokens(prompt.tokens)
+        params = self._params(prompt.params, len(tokens))
+        request_id = default_id if prompt.request_id is None else prompt.request_id
+        blending = _blending(prompt, request_id, tokens, blend_config)
+        return Request(request_id, tokens, params, arrival, self.eos_token_ids, prompt.namespace, prompt.sink, blending)
+
+    def warming(self, tokens: Tokens, namespace: bytes, config: BlendConfig) -> Prompt:
+        """Return a prompt that computes and keeps a segment; see Engine.warm_segments."""
+        array, one = self.check_tokens(tokens), SamplingParams(max_tokens=1)
+        lengths, num_twice = [len(array)], 2 * len(array)
+        takes_two = num_twice < self.max_model_len and num_twice <= self._num_slots
+        if not config.uses_sensitivity or not takes_two:
+            return Prompt(array, one, namespace=namespace, segments=lengths, is_warming=True)
+        twice = np.concatenate([array, array])
+        return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array), is_warming=True)
+
+    def _params(self, given: SamplingParams | None, num_prompt_tokens: int) -> SamplingParams:
+        """Return parameters with nothing left at its default, which the model and the blocks take."""
+        longest = min(self.max_model_len, self._num_slots + 1)  # the last token is never fed back
+        params = self.defaults.sampling(given, num_prompt_tokens, longest)
+        self.check_length(num_prompt_tokens, params.max_tokens or 0)
+        params.check_vocabulary(self.vocab_size)
+        return params
+
+
+def as_prompts(prompts: Sequence[Tokens]) -> list[Tokens]:
+    """Return the prompts of a call as a list. TypeError for one text, and for the token ids of one prompt."""
+    if isinstance(prompts, str | bytes):
+        raise TypeError("prompts must be several, each of token ids, got one text: give [tokenizer(text)['input_ids']]")
+    each = as_list("prompts", prompts)
+    if each and is_int(each[0]):
+        raise TypeError("prompts must be several, each of token ids, got the ids of one: put them into a list")
+    return each
+
+
+def _blending(
+    prompt: Prompt, request_id: str, tokens: npt.NDArray[np.int32], config: BlendConfig | None
+) -> BlendedPrompt | None:
+    """Return blending's part of the request; None for a prompt without segments."""
+    spans = _spans(prompt, tokens, config)
+    if not spans:
+        return None
+    return BlendedPrompt(request_id, tokens, prompt.namespace, spans, prompt.blend, prompt.copy_at, prompt.is_warming)
+
+
+def _spans(prompt: Prompt, tokens: npt.NDArray[np.int32], config: BlendConfig | None) -> list[Span]:
+    if not prompt.blend and prompt.segments is None:
+        return []
+    if config is None:
+        raise ValueError("blend and segments need an engine with a BlendConfig")
+    return config.spans(tokens) if prompt.segments is None else spans_of_lengths(prompt.segments, len(tokens))
