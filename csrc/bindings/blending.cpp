@@ -1,4 +1,4 @@
-// Rows of tokens: turned, mixed, compared.
+// Rows of tokens: rotated, mixed, compared.
 #include "bindings/bindings.h"
 
 #include "bindings/addresses.h"
@@ -20,7 +20,7 @@ void bind_blending(py::module_& m) {
   m.def(
       "mix_rows",
       [](const Place& from, const Place& to, const Place& fresh, const std::array<int64_t, 2>& fresh_rows, int type,
-         const std::array<int64_t, 3>& shape, const std::array<int64_t, 3>& turn, int64_t cos, int64_t sin,
+         const std::array<int64_t, 3>& shape, const std::array<int64_t, 3>& rotated, int64_t cos, int64_t sin,
          int max_threads, const std::string& kernel) {
         mix_rows({row_place(from),
                   row_place(to),
@@ -31,7 +31,7 @@ void bind_blending(py::module_& m) {
                   shape[0],
                   shape[1],
                   shape[2],
-                  {turn[0], turn[1], turn[2] != 0},
+                  {rotated[0], rotated[1], rotated[2] != 0},
                   pointer<const float>(cos),
                   pointer<const float>(sin),
                   max_threads,

@@ -16,7 +16,7 @@
 namespace kvpage {
 
 // The rotated part of each head; the rest is copied.
-struct TurnShape {
+struct RotatedShape {
   int64_t first, num_pairs;
   bool is_interleaved;
 };
@@ -33,8 +33,8 @@ struct BlendKernel {
   const char* name;
   // `to` may be `from`, else they share no memory. cos, sin: [num_pairs], of the token. `streaming`: whole vectors are
   // stored past the processor's cache where they can be; the caller fences.
-  void (*turn)(RowType type, Heads from, Heads to, int64_t num_heads, int64_t head_size, const TurnShape& shape,
-               const float* cos, const float* sin, bool streaming);
+  void (*rotate)(RowType type, Heads from, Heads to, int64_t num_heads, int64_t head_size, const RotatedShape& shape,
+                 const float* cos, const float* sin, bool streaming);
   // The sum of the squared differences of `size` numbers.
   float (*squared_difference)(RowType type, const std::byte* a, const std::byte* b, int64_t size);
 };

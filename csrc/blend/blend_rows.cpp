@@ -41,8 +41,9 @@ void mix_row(const MixRows& args, int64_t i, bool streaming) {
     return copy_heads(args.fresh.row(args.fresh_rows[i]), to, args.num_heads, head_bytes, streaming);
   const Heads from = args.from.row(i);
   if (!args.cos) return copy_heads(from, to, args.num_heads, head_bytes, streaming);
-  const int64_t at = i * args.turn.num_pairs;
-  args.kernel->turn(args.type, from, to, args.num_heads, args.size, args.turn, args.cos + at, args.sin + at, streaming);
+  const int64_t at = i * args.rotated.num_pairs;
+  args.kernel->rotate(args.type, from, to, args.num_heads, args.size, args.rotated, args.cos + at, args.sin + at,
+                      streaming);
 }
 
 }  // namespace

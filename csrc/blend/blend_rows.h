@@ -1,8 +1,8 @@
-// Rows of tokens on their way into a blend: each is taken from where it was cached, and turned to its new position, or
+// Rows of tokens on their way into a blend: each is taken from where it was cached, and rotated to its new position, or
 // from those computed afresh. One pass over memory, for adjacent rows and for rows in blocks.
 //
 //   fresh_rows   [ -1 | -1 |  0 | -1 |  1 ]        fresh [ 0 | 1 ]
-//   to           [  t    t    f    t    f ]        t: from's row, turned (or copied);  f: fresh's
+//   to           [  r    r    f    r    f ]        r: from's row, rotated (or copied);  f: fresh's
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace kvpage {
 struct RowPlace {
   std::byte* base;
   int64_t row_stride, head_stride;  // row_stride: with slots from offset to offset
-  const int64_t* slots;             // null: row i is the i-th
+  const int64_t* slots;  // null: row i is the i-th
   int64_t num_blocks, block_size, block_stride;
 
   Heads row(int64_t i) const {
@@ -31,8 +31,8 @@ struct MixRows {
   int64_t num_fresh;
   RowType type;
   int64_t num_rows, num_heads, size;
-  TurnShape turn;
-  const float *cos, *sin;  // [num_rows, turn.num_pairs]; null: rows are copied
+  RotatedShape rotated;
+  const float *cos, *sin;  // [num_rows, rotated.num_pairs]; null: rows are copied
   int max_threads;
   const BlendKernel* kernel;
 };
