@@ -21,6 +21,7 @@ import argparse
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
 SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 
-def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[dict]:
+def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[dict[str, Any]]:
     """Of every method, over the documents of all models."""
     found: dict[Method, list[Answers]] = {}
     for config in configs:
@@ -59,7 +60,7 @@ def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, c
     return [quality_row(method, each, found) for method, each in found.items()]
 
 
-def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> dict:
+def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> dict[str, Any]:
     """Accuracies are over questions about any fact ("all"), and about those that refer to another segment ("cross")."""
     exact = found[Method("v", ((1, 1.0),))]
     right, full, cross, drawn = (
@@ -85,7 +86,7 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
     }
 
 
-def print_quality(rows: Sequence[dict]) -> None:
+def print_quality(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'method':22} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
     print(f"{'found':>6} {'work':>6}")
     for row in rows:
@@ -112,7 +113,7 @@ def warming(rounds: int, device: str) -> blend_speed.Warming:
 
 def speed(
     tokens: Sequence[int], ratios: Sequence[float], check_layer: int | None, rounds: int, device: str
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     shape = shape_on(device)
     chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
     print(f"\n{shape.name}, {chooses}")
@@ -135,7 +136,7 @@ def speed(
     return rows
 
 
-def verdicts(quality_rows: Sequence[dict], speed_rows: Sequence[dict]) -> dict[str, bool]:
+def verdicts(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Of each target whether it is met: quality by every method that is no oracle, speed by the longest prompt."""
     said = {}
     for row in quality_rows:
@@ -149,7 +150,7 @@ def verdicts(quality_rows: Sequence[dict], speed_rows: Sequence[dict]) -> dict[s
     return said
 
 
-def plot(quality_rows: Sequence[dict], speed_rows: Sequence[dict], path: Path) -> None:
+def plot(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

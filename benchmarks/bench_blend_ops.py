@@ -24,6 +24,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +55,8 @@ class Prompt:
         self.fresh = rows(num_tokens)
         self.room = [(torch.empty_like(k), torch.empty_like(v)) for k, v in self.retrieved]
 
+        self.chosen: torch.Tensor | None = None
+        self.chosen_positions, self.chosen_fresh = self.positions, self.fresh
         self.executor = CacheBlendImpl(RATIO, rotary=self.tables)
 
     # Each does some layers, in order; what all layers share is made at layer 0.
@@ -65,9 +68,9 @@ class Prompt:
 
     def turn(self, layers: range) -> None:
         if 0 in layers:
-            self.its_turn = self.tables.turning(self.original, self.positions, self.fresh.device)
+            self.rotation = self.tables.rotation(self.original, self.positions, self.fresh.device)
         for layer in layers:
-            ops.mix_rows(heads(self.retrieved[layer][0]), heads(self.room[layer][0]), self.its_turn)
+            ops.mix_rows(heads(self.retrieved[layer][0]), heads(self.room[layer][0]), self.rotation)
 
     def turn_and_copy(self, layers: range) -> None:
         self.turn(layers)
@@ -143,7 +146,7 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - before
 
 
-def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
+def measure(prompt: Prompt, device: str, rounds: int) -> list[dict[str, Any]]:
     """They take turns, on a CPU layer by layer, so that a noisy moment meets them all; the layers of a round add up."""
     calls = {
         "copy": prompt.copy,
@@ -179,7 +182,7 @@ def measure(prompt: Prompt, device: str, rounds: int) -> list[dict]:
     ]
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

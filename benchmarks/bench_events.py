@@ -11,13 +11,14 @@ import argparse
 import hashlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
 from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.observe.events.block_events import BlockEvents
-from kvpage.observe.events.schema import EventBatch, pack, unpack
+from kvpage.observe.events.schema import BlockRemoved, BlockStored, EventBatch, pack, unpack
 from kvpage.observe.tree_watch import TreeChanges
 
 BLOCK_SIZE = 16
@@ -83,15 +84,16 @@ def verify() -> None:
     tree.evict(8)
     made = events.events(TreeChanges(*tree.take_changes()))
     stored, removed = unpack(pack(EventBatch(0.0, made, 0))).events
+    assert isinstance(stored, BlockStored) and isinstance(removed, BlockRemoved)
     assert stored.token_ids == list(range(8 * BLOCK_SIZE))
     assert sorted(stored.block_hashes) == sorted(removed.block_hashes) and len(set(stored.block_hashes)) == 8
 
 
-def measure() -> list[dict]:
+def measure() -> list[dict[str, Any]]:
     verify()
     rows = []
     for batch in BATCHES:
-        times = {name: [] for name in followers()}
+        times: dict[str, list[float]] = {name: [] for name in followers()}
         for _ in range(REPEATS):  # in turns, so that company on the machine is shared
             for name, (follow, log) in followers().items():
                 times[name].append(life(batch, follow, log))
@@ -100,7 +102,7 @@ def measure() -> list[dict]:
     return rows
 
 
-def report(rows: list[dict]) -> None:
+def report(rows: list[dict[str, Any]]) -> None:
     names = list(rows[0])[1:]
     print("microseconds for each block that is cached and evicted\n")
     print(f"{'blocks a prompt':>15}" + "".join(f"{name:>22}" for name in names))
@@ -109,7 +111,7 @@ def report(rows: list[dict]) -> None:
         print(f"{row['batch']:>15}" + "".join(f"{cell:>22}" for cell in cells))
 
 
-def plot(rows: list[dict], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

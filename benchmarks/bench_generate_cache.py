@@ -19,6 +19,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -47,8 +48,8 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def generate(model: LlamaForCausalLM, ids: torch.Tensor, cache: transformers.Cache | None) -> torch.Tensor:
-    return model.generate(
+def generate(model: Any, ids: torch.Tensor, cache: transformers.Cache | None) -> torch.Tensor:
+    tokens: torch.Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
@@ -56,6 +57,7 @@ def generate(model: LlamaForCausalLM, ids: torch.Tensor, cache: transformers.Cac
         do_sample=False,
         pad_token_id=0,
     )
+    return tokens
 
 
 def over_blocks(pool: KVPageCachePool, ids: torch.Tensor, namespace: bytes) -> torch.Tensor:
@@ -71,7 +73,7 @@ def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
 
 def measure(
     model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None
-) -> dict:
+) -> dict[str, Any]:
     """Rows that share a prefix, and differ behind it."""
     prefix = torch.randint(1, 2048, (1, num_prefix)).repeat(batch, 1)
     ids = torch.cat([prefix, torch.randint(1, 2048, (batch, TAIL))], dim=1)
@@ -100,7 +102,7 @@ def measure(
     return summary(num_prefix, batch, times)
 
 
-def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict:
+def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Milliseconds, and the ratios of one round's calls, which the machine treats alike."""
 
     def ratio(above: str, below: str) -> Figure:
@@ -117,7 +119,7 @@ def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict:
     }
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

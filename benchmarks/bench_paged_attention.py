@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +173,9 @@ def cases() -> Iterator[tuple[str, str, torch.dtype, int, int, int]]:
                         yield "prefill", name, dtype, 1, length, length
 
 
-def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int) -> dict:
+def measure(
+    kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int
+) -> dict[str, Any]:
     case.check()
     contiguous = case.contiguous()
     paged = milliseconds(case.paged, flush, rounds)
@@ -194,7 +196,7 @@ def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: t
     }
 
 
-def run(seconds: float, rounds: int) -> tuple[dict[str, float], list[dict]]:
+def run(seconds: float, rounds: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     limits = bounds(flush)
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
@@ -216,7 +218,7 @@ def run(seconds: float, rounds: int) -> tuple[dict[str, float], list[dict]]:
     return limits, results
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

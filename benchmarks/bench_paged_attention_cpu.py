@@ -10,13 +10,15 @@ times are the least of several, the contenders taking turns.
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kvpage import _C, CacheLayout, ops
+import kvpage._C as _C
+from kvpage import CacheLayout, ops
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 BLOCK_SIZE = 16
@@ -48,7 +50,7 @@ class Case:
         )
 
     def sdpa(self) -> torch.Tensor:
-        ops.gather_cache(self.cache, self.tables, self.lengths, self.layout, out=tuple(self.gathered))
+        ops.gather_cache(self.cache, self.tables, self.lengths, self.layout, out=(self.gathered[0], self.gathered[1]))
         num_seqs, num_queries, length = len(self.lengths), self.queries[0], self.lengths[0]
         query = self.query.view(num_seqs, num_queries, *self.query.shape[1:]).transpose(1, 2)
         key, value = (rows.transpose(1, 2) for rows in self.gathered)
@@ -64,7 +66,7 @@ class Case:
         torch.testing.assert_close(self.paged(), self.sdpa(), rtol=tolerance, atol=tolerance)
 
 
-def decode(keys: int, rounds: int) -> list[dict]:
+def decode(keys: int, rounds: int) -> list[dict[str, Any]]:
     results = []
     print("{:12} {:9} {:>4} {:>6} {:>6} {:>9} {:>6} {:>8} {:>7}".format(
         "model", "dtype", "seqs", "keys", "MiB", "us", "GB/s", "of read", "x sdpa"))  # fmt: skip
@@ -74,9 +76,9 @@ def decode(keys: int, rounds: int) -> list[dict]:
                 case = Case(shape, dtype, num_seqs, keys // num_seqs, 1)
                 case.check()
                 plain = torch.ones(case.num_bytes // 4)
-                calls = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
+                calls: dict[str, Callable[[], object]] = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
                 paged, sdpa, read = in_turns(calls, rounds).values()
-                row = {
+                row: dict[str, Any] = {
                     "model": shape,
                     "dtype": str(dtype).removeprefix("torch."),
                     "seqs": num_seqs,
@@ -93,7 +95,7 @@ def decode(keys: int, rounds: int) -> list[dict]:
     return results
 
 
-def crossover(num_queries: Sequence[int], rounds: int) -> list[dict]:
+def crossover(num_queries: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     results = []
     print(f"\n{'model':12} {'dtype':9} {'keys':>6} {'queries':>7} {'paged us':>10} {'sdpa us':>10} {'x sdpa':>7}")
     for shape in ("llama 3 8B", "gpt2"):
@@ -105,7 +107,7 @@ def crossover(num_queries: Sequence[int], rounds: int) -> list[dict]:
                     case = Case(shape, dtype, 1, length, count)
                     case.check()
                     paged, sdpa = in_turns({"paged": case.paged, "sdpa": case.sdpa}, rounds).values()
-                    row = {
+                    row: dict[str, Any] = {
                         "model": shape,
                         "dtype": str(dtype).removeprefix("torch."),
                         "keys": length,
@@ -120,7 +122,7 @@ def crossover(num_queries: Sequence[int], rounds: int) -> list[dict]:
     return results
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

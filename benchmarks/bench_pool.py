@@ -18,6 +18,7 @@ import argparse
 import time
 import timeit
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def used_pool(ids: np.ndarray) -> BlockPool:
     return pool
 
 
-def verify(pool: BlockPool | ArrayPool | ListPool) -> None:
+def verify(pool: Any) -> None:
     first, second = pool.allocate(1000), pool.allocate(1000)
     assert len({*map(int, first), *map(int, second)}) == 2000
     pool.release(first)
@@ -126,7 +127,7 @@ def nanoseconds(calls: dict[str, Cycle], number: int, rounds: int) -> dict[str, 
     return {name: Figure.of(taken, 1e9 / number) for name, taken in times.items()}
 
 
-def measure(rounds: int) -> list[dict]:
+def measure(rounds: int) -> list[dict[str, Any]]:
     ids = shuffled(0)
     pools = used_pool(ids), ArrayPool(ids), ListPool(ids)
     for pool in pools:
@@ -139,7 +140,7 @@ def measure(rounds: int) -> list[dict]:
     return rows
 
 
-def report(rows: list[dict]) -> bool:
+def report(rows: list[dict[str, Any]]) -> bool:
     print("ns a cycle: median (25th to 75th percentile)")
     print(f"{'batch':>8}" + "".join(f"{kind:>28}" for kind in KINDS) + f"{'ns a block':>12}")
     for row in rows:
@@ -148,11 +149,11 @@ def report(rows: list[dict]) -> bool:
     return rows[0]["pool_ns"].median <= 400 and all(a_block(row) <= 10 for row in rows[3:])
 
 
-def a_block(row: dict) -> float:
+def a_block(row: dict[str, Any]) -> float:
     return row["pool_ns"].median / (1 if row["batch"] == "one" else row["batch"])
 
 
-def plot(rows: list[dict], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     batches = [row["batch"] for row in rows[1:]]

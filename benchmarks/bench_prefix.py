@@ -24,8 +24,11 @@ loops by the thread's own time, which other processes on the machine disturb les
 
 import argparse
 import ctypes
+import functools
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,19 +40,20 @@ B = 16
 NUM_PROMPTS, NUM_TOKENS, NUM_COMMON, NUM_GROUP, GROUP_SIZE = 5000, 8192, 2048, 4096, 100
 RUNS = 5
 
+T = TypeVar("T")
 Samples = dict[str, list[float]]  # microseconds
 
 libc = ctypes.CDLL(None)
 libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-def ns(call) -> tuple[int, object]:
+def ns(call: Callable[[], T]) -> tuple[int, T]:
     start = time.perf_counter_ns()
     result = call()
     return time.perf_counter_ns() - start, result
 
 
-def microseconds(call, repeat: int = 200) -> list[float]:
+def microseconds(call: Callable[[], object], repeat: int = 200) -> list[float]:
     return [ns(call)[0] / 1e3 for _ in range(repeat)]
 
 
@@ -83,17 +87,17 @@ def fill(rows: list[np.ndarray], from_root: bool) -> tuple[BlockPool, PrefixTree
     tree = PrefixTree(pool, B)
     matches, inserts = [], []
     for i, row in enumerate(rows):
-        spent, match = ns(lambda row=row: tree.match(row))
+        spent, match = ns(functools.partial(tree.match, row))
         matches.append(spent)
         assert match.num_tokens == expected_match(i)
         ids = pool.allocate(NUM_TOKENS // B - match.num_blocks)
         if from_root:
             ids = np.append(match.block_ids, ids)
-            spent, result = ns(lambda row=row, ids=ids: tree.insert(row, ids))
+            spent, result = ns(functools.partial(tree.insert, row, ids))
             tree.release(match)
         else:
             rest = row[match.num_tokens :]
-            spent, result = ns(lambda rest=rest, ids=ids, match=match: tree.insert(rest, ids, after=match))
+            spent, result = ns(functools.partial(tree.insert, rest, ids, after=match))
         inserts.append(spent)
         tree.release(result)
     tree.check(owned_ids=[])
@@ -254,7 +258,7 @@ TARGETS = [  # what, its bound or None, and the target: a multiple of the bound,
 ]
 
 
-def report(result: dict) -> bool:
+def report(result: dict[str, Any]) -> bool:
     print(f"{'':22}{'us (quartiles)':>26}{'beside':>10}{'ratio':>8}   target")
     all_met = True
     for key, bound, target, is_ratio in TARGETS:
@@ -268,11 +272,11 @@ def report(result: dict) -> bool:
     return all_met
 
 
-def plot(result: dict, path: str) -> None:
+def plot(result: dict[str, Any], path: str) -> None:
     import matplotlib.pyplot as plt
 
     used = [
-        ((result[key].median / result[bound].median if is_ratio else result[key].median) / target)
+        ((result[key].median / result[str(bound)].median if is_ratio else result[key].median) / target)
         for key, bound, target, is_ratio in TARGETS
     ]
     plt.figure(figsize=(8, 4))

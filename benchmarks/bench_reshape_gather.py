@@ -23,7 +23,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 def cases(device: str) -> list[Case]:
     def case(
         model: str,
-        shape: tuple,
+        shape: tuple[Any, ...],
         dtype: torch.dtype,
         kv_layout: str = "NHD",
         backend: str | None = None,
@@ -120,7 +120,8 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 def taken_in_turns(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[list[float]]:
     """The seconds of each call in each round."""
-    turns = in_turns(dict(enumerate(calls)), rounds, 1, lambda call, _: seconds(call, device), warmups=2)
+    numbered = {str(n): call for n, call in enumerate(calls)}
+    turns = in_turns(numbered, rounds, 1, lambda call, _: seconds(call, device), warmups=2)
     return list(turns.values())
 
 
@@ -146,7 +147,7 @@ def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
 
 def row(
     operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[list[float]], call: Figure | None
-) -> dict:
+) -> dict[str, Any]:
     """times: of the operation, the copy, and torch's indexing."""
     taken, copied, indexed = times
     return {
@@ -168,7 +169,7 @@ def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:
     return [view._bits().flatten(2).flatten(0, 1) for view in views]
 
 
-def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[dict]:
+def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[dict[str, Any]]:
     layout = case.layout
     num_used = -(-num_tokens // BLOCK_SIZE)
     cache = layout.allocate(4 * num_used, 1, torch.device(device))[0]
@@ -185,11 +186,14 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
     def gather() -> None:
         ops.gather_cache(cache, tables, [num_tokens], layout, out=out, scales=case.scales)
 
-    reshape(), gather()
+    reshape()
+    gather()
     want = reference.gather_cache(cache, tables, torch.tensor([num_tokens]), layout, scales=case.scales, dtype=BF16)
     for rows, written, gathered in zip((key, value), want, out, strict=True):
-        assert rows is None or torch.equal(gathered, written), "gathered is not what the reference gathers"
-        assert rows is None or layout.is_quantized or torch.equal(gathered, rows), "gathered is not what was written"
+        if rows is None or written is None or gathered is None:
+            continue
+        assert torch.equal(gathered, written), "gathered is not what the reference gathers"
+        assert layout.is_quantized or torch.equal(gathered, rows), "gathered is not what was written"
 
     targets, width = in_rows(cache, layout), layout.num_kv_heads * layout.head_size
     given = [rows.view(num_tokens, width) for rows in (key, value) if rows is not None]
@@ -211,7 +215,7 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
 
 def measure_chunks(
     case: Case, num_tokens: int, device: str, on_host: bool, rounds: int, fmt: str = "vllm"
-) -> Iterator[dict]:
+) -> Iterator[dict[str, Any]]:
     """From the middle of a block on; on_host: a chunk in pinned memory, for caches on a CUDA device."""
     layout, start, parts = case.layout, 5, 1 if case.layout.backend == "mla" else 2
     num_used = -(-(num_tokens + start) // BLOCK_SIZE)
@@ -265,7 +269,9 @@ def measure_chunks(
         yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
-def every_result(device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int) -> Iterator[dict]:
+def every_result(
+    device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int
+) -> Iterator[dict[str, Any]]:
     for case in cases(device):
         for num_tokens in tokens:
             yield from measure(case, num_tokens, device, rounds)
@@ -276,7 +282,7 @@ def every_result(device: str, tokens: Sequence[int], chunk_tokens: Sequence[int]
                 yield from measure_chunks(case, num_tokens, device, False, rounds, "huggingface")
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -295,7 +301,7 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def table_line(result: dict) -> str:
+def table_line(result: dict[str, Any]) -> str:
     cells = [f"{result['us']:.1f}", f"{result['GB/s']:.1f}", f"{result['of copy']:.2f}", f"{result['of index']:.2f}"]
     call = "" if result["call us"] is None else f"{result['call us']:.1f}"
     start = f"{result['operation']:18} {result['case']:30} {result['tokens']:7} {result['MiB']:8.2f}"

@@ -28,6 +28,7 @@ import functools
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def run_kvpage(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> 
     return [output.token_ids for output in engine.generate(prompts, params)]
 
 
-def run_generate(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
+def run_generate(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
     width = max(map(len, prompts))
     rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -83,7 +84,7 @@ def run_generate(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -
     return tokens[:, width:].tolist()
 
 
-def run_generate_prefix(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
+def run_generate_prefix(model: Any, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
     """One batch over one prefix: its cache is computed once and repeated; the tails are padded on their left."""
     prefix, tails = prompts[0][:prefix_len], [prompt[prefix_len:] for prompt in prompts]
     width = max(map(len, tails))
@@ -99,7 +100,7 @@ def run_generate_prefix(model: tf.PreTrainedModel, prompts: Prompts, max_tokens:
     return tokens[:, rows.shape[1] :].tolist()
 
 
-def run_generate_copies(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
+def run_generate_copies(model: Any, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
     """One request after the other, each with a copy of the prefix's cache."""
     cache, found = prefill(model, prompts[0][:prefix_len]), []
     for prompt in prompts:
@@ -119,7 +120,7 @@ def prefill(model: tf.PreTrainedModel, tokens: list[int]) -> tf.DynamicCache:
     return cache
 
 
-def run_generate_batch(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
+def run_generate_batch(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
     num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
     batching = tf.ContinuousBatchingConfig(
         page_size=BLOCK_SIZE, num_blocks=num_blocks, max_batch_tokens=BATCHED_TOKENS, use_async_batching=False
@@ -193,7 +194,9 @@ def gap_where_they_part(model: tf.PreTrainedModel, prompt: list[int], first: lis
     return float((logits[first[index]] - logits[second[index]]).abs())
 
 
-def measure(model: tf.PreTrainedModel, workload: str, options: argparse.Namespace, vllm: VLLMProcess | None) -> dict:
+def measure(
+    model: tf.PreTrainedModel, workload: str, options: argparse.Namespace, vllm: VLLMProcess | None
+) -> dict[str, Any]:
     prompts = make_prompts(workload, options.requests, options.prefix)
     runs = {
         name: functools.partial(run, model, prompts, options.tokens)
@@ -214,13 +217,13 @@ def measure(model: tf.PreTrainedModel, workload: str, options: argparse.Namespac
     }
 
 
-def show(result: dict) -> None:
+def show(result: dict[str, Any]) -> None:
     print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22}")
     for name, speed in result["tokens_per_s"].items():
         print(f"  {name:16} {f'{speed:.1f}':>22} {result['kvpage_over'][name]:.2f}")
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 3.5), squeeze=False)
@@ -253,7 +256,11 @@ def main() -> None:
         show(result)
     if options.plot:
         plot(results, options.plot)
-    versions = {"torch": torch.__version__, "transformers": tf.__version__, "machine": platform.machine()}
+    versions: dict[str, str | None] = {
+        "torch": torch.__version__,
+        "transformers": tf.__version__,
+        "machine": platform.machine(),
+    }
     versions["vllm"] = vllm.version if vllm else None
     settings = {name: getattr(options, name) for name in ("rounds", "requests", "prefix", "tokens", "threads")}
     print(dumps({"benchmark": "serving", **versions, **settings, "results": results}))

@@ -10,7 +10,8 @@ prompt of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed 
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,15 @@ class PythonTrie:
     """One dict a token; each node knows the last slot that came by."""
 
     def __init__(self) -> None:
-        self.root: dict = {}
+        self.root: dict[int | str, Any] = {}
 
-    def insert(self, tokens, slot, version) -> None:
+    def insert(self, tokens: Iterable[int], slot: int, version: int) -> None:
         node = self.root
         for token in tokens:
             node = node.setdefault(token, {})
             node["slot"] = (slot, version)
 
-    def find(self, tokens) -> tuple:
+    def find(self, tokens: Iterable[int]) -> tuple[Any, ...]:
         node, n = self.root, 0
         for token in tokens:
             if token not in node:
@@ -55,7 +56,7 @@ def prompts() -> list[np.ndarray]:
     return [np.concatenate([shared, rng.integers(0, 128_000, NUM_TOKENS - NUM_SHARED)]) for _ in range(NUM_PROMPTS)]
 
 
-def timed(call: Callable[..., object], arguments: Sequence[tuple]) -> Figure:
+def timed(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> Figure:
     """Microseconds a call, each argument once."""
     times = []
     for argument in arguments:
@@ -65,7 +66,7 @@ def timed(call: Callable[..., object], arguments: Sequence[tuple]) -> Figure:
     return Figure.of(times, 1e6)
 
 
-def allocator_row() -> dict:
+def allocator_row() -> dict[str, Any]:
     slots = SlotAllocator(1 << 20)
     assert [slots.alloc() for _ in range(5000)] == list(range(5000))
     free = list(range(1 << 20))
@@ -82,7 +83,7 @@ def allocator_row() -> dict:
     return {"what": "alloc and free", "us": found["ours"], "target_us": 0.2, "bound_us": found["bound"]}
 
 
-def tree_rows(kind: str) -> list[dict]:
+def tree_rows(kind: str) -> list[dict[str, Any]]:
     given = [KINDS[kind](prompt) for prompt in prompts()]
     cache, trie = PrefixCacheManager(1 << 40), PythonTrie()
     numbered = [(tokens, i, 1) for i, tokens in enumerate(given)]
@@ -101,7 +102,7 @@ def tree_rows(kind: str) -> list[dict]:
     ]
 
 
-def copy_row() -> dict:
+def copy_row() -> dict[str, Any]:
     """2,048 tokens of 16 layers, 8 heads of 64 in 2 bytes, in a cache of 8 slots: 64 MiB a copy."""
     kv = torch.randn(16, 2, 8, 2048, 8, 64).to(torch.bfloat16)
     cache, tokens = PrefixCacheManager(1 << 40), np.arange(2048)
@@ -114,7 +115,7 @@ def copy_row() -> dict:
     return {"what": "copy_kv, 64 MiB", "us": copy_kv, "target_us": 2 * copy.median, "bound_us": copy}
 
 
-def plot(rows: list[dict], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     shown = [row for row in rows if "python_us" in row]

@@ -1,13 +1,13 @@
 """How near does a store come to copying, writing, reading and sending as many bytes, from an engine's blocks and back?
 
 Bounds, measured in the same run and in turn with what they bound, with as many threads, each taking whole chunks:
-- memory tier: one torch copy_ of as many bytes. Its tensors lie in the small pages that torch asks for, the engine's
-  host blocks in huge ones (kvpage/layout/host_memory.py), which is part of why a store is faster than a copy; "equal pages"
-  is beside a copy_ of tensors in huge pages, too;
+- memory tier: one torch copy_ of as many bytes. Its tensors are in the small pages that torch asks for, the engine's
+  host blocks in huge ones (kvpage/layout/host_memory.py). This is part of why a store is faster than a copy. "equal
+  pages" compares with a copy_ between tensors in huge pages;
 - disk tier, page cache warm: pwrite of as many distinct bytes (random, 32 MiB a chunk, so that they come out of memory
   and not out of the processor's cache; in huge pages, too) into a preallocated file in calls of 32 MiB, and preadv into
   as much room. The tier writes a chunk from blocks of 32 KiB, a MiB at a time, and makes its digests. "gathered" is
-  beside a bound that gathers too: pwritev of the very blocks, from where they lie, a chunk a call, without digests.
+  beside a bound that gathers too: pwritev of the very blocks, from where they are, a chunk a call, without digests.
   With one thread, a fifth of a store is hashing and a seventh what Python does between two chunks; with two threads
   these hide behind the other's writes;
 - redis, on this machine over loopback: redis-py's own SET and GET of values of 32 MiB, ready made; needs redis-server;
@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,9 +98,9 @@ def measure(
     url: str,
     engine: CacheEngine,
     bounds: dict[str, Callable[[], object]],
-    options,
+    options: argparse.Namespace,
     others: Sequence[tuple[str, str, Callable[[Moves], object]]] = (),
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """bounds: of store and of retrieve, by name. others: operation, name and call of further bounds of store and, where
     there are two, of retrieve; they are given the blocks that it stores.
     """
@@ -111,8 +112,8 @@ def measure(
         writes, reads = bounds.values()
         writes()
         extra = [functools.partial(call, moves) for _, _, call in others]
-        calls = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
-        seconds = list(in_turns(dict(enumerate(calls)), options.rounds).values())
+        calls: list[Callable[[], object]] = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
+        seconds = list(in_turns({str(n): call for n, call in enumerate(calls)}, options.rounds).values())
     num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
     name = url.partition(":")[0]
     rows = [
@@ -136,10 +137,13 @@ def measure(
     ]
 
 
-def memory(engine: CacheEngine, options) -> list[dict]:
+def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
     source = torch.randint(0, 255, (options.chunks * CHUNK_BYTES,), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    copy = {"copy_": lambda: target.copy_(source), "copy_ back": lambda: source.copy_(target)}
+    copy: dict[str, Callable[[], object]] = {
+        "copy_": lambda: target.copy_(source),
+        "copy_ back": lambda: source.copy_(target),
+    }
     huge = [host_memory.zeros([options.chunks * CHUNK_BYTES], torch.uint8) for _ in range(2)]
     huge[0].copy_(source)
     others = [
@@ -149,7 +153,7 @@ def memory(engine: CacheEngine, options) -> list[dict]:
     return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, copy, options, others)
 
 
-def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
+def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     data = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8).data
     rooms = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(options.chunks)]
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
@@ -173,7 +177,7 @@ def disk(engine: CacheEngine, folder: Path, options) -> list[dict]:
     return rows
 
 
-def remote(engine: CacheEngine, options) -> list[dict]:
+def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Values that redis-py is given are as long as the payloads; it makes no digests of them."""
     try:
         import redis
@@ -194,12 +198,12 @@ def remote(engine: CacheEngine, options) -> list[dict]:
             list(pool.map(lambda n: peer.set(f"peer:{n}", values[n]), range(len(values))))
 
         def read() -> None:
-            assert all(pool.map(lambda n: len(peer.get(f"peer:{n}")) == CHUNK_BYTES, range(len(values))))
+            assert all(pool.map(lambda n: len(peer.get(f"peer:{n}") or b"") == CHUNK_BYTES, range(len(values))))
 
         return measure(f"redis://127.0.0.1:{port}/0?deadline=60", engine, {"SET": write, "GET": read}, options)
 
 
-def lookups(options) -> list[dict]:
+def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Of keys alone: what is stored are chunks of an engine of one small layer."""
     small = CacheEngine(CacheConfig(BLOCK_SIZE, LOOKUP_TOKENS // BLOCK_SIZE), ModelConfig(8, 1, ("full_attention",)))
     for cache in small.gpu_cache:
@@ -212,13 +216,13 @@ def lookups(options) -> list[dict]:
         store.store_blocks(tokens, small, ids)
         assert (store.lookup(tokens), store.lookup(absent)) == (LOOKUP_TOKENS, 0)
         assert store.load_blocks(absent, small, ids) == 0
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: hashlib.sha256(data).digest(),
             lambda: store.lookup(tokens),
             lambda: store.lookup(absent),
             lambda: store.load_blocks(absent, small, ids),
         ]
-        floor, *found = in_turns(dict(enumerate(calls)), 40 * options.rounds).values()
+        floor, *found = in_turns({str(n): call for n, call in enumerate(calls)}, 40 * options.rounds).values()
     names = ("lookup 16k", "miss: lookup 16k", "miss: load_blocks 16k")
     return [
         {"operation": name, "us": Figure.of(seconds, 1e6), "bound": "SHA-256", "bound us": Figure.of(floor, 1e6),
@@ -227,7 +231,7 @@ def lookups(options) -> list[dict]:
     ]  # fmt: skip
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,7 +247,7 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def line(row: dict) -> str:
+def line(row: dict[str, Any]) -> str:
     if "us" in row:
         return "{operation:28} {us:.0f} us, {over us:.0f} us over {bound}, {bound us:.0f} us".format(**row)
     return "{operation:28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s".format(**row)

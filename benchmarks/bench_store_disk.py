@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -41,7 +42,9 @@ def key(n: int) -> bytes:
 def store(tier: DiskTier, name: bytes, source: memoryview, piece_bytes: int) -> bytes:
     """The checksum of what was stored."""
     checksum = xxhash.xxh3_128()
-    with tier.create(name, len(source)) as writer:
+    writer = tier.create(name, len(source))
+    assert writer is not None
+    with writer:
         for begin in range(0, len(source), piece_bytes):
             end = min(begin + piece_bytes, len(source))
             piece = writer.piece(begin, end)
@@ -54,6 +57,7 @@ def store(tier: DiskTier, name: bytes, source: memoryview, piece_bytes: int) -> 
 def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) -> bytes:
     checksum = xxhash.xxh3_128()
     (reader,) = tier.open([name])
+    assert reader is not None
     with reader:
         for begin in range(0, len(into), piece_bytes):
             end = min(begin + piece_bytes, len(into))
@@ -74,7 +78,7 @@ def taken(calls: Sequence[Callable[[int], object]], rounds: int) -> list[list[fl
     return [seconds[1:] for seconds in times]
 
 
-def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict]:
+def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(num_bytes)
     source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
     into, plain = np.zeros(num_bytes, np.uint8).data, np.zeros(num_bytes, np.uint8).data
@@ -106,7 +110,7 @@ def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[d
     ]
 
 
-def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> dict:
+def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> dict[str, Any]:
     return {
         "operation": name,
         "MiB": num_bytes / MIB,
@@ -117,7 +121,7 @@ def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound
     }
 
 
-def opening(path: Path, rounds: int) -> dict:
+def opening(path: Path, rounds: int) -> dict[str, Any]:
     """Of segments that are full of large records, as their headers say; their bytes are holes."""
     num_slots, number = SEGMENT_BYTES // SLOT_BYTES, 0
     folder = path / "full"
@@ -144,12 +148,12 @@ def opening(path: Path, rounds: int) -> dict:
         seconds.append(time.perf_counter() - before)
         assert tier.stats().num_records == number
         tier.close()
-    for file in folder.iterdir():
-        file.unlink()
+    for left in folder.iterdir():
+        left.unlink()
     return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(seconds, 1e3)}
 
 
-def small_calls(path: Path, rounds: int) -> list[dict]:
+def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
     """Microseconds of each call, in a tier that is full: every create evicts."""
     tier = DiskTier([path / "small"], 64 * MIB)
     data = bytes(8000)
@@ -159,11 +163,14 @@ def small_calls(path: Path, rounds: int) -> list[dict]:
         before = time.perf_counter()
         writer = tier.create(key(number), len(data))
         created = time.perf_counter()
+        assert writer is not None
         with writer:
             writer.piece(0, len(data))[:] = data
             tier.commit([writer])
         committed = time.perf_counter()
-        tier.open([key(number)])[0].close()
+        (reader,) = tier.open([key(number)])
+        assert reader is not None
+        reader.close()
         opened = time.perf_counter()
         if number >= num_records:
             for name, seconds in zip(times, (created - before, committed - created, opened - committed), strict=True):
@@ -173,7 +180,7 @@ def small_calls(path: Path, rounds: int) -> list[dict]:
     return [{"operation": f"{name}, 8 KB", "us": Figure.of(seconds, 1e6)} for name, seconds in times.items()]
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

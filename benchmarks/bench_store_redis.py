@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import redis
 import xxhash
@@ -40,7 +41,7 @@ TIMEOUTS = (0.005, 0.05, 0.5)  # seconds
 
 
 @contextmanager
-def redis_server() -> Iterator[tuple[subprocess.Popen, int]]:
+def redis_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -86,7 +87,7 @@ def get(tier: Tier, keys: list[bytes]) -> list[memoryview]:
     return [reader.piece(0, reader.num_bytes) for reader in tier.open(keys) if reader is not None]
 
 
-def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict]:
+def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict[str, Any]]:
     made = records(size, BATCH[size])
     keys = list(made)
     put(tier, made)
@@ -111,7 +112,7 @@ def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[d
         yield row(operation, size, len(keys), times)
 
 
-def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict:
+def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict[str, Any]:
     keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
     names = ["kvpage:" + key.hex() for key in keys]
 
@@ -125,7 +126,7 @@ def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict:
     return row("contains", 0, NUM_KEYS, times)
 
 
-def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> dict:
+def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "operation": operation,
         "MiB": size / 2**20,
@@ -137,7 +138,7 @@ def row(operation: str, size: int, count: int, times: dict[str, list[float]]) ->
     }
 
 
-def lateness(url: str, server: subprocess.Popen, rounds: int) -> dict[str, float]:
+def lateness(url: str, server: subprocess.Popen[bytes], rounds: int) -> dict[str, float]:
     """Milliseconds beyond the timeout, the worst of `rounds`, by timeout in ms."""
     server.send_signal(signal.SIGSTOP)
     tier, worst = from_url(url + "?max_failures=1000000&max_calls=64"), {}
@@ -156,7 +157,7 @@ def lateness(url: str, server: subprocess.Popen, rounds: int) -> dict[str, float
     return worst
 
 
-def plot(results: list[dict], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,7 +181,7 @@ def main() -> None:
     if shutil.which("redis-server") is None:
         print(dumps({"skipped": "needs redis-server"}))
         return
-    results = []
+    results: list[dict[str, Any]] = []
     print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>20} {'redis-py ms':>20} {'GB/s':>18} {'of redis-py':>18}")
     with redis_server() as (server, port):
         url = f"redis://127.0.0.1:{port}/0"

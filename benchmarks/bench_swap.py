@@ -17,10 +17,12 @@ Without a GPU it measures the plan, says so, and ends.
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -111,11 +113,13 @@ def chosen(direction: str, piece_bytes: int, calibration: Calibration) -> str:
     return "kernel" if piece_bytes <= most else "engine"
 
 
-def measure(memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int) -> dict:
+def measure(
+    memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int
+) -> dict[str, Any]:
     case = Case(memory, direction, size, count, calibration.max_groups)
     case.check()
     bodies: dict[str, Callable[[], object]] = {
-        name: lambda copier=copier: copier.run(case.mapping) for name, copier in case.copiers.items()
+        name: functools.partial(copier.run, case.mapping) for name, copier in case.copiers.items()
     }
     bodies["large"] = one_copy(memory, direction, LARGE_BYTES)
     bodies["same"] = one_copy(memory, direction, case.num_bytes)
@@ -165,7 +169,7 @@ def call_us(calibration: Calibration, layer_layout: str, kernel: bool, rounds: i
     return {name: enqueued * 1e6 for name, (enqueued, _) in found.items()}
 
 
-def plot(rows: list[dict], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +189,7 @@ def plot(rows: list[dict], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def show(row: dict) -> None:
+def show(row: dict[str, Any]) -> None:
     engine = "" if row["engine"] is None else f"{row['engine']:.2f}"
     target = "" if row["target"] is None else "  met" if row["of_bound"] >= row["target"] else "  MISSED"
     print(
@@ -195,7 +199,7 @@ def show(row: dict) -> None:
     )
 
 
-def swaps(calibration: Calibration, rounds: int) -> list[dict]:
+def swaps(calibration: Calibration, rounds: int) -> list[dict[str, Any]]:
     print("              pieces GB/s: by      by              one copy    large")
     print("        KiB  of them   engine   kernel   chosen  as much     copy  of it  enqueue us")
     memory, rows = Memory(), []
@@ -214,7 +218,7 @@ def main() -> None:
     parser.add_argument("--plot")
     options = parser.parse_args()
     torch.manual_seed(0)
-    report = {"bench": "swap", "build": build_info(), "plan_us": plan_us()}
+    report: dict[str, Any] = {"bench": "swap", "build": build_info(), "plan_us": plan_us()}
     print(f"plan, host only: {report['plan_us']:.1f} us for 256 pairs in 32 layers")
     if not torch.cuda.is_available() or report["build"]["cuda_error"]:
         print(f"moving blocks needs a GPU: {report['build']['cuda_error'] or 'this torch cannot use it'}")

@@ -9,6 +9,7 @@ Usage: python benchmarks/bench_swap_host.py [--blocks 4096] [--rounds 9] [--thre
 """
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def check(copier: BlockCopier, src: list[torch.Tensor], dst: list[torch.Tensor],
             raise SystemExit(f"layer {layer} of the swap differs from torch's")
 
 
-def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) -> dict:
+def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) -> dict[str, Any]:
     copier, src, dst = make_case(layer_layout, num_blocks)
     scattered = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks)], 1)
     in_order = torch.arange(num_blocks).repeat(2, 1).t()
@@ -78,7 +79,7 @@ def slab(caches: list[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((first.untyped_storage().size() // first.element_size(),), (1,), 0)
 
 
-def plot(results: dict, path: str) -> None:
+def plot(results: dict[str, Any], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -10,8 +10,11 @@ times as large. Medians with their quartiles.
 """
 
 import argparse
+import functools
 import gc
 import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,23 +25,27 @@ NUM_TOKENS, NUM_EVICTED, VOCAB = 8192, 1000, 32
 TOKENS = range(NUM_TOKENS)
 
 
+T = TypeVar("T")
+
+
 class Stamping:
     """The quadratic one."""
 
-    def __init__(self, parent=None) -> None:
-        self.children, self.parent, self.kv, self.last_access = {}, parent, None, 0.0
+    def __init__(self, parent: "Stamping | None" = None) -> None:
+        self.children: dict[int, Stamping] = {}
+        self.parent, self.kv, self.last_access = parent, None, 0.0
 
-    def extend_cache(self, token_ids) -> None:
+    def extend_cache(self, token_ids: Iterable[int]) -> None:
         node = self
         for token_id in token_ids:
             child = node.children[token_id] = Stamping(node)
-            now, above = time.time(), child
+            now, above = time.time(), cast("Stamping | None", child)
             while above is not None:
                 above.last_access, above = now, above.parent
             node = child
 
 
-def times_ms(make, call, repeat: int = 15) -> list[float]:
+def times_ms(make: Callable[[], T], call: Callable[[T], object], repeat: int = 15) -> list[float]:
     """Milliseconds of each call, on what `make` gives; the collector runs between, not within."""
     times = []
     for _ in range(repeat):
@@ -52,7 +59,7 @@ def times_ms(make, call, repeat: int = 15) -> list[float]:
     return times
 
 
-def ms(make, call, repeat: int = 15) -> Figure:
+def ms(make: Callable[[], T], call: Callable[[T], object], repeat: int = 15) -> Figure:
     return Figure.of(times_ms(make, call, repeat))
 
 
@@ -74,7 +81,7 @@ def trie_of(num_paths: int) -> DynamicTokenTrie:
     for path in range(num_paths):
         node = root
         for i in range(NUM_EVICTED):
-            node = node.add_token((path, i), None, "kv")
+            node = node.add_token(path * NUM_EVICTED + i, None, "kv")
     return root
 
 
@@ -84,16 +91,21 @@ def token_by_token() -> None:
         node = node.add_token(token_id)
 
 
-def measure() -> list[dict]:
+def measure() -> list[dict[str, Any]]:
     kv, logits = torch.randn(2, 2, 2, NUM_TOKENS, 16), torch.randn(NUM_TOKENS, VOCAB)
     verify(kv, logits)
     softmax = ms(lambda: None, lambda _: torch.log_softmax(logits, 1))
     pieces = [torch.empty(2, 2, 2, 1, 16) for _ in range(64)]
     rows = [logits[i].clone() for i in range(64)]
     copies = NUM_TOKENS // 64
+
+    def clone(kept: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        for _ in range(copies):
+            kept.extend(map(torch.clone, parts))
+
     nodes = times_ms(lambda: None, lambda _: [DynamicTokenTrie() for _ in TOKENS])
-    clones = times_ms(list, lambda kept: [kept.extend(map(torch.clone, pieces)) for _ in range(copies)])
-    row_clones = ms(list, lambda kept: [kept.extend(map(torch.clone, rows)) for _ in range(copies)])
+    clones = times_ms(list, lambda kept: clone(kept, pieces))
+    row_clones = ms(list, lambda kept: clone(kept, rows))
     extend = times_ms(TokenTrie, lambda trie: trie.extend_cache(0, TOKENS, logits, 0))
     return [
         {
@@ -120,12 +132,12 @@ def measure() -> list[dict]:
     ]
 
 
-def evictions() -> list[dict]:
+def evictions() -> list[dict[str, Any]]:
     def evict(root: DynamicTokenTrie) -> None:
         root.evict_lru_kv(root.count_kv_size() - NUM_EVICTED)
 
     return [
-        {"what": f"evict {NUM_EVICTED} of {n * NUM_EVICTED}", "ms": ms(lambda n=n: trie_of(n), evict, 7)}
+        {"what": f"evict {NUM_EVICTED} of {n * NUM_EVICTED}", "ms": ms(functools.partial(trie_of, n), evict, 7)}
         for n in (2, 32)
     ]
 

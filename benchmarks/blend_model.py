@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +57,17 @@ class RowSwap:
         self.swap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
         self.swap = None
 
-    def __call__(self, module, query, key, value, attention_mask, **options):  # noqa: ANN001, ANN003, ANN204
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **options: object,
+    ) -> tuple[torch.Tensor, None]:
         if self.swap is not None:
-            key, value = self.swap(module.layer_idx, query, key, value)
+            key, value = self.swap(cast(int, module.layer_idx), query, key, value)
         mask = None if self.mask is None else self.mask[:, None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return out.transpose(1, 2).contiguous(), None
@@ -70,6 +78,7 @@ def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
     attention = RowSwap()
     name = f"{ATTENTION}_{id(attention):x}"  # one a model: transformers knows attention by its name alone
     AttentionInterface.register(name, attention)
+    of_base_class: dict[str, Any] = {"attn_implementation": name}
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=task.VOCAB_SIZE,
@@ -81,7 +90,7 @@ def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
             max_position_embeddings=1024,
             tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            attn_implementation=name,
+            **of_base_class,
         )
     )
     _keep_tokens_apart(model)
@@ -136,7 +145,9 @@ def losses_of(model: LlamaForCausalLM, attention: RowSwap, documents: task.Docum
     ids, positions, attention.mask = pack(documents.tokens, questions)
     scores: list[torch.Tensor] = []
 
-    def look(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor):  # noqa: ANN202
+    def look(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer == looking:
             scores.append(query[:, 0, num_tokens + 1 :: 2] @ key[:, 0, :num_tokens].transpose(1, 2))
         return key, value

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,7 +67,12 @@ class Batch:
         self.within: list[torch.Tensor] = []
         self.retrieved = self._retrieve(documents.tokens, segment)
         fresh: list[Rows] = []
-        self.full = self.run(lambda layer, q, k, v: (fresh.append((k, v)), (k, v))[1])
+
+        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+            fresh.append((key, value))
+            return key, value
+
+        self.full = self.run(keep)
         here = torch.arange(self.num_tokens)
         refers = (documents.named_at >= 0) & (documents.named_at // segment < here // segment)
         segments = documents.tokens.unflatten(1, (-1, segment))
@@ -84,7 +89,7 @@ class Batch:
         model.set_attn_implementation("eager")
         return model.eval()
 
-    def run(self, swap) -> torch.Tensor:
+    def run(self, swap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Rows]) -> torch.Tensor:
         """The answers: [num_documents, num_questions]."""
         self._attention.mask, self._attention.swap = self._mask, swap
         with torch.inference_mode():
@@ -104,7 +109,7 @@ class Batch:
 
         def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
             whole = [part.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3) for part in (key, value)]
-            rows.append((rotary.turn(whole[0], old, new, token_dim=2), whole[1]))
+            rows.append((rotary.rotate(whole[0], old, new, token_dim=2), whole[1]))
             scores = query @ key.transpose(2, 3) / key.shape[-1] ** 0.5
             seen = torch.ones(segment, segment, dtype=torch.bool).tril()
             weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).mean(dim=1)
@@ -138,7 +143,7 @@ class Batch:
             measure_sensitivity((before[one], now[one]) for before, now in zip(alone, behind, strict=True))
             for one in range(count * num_segments)
         ]
-        found = torch.stack(each).unflatten(0, (count, num_segments))
+        found = torch.stack([one for one in each if one is not None]).unflatten(0, (count, num_segments))
         found[:, 0] = 0.0  # nothing new stands before it
         return found.flatten(1)
 

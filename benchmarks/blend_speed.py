@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,7 +127,7 @@ def first_token(engine: Engine, tokens: list[int], lengths: list[int] | None, na
     """lengths: of the prompt's segments, to blend them."""
     before, cpu_before = time.perf_counter(), time.process_time()
     request = engine.add_request(tokens, ONE, None, namespace, blend=lengths is not None, segments=lengths)
-    outputs = {}
+    outputs: dict[str, Any] = {}
     while engine.has_unfinished:
         outputs |= {one.request_id: one.output for one in engine.step() if one.output}
     taken, cpu, output = time.perf_counter() - before, time.process_time() - cpu_before, outputs[request]
@@ -164,7 +164,8 @@ class Warming(NamedTuple):
 
 def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
     """Of a segment of so many tokens. Both take turns."""
-    model, taken = make_model(shape, device), {False: [], True: []}
+    model = make_model(shape, device)
+    taken: dict[bool, list[float]] = {False: [], True: []}
     draw = torch.Generator().manual_seed(1)
     engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in taken}
     for _ in range(rounds + 1):  # the first one warms up
@@ -213,19 +214,20 @@ def measure(
             is_blend = key[0] == "blend"
             first[key].append(first_token(engine, tokens, lengths if is_blend else None, b"" if is_blend else alone))
     full = [one.token for one in first["full", None]]
-    for method, ratio in (("prefix", None), ("blend", 1.0)):
-        assert [one.token for one in first.get((method, ratio), first["full", None])] == full, (
-            f"{method} says otherwise"
-        )
+    exact: tuple[tuple[str, float | None], ...] = (("prefix", None), ("blend", 1.0))
+    for key in exact:
+        given = [one.token for one in first.get(key, first["full", None])]
+        assert given == full, f"{key[0]} gives other tokens"
     results = []
-    for (method, ratio), each in first.items():
+    for (method, share), each in first.items():
         again = each[-1].num_recomputed
         flops = work(shape, method, len(tokens), segment, check_layer, again)
         seconds, cpu = (list(times) for times in zip(*((one.seconds, one.cpu) for one in each[1:]), strict=True))
-        base_seconds, base_cpu = zip(*((one.seconds, one.cpu) for one in first["full", None][1:]), strict=True)
+        base = first["full", None][1:]
+        base_seconds, base_cpu = [one.seconds for one in base], [one.cpu for one in base]
         gains = Figure.ratio(base_seconds, seconds), Figure.ratio(base_cpu, cpu)
         taken = Figure.of(seconds), Figure.of(cpu)
-        results.append(Ttft(method, len(tokens), ratio, *taken, *gains, flops, again))
+        results.append(Ttft(method, len(tokens), share, *taken, *gains, flops, again))
     return results
 
 

@@ -9,6 +9,7 @@ Python's own. On two cores, matches were measured at 0.97 to 0.98, and allocate(
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ CASES: dict[str, Callable[[], Work]] = {
 }
 
 
-def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
+def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Return a row for each case and number of threads, those of the control first.
 
     Ratios are taken within a round, in which all numbers of threads follow one another.
@@ -157,7 +158,7 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict]:
     return rows
 
 
-def report_threads(rows: list[dict]) -> None:
+def report_threads(rows: list[dict[str, Any]]) -> None:
     print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'to one thread: median (quartiles)':>36}")
     for row in rows:
         ratio = f"{row['ratio']:.2f}"

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import transformers as tf
 
@@ -53,7 +54,7 @@ class VLLMProcess:
         self._process.stdin.flush()
         return self._answer()["tokens"]
 
-    def _answer(self) -> dict:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

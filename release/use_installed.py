@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import kvpage
-from kvpage import BlockManager, CacheConfig, CacheLayout, ops
+from kvpage import BlockManager, CacheLayout, ops
 
 
 def use_ops() -> None:
@@ -19,14 +19,16 @@ def use_ops() -> None:
 
 
 def use_blocks() -> None:
-    manager = BlockManager(CacheConfig(block_size=4, num_gpu_blocks=8))
+    manager = BlockManager(num_blocks=8, block_size=4)
     allocation = manager.allocate("first", list(range(9)))
     assert allocation.num_cached_tokens == 0 and len(manager.block_ids("first")) == 3
 
 
 def main() -> int:
     folder = Path(kvpage.__file__).parent
-    assert Path.cwd() not in folder.parents, f"kvpage must be an installed one, got {folder}"
+    assert folder.resolve() != Path(__file__).resolve().parents[1] / "kvpage", (
+        f"kvpage must be an installed one, got {folder}"
+    )
     use_ops()
     use_blocks()
     print(f"kvpage {kvpage.__version__} works with torch {torch.__version__}, Python {sys.version.split()[0]}")

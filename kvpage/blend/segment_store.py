@@ -28,6 +28,7 @@ from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store import KVStore
 from kvpage.store.records.codec import get_codec
 from kvpage.store.records.kv_tensors import KVTensors, Parts, as_parts, token_dim
+from kvpage.store.stack.chunk_threads import done
 
 NAMESPACE = b"blend"
 TAG_BYTES = 16
@@ -119,7 +120,7 @@ class SegmentStore:
         parts = as_parts(kv, self.store.metadata.fmt, self.store.metadata.kv_dtype)
         tag = _tag(parts, at, array, sensitivity, self._token_dim)
         if self._has_any(array, kind.better(), namespace):
-            return _done(0)
+            return done(0)
         return self.store.store(array, [*parts, tag], blocking=blocking, namespace=place)
 
     def get(self, tokens: Tokens, namespace: bytes = b"", device: torch.device | str = "cpu") -> Segment | None:
@@ -230,9 +231,3 @@ def _tag(
     some = torch.from_numpy(tags.view(np.uint8)).view(len(tokens), TAG_BYTES)
     layer[0].view(torch.uint8).movedim(dim, 0)[:, 0, :TAG_BYTES] = some
     return layer
-
-
-def _done(result: int) -> "Future[int]":
-    future: Future[int] = Future()
-    future.set_result(result)
-    return future

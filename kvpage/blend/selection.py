@@ -130,7 +130,7 @@ def ranks(scores: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """
     order = scores.sort(descending=True, stable=True).indices
     order = order[kinds[order].sort(stable=True).indices]  # by kind, in each by score
-    counts = kinds.unique(return_counts=True)[1]
+    counts = torch.unique(kinds, return_counts=True)[1]
     firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     place = torch.arange(len(scores), device=scores.device) - firsts
     out = torch.empty_like(scores)

@@ -276,7 +276,13 @@ class Engine(EngineCore):
         Other requests go on meanwhile. Exceptions of the model do not come through, as in `generate`.
 
         Args:
-            tokens, params, blend, segments: See `add_request`.
+            tokens: See `add_request`.
+            params: See `add_request`; `n` must be 1.
+            blend: See `add_request`.
+            segments: See `add_request`.
+
+        Returns:
+            The tokens; after its end `finish_reason`, `output` and `error`.
 
         Raises:
             ValueError: `params.n` is not 1, or as `add_request`.

@@ -1,4 +1,4 @@
-"""KVStoreBuilder: one store an instance id, for code that meets in one process without knowing each other."""
+"""KVStoreBuilder: one store for each instance id, so that separate parts of a process can share it."""
 
 import threading
 
@@ -15,7 +15,19 @@ class KVStoreBuilder:
 
     @classmethod
     def get_or_create(cls, instance_id: str, config: KVStoreConfig, metadata: KVStoreMetadata) -> KVStore:
-        """ValueError if there is one of another configuration or metadata."""
+        """Return the instance's store, which is made if there is none.
+
+        Args:
+            instance_id: any text.
+            config: as of KVStore.
+            metadata: as of KVStore.
+
+        Returns:
+            The store.
+
+        Raises:
+            ValueError: there is one of another configuration or metadata.
+        """
         with cls._lock:
             store = cls._stores.get(instance_id)
             if store is None:
@@ -26,13 +38,24 @@ class KVStoreBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> KVStore | None:
-        """None if there is none."""
+        """Return the instance's store; None if there is none.
+
+        Args:
+            instance_id: as given to `get_or_create`.
+
+        Returns:
+            The store or None.
+        """
         with cls._lock:
             return cls._stores.get(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Closes it and forgets it. Nothing happens if there is none: twice is fine."""
+        """Close the instance's store and forget it. Without one, nothing happens.
+
+        Args:
+            instance_id: as given to `get_or_create`.
+        """
         with cls._lock:
             store = cls._stores.pop(instance_id, None)
         if store is not None:

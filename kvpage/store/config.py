@@ -12,7 +12,7 @@ ENV_PREFIX = "KVPAGE_"
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes, of "8GiB", "512 MiB", "1.5TiB" or plain numbers. ValueError for anything else."""
+    """Return the bytes of "8GiB", "512 MiB", "1.5TiB" or a plain number. Raises ValueError for other text."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     number = str(text).strip().upper()
@@ -28,10 +28,9 @@ def parse_size(text: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierURL:
-    """A tier's URL, taken apart. Those of paths may name several, with commas between: disk:///ssd0/kv,/ssd1/kv?size=1TiB
+    """A tier's URL, taken apart. One of paths may name several: disk:///ssd0/kv,/ssd1/kv?size=1TiB.
 
-    text: what may be shown: no user, no password, no options. url: as given. options: after the question mark, text by
-        name.
+    text: for messages, without user, password and options. url: as given. options: pairs of name and text.
     """
 
     text: str
@@ -42,7 +41,7 @@ class TierURL:
 
     @classmethod
     def parse(cls, url: str) -> "TierURL":
-        """ValueError for what is no URL, and for an option that is given twice."""
+        """Take a URL apart. Raises ValueError for text that is not a URL, and for an option that is given twice."""
         if not isinstance(url, str):
             raise TypeError(f"a tier must be a URL as text, got {type(url).__name__}")
         parts = urlsplit(url)
@@ -57,24 +56,34 @@ class TierURL:
         return cls(shown, parts.scheme, unquote(parts.netloc.rpartition("@")[2] + parts.path), tuple(options), url)
 
     def without(self, *names: str) -> str:
-        """The URL as given, but for these options."""
+        """Return the URL without these options."""
         kept = urlencode([pair for pair in self.options if pair[0] not in names])
         return urlunsplit(urlsplit(self.url)._replace(query=kept))
 
     def option(self, name: str, default: str | None = None) -> str | None:
+        """Return the text of an option."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True, slots=True)
 class KVStoreConfig:
-    """chunk_size: tokens of a chunk. tiers: URLs, the fastest first; reading asks them in this order.
+    """The configuration of a store.
 
-    Options that every tier takes: `write=through` (the default: `store` returns when the record is there) or `back`
-    (written in the background), `promote=yes` or `no` (whether what slower tiers have found is copied here),
-    `deadline=0.5` (seconds of one call).
+    Every tier's URL takes three options. `write=through`, the default: `store` returns when the record is there;
+    `write=back`: it is written in the background. `promote=yes` or `no`: whether records that slower tiers have are
+    copied here. `deadline=0.5`: seconds of one call.
 
-    codec: "raw", or what `kvpage.store.records.codec` knows. save_decode_cache: an engine stores what was generated, too.
-    deadline: seconds of a call on a tier that names none; None for no limit. num_threads: for one call; 0 for torch's.
+    Attributes:
+        chunk_size: tokens of a chunk.
+        tiers: URLs, the fastest first; reading asks them in this order.
+        codec: "raw", "zstd" or "fp8".
+        save_decode_cache: whether an engine stores generated tokens, too.
+        deadline: seconds of a call on a tier that names none; None for no limit.
+        num_threads: threads for one call; 0 for torch's number.
+
+    Raises:
+        ValueError: a field breaks a rule.
+        TypeError: a tier is not text.
     """
 
     chunk_size: int = 256
@@ -104,7 +113,18 @@ class KVStoreConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KVStoreConfig":
-        """ValueError for a key that is none of the fields."""
+        """Return a configuration of the values.
+
+        Args:
+            values: by the names of the fields.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: a key is not a field.
+            TypeError: values is not a mapping.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(f"values must be a mapping, got {type(values).__name__}")
         known = {field.name for field in fields(cls)}
@@ -115,7 +135,18 @@ class KVStoreConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "KVStoreConfig":
-        """From a file of keys and values. It needs the extra `store` (PyYAML). ValueError for any other file."""
+        """Return the configuration in a YAML file. It needs the extra `store` (PyYAML).
+
+        Args:
+            path: a file of the fields' names and values.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: the file is not such a one.
+            OSError: it cannot be read.
+        """
         import yaml
 
         try:
@@ -128,8 +159,19 @@ class KVStoreConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "KVStoreConfig":
-        """From KVPAGE_CHUNK_SIZE, KVPAGE_TIERS (URLs with spaces between) and so on. KVPAGE_STORE_... and others that
-        are no field's name raise ValueError, but for KVPAGE_CUDA, which is the build's.
+        """Return the configuration in variables such as KVPAGE_CHUNK_SIZE and KVPAGE_TIERS (URLs with spaces between).
+
+        KVPAGE_CUDA belongs to the build and is left alone.
+
+        Args:
+            environ: names and values; None for the process's environment.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: a name that begins with KVPAGE_ is not a field, or a value is wrong.
+            TypeError: environ is not a mapping of text.
         """
         environ = os.environ if environ is None else environ
         if not isinstance(environ, Mapping):

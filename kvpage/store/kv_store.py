@@ -1,15 +1,17 @@
-"""KVStore: K and V of token sequences, in chunks, over tiers; each chunk found by its tokens and all before them.
+"""KVStore: K and V of token sequences, in chunks, over tiers. A chunk is found by its tokens and all before them.
 
     store(tokens, kv)   ─► chunks ─► keys ─► which are missing? ─► records ─► every tier
     retrieve(tokens)    ─► keys ─► the longest run of leading chunks that tiers have ─► verified, copied out
                                           ▲                                  │
                                           └── a corrupt record, a tier in trouble: the run ends there
 
-Every read gives nothing, or exactly what was stored under that key. A tier's trouble is a miss, never an exception.
+Every read gives nothing, or exactly the bytes that were stored under that key. A tier's trouble is a miss, never an
+exception.
 """
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +21,15 @@ import torch
 
 from kvpage.checks.interrupts import made_or_undone, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_flag, check_namespace
+from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.load.block_chunks import BlockChunks, ChunkPlans
-from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.call_gate import CallGate, gated
+from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_load import TensorLoad
 from kvpage.store.placement import Placed, place_tiers
 from kvpage.store.records.keys import KVStoreMetadata
-from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.kv_tensors import (
     KVTensors,
     TensorChunk,
@@ -40,9 +40,8 @@ from kvpage.store.records.kv_tensors import (
     token_dim,
     tokens_of,
 )
-from kvpage.store.records.payload import ShapedSource, Source
 from kvpage.store.records.summary import RecordSummary, summaries
-from kvpage.store.stack.chunk_threads import num_leading
+from kvpage.store.stack.chunk_threads import done
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stats import KVStoreStats
@@ -53,13 +52,20 @@ if TYPE_CHECKING:
 
 
 class KVStore:
-    """Thread-safe. `close` it, or use it in `with`. A forked process needs one of its own: in it, all but `close`
-    raises RuntimeError.
+    """Keys and values of token sequences, beyond the process. Thread-safe.
 
-    metadata: with kv_dtype None the dtype is that of the first K and V that are stored, of the first engine whose
-        blocks are, or of the first record that is found; from then on only that. Until then a look for tokens is one
-        for each dtype.
-    tiers: made already, instead of those that the configuration names.
+    `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
+    RuntimeError.
+
+    Args:
+        config: chunk size, tiers and codec.
+        metadata: the model and layout of K and V. With kv_dtype None, the first K and V that are stored set the dtype,
+            or the first engine whose blocks are, or the first record that is found. Until then, a look for tokens is
+            one for each dtype.
+        tiers: tiers that are made already, in place of those in the configuration.
+
+    Raises:
+        ValueError, ImportError, OSError: a tier or the codec cannot be made.
     """
 
     def __init__(
@@ -71,13 +77,13 @@ class KVStore:
         if not placed:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
-        self._plans = ChunkPlans()
+        self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
         self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
 
     @property
     def metadata(self) -> KVStoreMetadata:
-        """As given, with the dtype as soon as it is known."""
+        """Return the metadata, with the dtype as soon as it is known."""
         return self._dtype.metadata
 
     # --- K and V as tensors ------------------------------------------------------------------------------------------
@@ -92,15 +98,23 @@ class KVStore:
         blocking: bool = True,
         namespace: bytes = b"",
     ) -> "Future[int]":
-        """Keeps K and V of the tokens. The result of what it returns: how many chunks were written.
+        """Store K and V of the tokens.
 
-        kv_tensors: for each layer (K, V), or one tensor; see kvpage.store.records.kv_tensors. On any device.
-        kv_tensors_mask: bool [num_tokens]: False for leading tokens that kv_tensors does not hold, whole chunks.
-        skip_existing: leave chunks alone that every tier has. Otherwise they are replaced in all: a tier that does not
-            take the new one has none, but for one that is out of reach, which keeps what it has.
-        blocking: return when it is done; otherwise what is needed is copied first, and errors come out of the result.
+        Args:
+            tokens: int [num_tokens].
+            kv_tensors: for each layer (K, V), or one tensor, on any device. Format "vllm": [num_tokens, heads, size] a
+                part; "huggingface": [heads, num_tokens, size].
+            kv_tensors_mask: bool [num_tokens]; False for leading tokens that kv_tensors lacks, whole chunks.
+            skip_existing: leave chunks alone that every tier has. Otherwise they are replaced in all tiers: one that
+                does not take the new chunk forgets the old one, unless it is out of reach.
+            blocking: return when all is written. Otherwise K and V are copied, and written in the background.
+            namespace: tokens of different namespaces never meet.
 
-        ValueError or TypeError for what does not fit together, before anything is written.
+        Returns:
+            A future of the number of chunks that were new to a tier. With `blocking` False it also has the errors.
+
+        Raises:
+            ValueError, TypeError: arguments do not fit together; nothing is written.
         """
         array, fmt = self._checked(tokens, namespace), self.metadata.fmt
         check_flag("skip_existing", skip_existing)
@@ -121,10 +135,8 @@ class KVStore:
         def chunk(begin: int, end: int) -> TensorChunk:
             return TensorChunk(tokens_of(parts, fmt, begin - num_skipped, end - num_skipped), fmt, end - begin)
 
-        def run() -> int:
-            return self._put(kinds, array, num_skipped, chunk, skip_existing, namespace)
-
-        return _done(run()) if blocking else self._tiers.later(run)
+        put = functools.partial(self._chunks.put, kinds, array, num_skipped, chunk, skip_existing, namespace)
+        return done(put()) if blocking else self._tiers.later(put)
 
     @gated
     def retrieve(
@@ -135,12 +147,21 @@ class KVStore:
         device: torch.device | str = "cpu",
         namespace: bytes = b"",
     ) -> tuple[Any, torch.Tensor]:
-        """(kv, ret_mask): K and V of the longest leading run of tokens that the store has, but for those that the mask
-        leaves out.
+        """Return K and V of the longest leading run of the tokens that the store has.
 
-        mask: bool [num_tokens]: False for leading tokens that are not wanted, as many as you like.
-        kv: for each layer (K, V), or with return_tuple False one tensor; () if nothing was found. ret_mask: bool
-            [num_tokens] on the CPU, True for the tokens that kv holds.
+        Args:
+            tokens: int [num_tokens].
+            mask: bool [num_tokens]; False for leading tokens that are not wanted, any number of them.
+            return_tuple: return (K, V) for each layer rather than one tensor.
+            device: device of the result.
+            namespace: the one that they were stored in.
+
+        Returns:
+            (kv, ret_mask). kv: for each layer (K, V), or one tensor [layers, parts, ...]; () if nothing was found.
+            ret_mask: bool [num_tokens] on the CPU, True for the tokens in kv.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
         """
         array = self._checked(tokens, namespace)
         check_flag("return_tuple", return_tuple)
@@ -171,17 +192,30 @@ class KVStore:
         namespace: bytes = b"",
         skip_existing: bool = True,
     ) -> int:
-        """Keeps K and V of the tokens, which lie in the blocks; returns how many tokens the store has now.
+        """Store K and V of the tokens straight from an engine's blocks.
 
-        Straight from the blocks into records. On a GPU in the order of the current stream; done on return. ValueError
-        if the blocks are not those that the metadata tells of, or too few.
+        It is done on return; on a GPU it follows the work of the current stream.
+
+        Args:
+            tokens: int [num_tokens].
+            engine: the engine whose blocks hold K and V.
+            block_table: int [num_blocks], the tokens' blocks in their order.
+            namespace: as in `store`.
+            skip_existing: as in `store`.
+
+        Returns:
+            The number of leading tokens that the store has now.
+
+        Raises:
+            ValueError: the engine does not match the metadata, or the blocks are too few or missing.
         """
         array = self._checked(tokens, namespace)
         check_flag("skip_existing", skip_existing)
-        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
+        blocks = self._chunks.blocks(engine, block_table)
         blocks.check_room(len(array))
-        self._put(self._dtype.settle(engine.layout.dtype), array, 0, blocks.chunk, skip_existing, namespace)
-        return self._lookup(array, namespace)
+        kinds = self._dtype.settle(engine.layout.dtype)
+        self._chunks.put(kinds, array, 0, blocks.chunk, skip_existing, namespace)
+        return self._chunks.count(array, namespace)
 
     @gated
     def load_blocks(
@@ -192,16 +226,29 @@ class KVStore:
         start: int = 0,
         namespace: bytes = b"",
     ) -> int:
-        """K and V of tokens[start:] come into the blocks, as far as the store has them and the blocks reach; returns up
-        to which token they are there (`start` if there is nothing).
+        """Load K and V of tokens[start:] into an engine's blocks, as far as the store has them and the blocks reach.
 
-        Blocks behind that may have been written, and mean nothing. Done on return, on a GPU, too.
+        It is done on return, on a GPU, too. Blocks after the returned token may have been written, and mean nothing.
+
+        Args:
+            tokens: int [num_tokens].
+            engine: the engine of the blocks.
+            block_table: int [num_blocks], the tokens' blocks in their order.
+            start: the first token to load.
+            namespace: the one that they were stored in.
+
+        Returns:
+            The token after the last one that is in the blocks; `start` if none was found.
+
+        Raises:
+            ValueError: the engine does not match the metadata, a block is missing or named twice, or `start` is not
+                one of the tokens.
         """
-        load = self._load(tokens, engine, block_table, start, namespace)
+        load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
         num_chunks = self._tiers.read(load.keys, load.read)
         load.finish()
         loaded = load.end_of(num_chunks)
-        self._tiers.count(hit_tokens=loaded - start)
+        self._tiers.count(hit_tokens=loaded - load.start)
         return loaded
 
     def load_layers(
@@ -212,29 +259,53 @@ class KVStore:
         start: int = 0,
         namespace: bytes = b"",
     ) -> LayerLoad:
-        """As load_blocks, layer by layer and in a thread: see LayerLoad, which is to be closed before others get the
-        blocks. The records stay open for as long; nothing is promoted. ValueError as load_blocks.
+        """Begin to load K and V of tokens[start:] into an engine's blocks, layer by layer, in a thread.
+
+        Close the load before the blocks are given to others. The records stay open until then, and are not promoted.
+
+        Arguments and errors are those of `load_blocks`.
+
+        Returns:
+            The load, whose `wait` blocks until a layer is there.
         """
         load = tokens, engine, block_table, start, namespace
         return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
 
-    # --- what is there -----------------------------------------------------------------------------------------------
+    # --- records -----------------------------------------------------------------------------------------------------
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """How many leading tokens the store has, or had a moment ago."""
-        return self._lookup(self._checked(tokens, namespace), namespace)
+        """Return the number of leading tokens that the store has, or had a moment ago.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the one that they were stored in.
+        """
+        return self._chunks.count(self._checked(tokens, namespace), namespace)
 
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
-        """Keeps what `lookup` would find until the pin is released; in remote tiers by fetching it."""
+        """Return a pin that keeps the chunks that `lookup` finds. In remote tiers that fetches them.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the one that they were stored in.
+        """
         return made_or_undone(lambda: self._pin(tokens, namespace), Pin.release)
 
     def unpin(self, pin: Pin) -> None:
-        """Twice is fine."""
+        """Release a pin. A second call does nothing."""
         pin.release()
 
     def keys_of(self, tokens: Tokens, namespace: bytes = b"") -> list[Key]:
-        """Under which the tokens' chunks lie, or would: 32 bytes for each. ValueError where no dtype is known yet."""
+        """Return the keys of the tokens' chunks, 32 bytes each, whether they are stored or not.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: of the tokens.
+
+        Raises:
+            ValueError: no dtype is known yet.
+        """
         array, kinds = self._checked(tokens, namespace), self._dtype.kinds
         if kinds is None:
             raise ValueError("kv_dtype must be known before there are keys, got None, and nothing stored or found")
@@ -242,48 +313,63 @@ class KVStore:
 
     @gated
     def keys(self) -> list[Key]:
-        """Of all records in any tier, of every model and namespace, each once; those of the fastest tier come first. A
-        tier that cannot list its records, or is in trouble, adds none and is counted in `stats().tier_errors`.
+        """Return the keys of all records in any tier, of every model and namespace.
+
+        Each key comes once, those of the fastest tier first. A tier that cannot list its records, or is in trouble,
+        adds none and is counted in `stats().tier_errors`.
         """
         return list(dict.fromkeys(info.key for found in self._tiers.infos() for info in found))
 
     @gated
     def records(self) -> list[RecordSummary]:
-        """What lies in each tier, as the records tell of themselves. A look into each, which counts as a use, and for
-        which a remote tier fetches it whole. A tier in trouble adds none and is counted.
+        """Return a summary of each record, tier by tier.
+
+        That is a use of each record, for which a remote tier fetches it whole. A tier in trouble adds none and is
+        counted.
         """
         found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
         return [one for each in found if each is not None for one in each]
 
     @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Forgets the tokens' chunks in every tier; how many there were in the one that had most."""
+        """Remove the tokens' chunks from every tier; return their number in the tier that had most.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the one that they were stored in.
+        """
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
     @gated
     def clear(self) -> None:
-        """Forgets everything, of every model, in every tier."""
+        """Remove all records, of every model, from every tier."""
         self._tiers.clear()
 
     @gated
     def flush(self, sync: bool = False) -> None:
-        """Waits for what is written in the background; with `sync`, until it would survive a loss of power."""
+        """Wait until everything in the background is written.
+
+        Args:
+            sync: wait until it would survive a loss of power.
+        """
         check_flag("sync", sync)
         self._tiers.flush(sync)
 
     def stats(self) -> KVStoreStats:
+        """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
 
     @uninterrupted
     def close(self) -> None:
-        """Waits for the calls and the loads of layers that are under way, flushes, and closes the tiers. Twice is fine;
-        anything but `stats` and `unpin` afterwards, and meanwhile, raises ValueError. In a forked process nothing
-        happens: the tiers are the parent's.
+        """Wait for calls and loads of layers that are under way, flush, and close the tiers.
+
+        Meanwhile and afterwards, every call but `stats` and `unpin` raises ValueError. A second call does nothing. In a
+        forked process nothing happens: the tiers are the parent's.
         """
         if self.gate.close():
             with self._closing:
-                self._tiers.drain()
+                self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
                 if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
                     self._is_closed = True
                     self._tiers.close()
@@ -296,60 +382,14 @@ class KVStore:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _put(
-        self,
-        kinds: RecordKinds,
-        tokens: npt.NDArray[np.int32],
-        num_skipped: int,
-        chunk: Callable[[int, int], ShapedSource],
-        skip_existing: bool,
-        namespace: bytes,
-    ) -> int:
-        """Writes the chunks behind the skipped tokens; how many were new to a tier. chunk(begin, end): of tokens."""
-        size = self.config.chunk_size
-        keys = kinds.keys.of(tokens, namespace)[num_skipped // size :]
-
-        def record(index: int) -> tuple[RecordKind, Source]:
-            begin = num_skipped + index * size
-            made = chunk(begin, min(begin + size, len(tokens)))
-            return kinds.of(keys[index], made.shape, namespace), made
-
-        return self._tiers.put(keys, record, skip_existing)
-
     @gated
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
-        array = self._checked(tokens, namespace)
-        readers = [reader for _, reader in self._tiers.open_leading(self._found_keys(array, namespace))]
-        return Pin(min(len(readers) * self.config.chunk_size, len(array)), readers)
+        return self._chunks.pin(self._checked(tokens, namespace), namespace)
 
     @gated
-    def _begin_layers(self, *load: Any) -> LayerLoad:
-        return self._load(*load).by_layers(self._tiers, self.gate)
-
-    def _load(
-        self,
-        tokens: Tokens,
-        engine: "CacheEngine",
-        block_table: npt.ArrayLike | torch.Tensor,
-        start: int,
-        namespace: bytes,
-    ) -> BlockLoad:
-        array, start = self._checked(tokens, namespace), as_integer("start", start)
-        blocks = BlockChunks(engine, block_table, self.metadata, self._plans)
-        kinds = self._dtype.of(engine.layout.dtype)
-        load = BlockLoad(blocks, kinds, kinds.keys.of(array, namespace), len(array), start, namespace)
-        self._dtype.settle(engine.layout.dtype)
-        self._tiers.count(query_tokens=load.end - start)
-        return load
-
-    def _found_keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[Key]:
-        """None at all where no dtype is known and nothing found."""
-        kinds = self._dtype.find(self._tiers, tokens, namespace)
-        return [] if kinds is None else kinds.keys.of(tokens, namespace)
-
-    def _lookup(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
-        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._found_keys(tokens, namespace)))
-        return min(num_chunks * self.config.chunk_size, len(tokens))
+    def _begin_layers(self, tokens: Tokens, engine: "CacheEngine", table: Any, start: int, name: bytes) -> LayerLoad:
+        load = self._chunks.load(self._checked(tokens, name), engine, table, start, name)
+        return load.by_layers(self._tiers, self.gate)
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
         check_namespace(namespace)
@@ -358,9 +398,3 @@ class KVStore:
 
 def _placed(tier: Tier | Placed, config: KVStoreConfig) -> Placed:
     return tier if isinstance(tier, Placed) else Placed(tier, deadline=config.deadline)
-
-
-def _done(result: int) -> "Future[int]":
-    future: Future[int] = Future()
-    future.set_result(result)
-    return future

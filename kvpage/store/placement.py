@@ -1,4 +1,4 @@
-"""From a URL to a tier: who makes which, and what all of them have in common."""
+"""Placed: a tier and its part in a store. Tiers are made from URLs by the factory of each scheme."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,14 @@ COMMON_OPTIONS = ("write", "promote", "deadline")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tier and its part in the store. deadline: seconds of a call, None for no limit."""
+    """A tier and its part in a store.
+
+    Attributes:
+        tier: the tier.
+        is_written_back: whether it is written in the background, from a faster tier.
+        promotes: whether records that slower tiers have are copied here.
+        deadline: seconds of a call; None for no limit.
+    """
 
     tier: Tier
     is_written_back: bool = False
@@ -39,8 +46,9 @@ def _disk(url: TierURL) -> Tier:
 
 
 def paths_of(url: TierURL) -> list[str]:
-    """Of disk:///ssd0/kv,/ssd1/kv; of disk:kv, in the working directory. ValueError for what names none, and for what
-    would not lead where it seems to.
+    """Return the paths of disk:///ssd0/kv,/ssd1/kv, or of disk:kv, in the working directory.
+
+    Raises ValueError for a URL without a path, and for a path that would not lead where it seems to.
     """
     paths, after_scheme = url.place.split(","), url.url.partition(":")[2]
     for path in paths:
@@ -52,8 +60,8 @@ def paths_of(url: TierURL) -> list[str]:
     if after_scheme.startswith("//") and not all(path.startswith("/") for path in paths):
         bare = [path.lstrip("/") for path in paths]
         raise ValueError(
-            f"paths of a disk tier must begin with / after disk://, such as disk:///{',/'.join(bare)}, or stand "
-            f"behind disk: alone to begin in the working directory, such as disk:{','.join(bare)}, got {url.text}"
+            f"paths of a disk tier must begin with / after disk://, such as disk:///{',/'.join(bare)}, or follow "
+            f"disk: alone to begin in the working directory, such as disk:{','.join(bare)}, got {url.text}"
         )
     if "#" in after_scheme:
         raise ValueError(f"paths of a disk tier must have %23 for #, got {url.text}#...")
@@ -82,7 +90,7 @@ REDIS = [f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+
 
 
 class TierFactories:
-    """Factories by scheme. `register` adds one's own."""
+    """Factories of tiers by scheme."""
 
     def __init__(self) -> None:
         self._factories: dict[str, Factory] = {
@@ -94,26 +102,34 @@ class TierFactories:
         }
 
     def register(self, scheme: str, factory: Factory) -> None:
-        """ValueError for a scheme that is taken by another factory."""
+        """Add a factory for tiers of your own.
+
+        Args:
+            scheme: of the URLs, such as "mine" of mine://place.
+            factory: makes a tier of a URL.
+
+        Raises:
+            ValueError: another factory has the scheme.
+        """
         if self._factories.get(scheme, factory) is not factory:
             raise ValueError(f"scheme must be a new one, {scheme!r} is taken")
         self._factories[scheme] = factory
 
     def make(self, url: TierURL) -> Tier:
-        """ValueError for a scheme that nobody makes, and whatever the factory raises."""
+        """Return the URL's tier. Raises ValueError for an unknown scheme, and the factory's errors."""
         if url.scheme not in self._factories:
             raise ValueError(f"scheme must be one of {', '.join(sorted(self._factories))}, got {url.scheme!r}")
         return self._factories[url.scheme](url)
 
 
 FACTORIES = TierFactories()
-"""The ones that URLs are looked up in: filled once, at import, like torch's registries."""
+"""The factories of this process."""
 
 register_tier = FACTORIES.register
 
 
 def check_options(url: TierURL, *known: str) -> None:
-    """ValueError for an option that is neither common to all tiers nor among `known`."""
+    """Raise ValueError for an option that is neither common to all tiers nor among `known`."""
     for name, _ in url.options:
         if name not in (*known, *COMMON_OPTIONS):
             raise ValueError(
@@ -122,7 +138,7 @@ def check_options(url: TierURL, *known: str) -> None:
 
 
 def place_tiers(config: KVStoreConfig) -> list[Placed]:
-    """The tiers of a configuration. If one cannot be made, those before it are closed, and its error comes through."""
+    """Return the tiers of a configuration. If one cannot be made, the others are closed, and its error is raised."""
     placed: list[Placed] = []
     try:
         for text in config.tiers:

@@ -1,4 +1,4 @@
-"""KVStoreStats: what a store has counted."""
+"""KVStoreStats: the counters of a store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +10,16 @@ COUNTERS = ("query_tokens", "hit_tokens", "stored_chunks", "corrupt_records", "t
 
 @dataclass(frozen=True, slots=True)
 class KVStoreStats:
-    """Counters since the store was made. Tokens that were asked for with `retrieve` or `load_blocks`, and found.
+    """Counters since the store was made.
 
-    corrupt_records: that were dropped. tier_errors: calls of a tier that failed or ran out of time.
+    Attributes:
+        query_tokens: tokens that `retrieve` and `load_blocks` were asked for.
+        hit_tokens: tokens that they found.
+        stored_chunks: chunks that were new to a tier.
+        corrupt_records: records that were dropped.
+        tier_errors: calls of a tier that failed or ran out of time.
+        promoted_chunks: records that were copied into a faster tier after a hit.
+        tiers: the statistics of each tier; None for one in trouble.
     """
 
     query_tokens: int
@@ -25,8 +32,18 @@ class KVStoreStats:
 
     @classmethod
     def of(cls, counts: Mapping[str, int], tiers: tuple[TierStats | None, ...]) -> "KVStoreStats":
+        """Return statistics of these counters.
+
+        Args:
+            counts: a number for each name; absent names count 0.
+            tiers: as the attribute.
+
+        Returns:
+            The statistics.
+        """
         return cls(**{name: counts[name] for name in COUNTERS}, tiers=tiers)
 
     @property
     def hit_rate(self) -> float:
+        """Return the share of query tokens that were found, 0 to 1."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0

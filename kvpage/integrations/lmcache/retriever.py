@@ -10,7 +10,7 @@ Each segment is fetched once, by a few threads; `new_request` only cuts. Nothing
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list, check_namespace
 from kvpage.integrations.lmcache.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from kvpage.store import KVStore, KVStoreMetadata
+
+R = TypeVar("R", bound="_SegmentRetriever")
 
 
 class SegmentSource(Protocol):
@@ -169,7 +171,7 @@ class _SegmentRetriever(BlendRetriever):
         """Waits for what is being fetched; the rest is cancelled, and says so in results. Twice is fine."""
         self._threads.shutdown(cancel_futures=True)
 
-    def __enter__(self):
+    def __enter__(self: R) -> R:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,38 +1,28 @@
-"""Allocator: where on the disks the next record goes, and what has to go for it.
+"""Allocator: finds a place on the disks for the next record, and evicts others for it.
 
-    free room in the directory that has most ─► a new segment ─► what the policy evicts ─► None
+    free slots in the directory with most ─► a new segment ─► slots that the policy evicts ─► None
     and, where a drive fails on the way, the same without it
 
-A free run's header reaches to its end: a run that is cut from it gets one of its own before it is written to, after
-the one of what is left behind it. Whoever calls holds the tier's `changes`; `lock` is taken here, and not held while
-the disk is waited for.
+A free run's header covers the whole run. A run that is cut from it gets a header of its own before it is written to,
+after the header of the remainder. Callers hold the tier's `changes`. `lock` is taken here, and never held while the
+disk is waited for.
 """
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvpage.store.disk.directory import Directory
+from kvpage.store.disk.drive import DriveError
 from kvpage.store.disk.index import Index
 from kvpage.store.disk.segment import Run
-from kvpage.store.disk.space import Drive, Entry, Space
-from kvpage.store.tiers.tier import TierError
-
-
-class DriveError(TierError):
-    """A drive is in trouble."""
-
-    def __init__(self, drive: Drive, message: str) -> None:
-        super().__init__(f"{drive.path}: {message}")
-        self.drive = drive
+from kvpage.store.disk.space import Entry, Space
 
 
 class Allocator:
-    """The directories. num_errors: of the operating system, so far."""
+    """Gives out and takes back the slots of all directories."""
 
     def __init__(self, directories: list[Directory], index: Index, lock: threading.Lock) -> None:
         self.directories = directories
-        self.num_errors = 0
         self.lock = lock
         self._index = index
 
@@ -40,15 +30,16 @@ class Allocator:
     def entries(self) -> Iterator[Entry]:
         return (entry for directory in self.directories for entry in directory.entries)
 
-    def place(self, num_bytes: int) -> Entry | None:
-        """An entry for a record of so many bytes, with a user and without a record. None if what is in use leaves no
-        room; DriveError if only trouble is in the way.
+    def allocate(self, num_bytes: int) -> Entry | None:
+        """Return an entry for a record of `num_bytes`, with one user and without a record.
+
+        None if entries in use leave no place. Raises DriveError if only trouble is in the way.
         """
         left, trouble = self._present_directories(), None
         while left:
-            group = [directory for directory in left if not directory.drive.is_resting] or left
+            group = [directory for directory in left if not directory.drive.is_paused] or left
             try:
-                entry = self._in_free_room(group, num_bytes) or self._by_evicting(group, num_bytes)
+                entry = self._in_free_slots(group, num_bytes) or self._by_evicting(group, num_bytes)
                 if entry is None:
                     left = [directory for directory in left if directory not in group]
                 elif not self._is_lost(entry):
@@ -60,52 +51,46 @@ class Allocator:
             raise trouble
         return None
 
-    def settle(self) -> None:
-        """Marks free what was forgotten. What the disk does not take stays forgotten and in use until it does."""
+    def mark_forgotten(self) -> None:
+        """Mark forgotten entries free. Those that the disk does not take stay forgotten and in use until it does."""
         with self.lock:
             forgotten, self._index.forgotten = self._index.forgotten, []
         for entry in forgotten:
             try:
-                self.on(entry.space.drive, functools.partial(mark_free, entry))
+                entry.space.drive.run(mark_free, entry)
             except DriveError:
                 with self.lock:
                     self._index.forgotten.append(entry)
                 continue
             with self.lock:
                 entry.is_marked_free = True
-                entry.release_if_over()
+                if entry.is_over:
+                    entry.space.release(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """One user less."""
+        """Take away one user."""
         with self.lock:
             entry.num_users -= 1
-            entry.release_if_over()
-
-    def on(self, drive: Drive, call: Callable[[], object]) -> None:
-        """DriveError for the operating system's errors."""
-        try:
-            call()
-        except OSError as error:
-            self._count_error(drive)
-            raise DriveError(drive, error.strerror or str(error)) from error
+            if entry.is_over:
+                entry.space.release(entry)
 
     def sync(self, directories: Sequence[Directory]) -> None:
-        """Of directories whose drives were entered; leaves them. DriveError."""
+        """Sync directories whose drives were entered, and leave the drives. Raises DriveError."""
         try:
             for directory in directories:
-                self.on(directory.drive, directory.sync)
+                directory.drive.run(directory.sync)
         finally:
             with self.lock:
                 for directory in directories:
                     directory.drive.leave()
 
-    # --- room ---
+    # --- places ---
 
-    def _in_free_room(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
-        for directory in sorted(group, key=lambda directory: -directory.room):
-            entry = self._allocate(directory.spaces, num_bytes)
+    def _in_free_slots(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
+        for directory in sorted(group, key=lambda directory: -directory.num_free_bytes):
+            entry = self._in_spaces(directory.spaces, num_bytes)
             if entry is None and self._grow(directory, num_bytes):
-                entry = self._allocate(directory.spaces[-1:], num_bytes)
+                entry = self._in_spaces(directory.spaces[-1:], num_bytes)
             if entry is not None:
                 return entry
         return None
@@ -115,13 +100,13 @@ class Allocator:
             space = self._index.evict_for(num_bytes, [directory.drive for directory in group])
         if space is None:
             return None
-        self.settle()
-        entry = self._allocate([space], num_bytes)
+        self.mark_forgotten()
+        entry = self._in_spaces([space], num_bytes)
         if entry is None:
             raise DriveError(space.drive, "evicted records could not be marked free")
         return entry
 
-    def _allocate(self, spaces: Sequence[Space], num_bytes: int) -> Entry | None:
+    def _in_spaces(self, spaces: Sequence[Space], num_bytes: int) -> Entry | None:
         with self.lock:
             for space in spaces:
                 entry = space.allocate(space.segment.slots_for(num_bytes))
@@ -131,34 +116,28 @@ class Allocator:
         return None
 
     def _grow(self, directory: Directory, num_bytes: int) -> bool:
-        """Whether there is a new segment. If it cannot be made, what is there has to do."""
+        """Return whether there is a new segment. If the disk refuses it, the present ones must do."""
         try:
             return directory.grow(num_bytes) is not None
         except OSError:
-            self._count_error()
+            directory.drive.count_error()
             return False
 
     def _cut(self, entry: Entry) -> Entry:
         with self.lock:
-            rest = entry.space.rest_behind(entry)
+            remainder = entry.space.remainder(entry)
         try:
-            for run in (rest, entry.run) if rest else (entry.run,):
-                self.on(entry.space.drive, functools.partial(entry.space.segment.cover, run))
+            for run in (remainder, entry.run) if remainder else (entry.run,):
+                entry.space.drive.run(entry.space.segment.cover, run)
         except DriveError:
             self.let_go(entry)
             raise
         return entry
 
-    def _count_error(self, drive: Drive | None = None) -> None:
-        with self.lock:
-            self.num_errors += 1
-        if drive is not None:
-            drive.rest()
-
     # --- directories and files that somebody deletes ---
 
     def _present_directories(self) -> list[Directory]:
-        """Those that are there; deleted ones are made anew, and without their records."""
+        """Return the directories that are there. Deleted ones are made anew, without their records."""
         present = []
         for at, directory in enumerate(self.directories):
             try:
@@ -166,7 +145,7 @@ class Allocator:
                     self.directories[at] = self._renewed(directory)
                 present.append(self.directories[at])
             except (OSError, ValueError):
-                self._count_error(directory.drive)
+                directory.drive.fail()
         return present
 
     def _renewed(self, directory: Directory) -> Directory:
@@ -181,7 +160,7 @@ class Allocator:
         return renewed
 
     def _is_lost(self, entry: Entry) -> bool:
-        """Whether its segment was deleted: then all that is in it is forgotten."""
+        """Return whether the entry's segment was deleted. If so, all that is in it is forgotten."""
         space = entry.space
         try:
             if not space.segment.is_deleted():
@@ -198,7 +177,7 @@ class Allocator:
 
 
 def mark_free(entry: Entry) -> None:
-    """The whole slot, unless it is being read."""
+    """Write a free header over the whole slot, or over the header alone while the record is being read."""
     run = Run(entry.run.slot, entry.run.num_slots)
     if entry.num_users == 0:
         entry.space.segment.cover(run)

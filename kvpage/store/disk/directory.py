@@ -1,10 +1,10 @@
 """Directory: a lock and segments on one drive.
 
-    lock           held while the tier is open, and tells who has it: a second process is refused
+    lock           held while the tier is open, with its owner's name: a second process is refused
     0000.segment   made when it is needed, until the directory's share of the capacity is used up
     0001.segment
 
-Where a drive fails its directory rests for a while, during which the others are asked first.
+After an error of a drive, the other directories are asked first for a while.
 """
 
 import os
@@ -13,16 +13,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvpage.store.disk.drive import Drive
 from kvpage.store.disk.lock import give_lock, lock_path, take_lock
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Segment, is_gone
-from kvpage.store.disk.space import Drive, Entry, Space
+from kvpage.store.disk.space import Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
 MIN_SEGMENT_SLOTS = 16
 
 
 class Directory:
-    """share: bytes that its segments may have together; None for those that are there, and no others."""
+    """A directory of segments.
+
+    share: bytes that they may have together; None for those that are there, and no others.
+    """
 
     def __init__(
         self, path: Path, share: int | None, slot_bytes: int, segment_bytes: int, retry_seconds: float
@@ -37,10 +41,13 @@ class Directory:
         self._lock_path, self._lock_fd = lock_path(path), -1
 
     def open(self) -> None:
-        """Takes the lock, finds the segments and what they hold. Of more than its share the oldest are deleted, and so
-        are damaged ones: nothing in them can be found. Without a share it must be there, and nothing is deleted.
+        """Take the lock, and find the segments and their entries.
 
-        ValueError for a directory that is in use or holds segments of another version; OSError. Then it is closed.
+        Beyond the share the oldest segments are deleted, and so are damaged ones: nothing in them can be found. Without
+        a share the directory must exist, and nothing is deleted.
+
+        Raises ValueError for a directory that is in use or holds segments of another version; OSError. Then it is
+        closed.
         """
         try:
             self._lock_fd = take_lock(self.path, make=self.share is not None)
@@ -52,32 +59,34 @@ class Directory:
 
     @property
     def num_bytes(self) -> int:
-        """Of its segments."""
-        return sum(space.segment.num_bytes for space in self.spaces)
+        """Return the bytes of its segments."""
+        return sum([space.segment.num_bytes for space in self.spaces])
 
     @property
     def num_lacking(self) -> int:
-        """Bytes that its segments may still grow by."""
+        """Return the bytes of segments that may still be added."""
         return max(self.share - self.num_bytes, 0) if self.share is not None else 0
 
     @property
-    def room(self) -> int:
-        """Bytes that are free, or could be made."""
-        return self.num_lacking + sum(space.num_free * space.segment.slot_bytes for space in self.spaces)
+    def num_free_bytes(self) -> int:
+        """Return the bytes that are free in segments, or could be in new ones."""
+        return self.num_lacking + sum([space.num_free_bytes for space in self.spaces])
 
     @property
     def entries(self) -> Iterator[Entry]:
         return (entry for space in self.spaces for entry in space.entries)
 
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted or moved it: its files are still there for us, and lost afterwards; a directory
-        that took its place is not locked by us. OSError.
+        """Return whether somebody has deleted or moved it. Raises OSError.
+
+        Its open files can still be used, and are lost afterwards. A directory that took its place is not locked by us.
         """
         return is_gone(self._lock_path, self._lock_fd)
 
     def grow(self, num_bytes: int) -> Space | None:
-        """Another segment, for a record of so many bytes. None if there may be none; OSError if there cannot be: then
-        it is not tried again for a while.
+        """Return a new segment for a record of `num_bytes`; None if the share does not allow it.
+
+        Raises OSError if the disk refuses it. Then it is not tried again for a while.
         """
         num_slots = min(self._segment_bytes, self.num_lacking) // self._slot_bytes
         if num_slots < MIN_SEGMENT_SLOTS or time.monotonic() < self._grows_from:
@@ -93,11 +102,13 @@ class Directory:
         return self.spaces[-1]
 
     def successor(self) -> "Directory":
-        """One of the same path, to be opened when this one was deleted."""
-        return Directory(self.path, self.share, self._slot_bytes, self._segment_bytes, self._retry_seconds)
+        """Return one of the same path and counts, to be opened when this one was deleted."""
+        other = Directory(self.path, self.share, self._slot_bytes, self._segment_bytes, self._retry_seconds)
+        other.drive.num_errors = self.drive.num_errors
+        return other
 
     def drop(self, space: Space) -> None:
-        """A segment that was deleted, if it is one of these: closed now, or, while it is in use, with the others."""
+        """Leave out a segment that was deleted. It is closed now, or with the others while it is in use."""
         if space in self.spaces:
             self.spaces.remove(space)
             if any(entry.num_users for entry in space.entries):
@@ -106,7 +117,7 @@ class Directory:
                 space.segment.close()
 
     def sync(self) -> None:
-        """OSError."""
+        """Write all segments and their names to the disk. Raises OSError."""
         for space in list(self.spaces):
             space.segment.sync()
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -116,7 +127,7 @@ class Directory:
             os.close(fd)
 
     def close(self) -> None:
-        """Twice is fine. Gives back the lock."""
+        """Close the segments and give back the lock. A second call does nothing."""
         for space in [*self.spaces, *self._dropped]:
             space.segment.close()
         fd, self._lock_fd = self._lock_fd, -1
@@ -143,9 +154,9 @@ class Directory:
             self._mend(self.spaces[-1])
 
     def _mend(self, space: Space) -> None:
-        """Headers for what has none, lest the next opening walk it slot by slot again."""
-        self.num_damaged += len(space.untold)
-        for run in space.untold if self.share is not None else []:
+        """Write headers for slots without one, so that the next opening need not walk over them one by one."""
+        self.num_damaged += len(space.unclaimed)
+        for run in space.unclaimed if self.share is not None else []:
             space.segment.cover(run)
 
     def _leave_out(self, path: Path) -> None:
@@ -156,7 +167,7 @@ class Directory:
             path.unlink()
 
     def _keep_to_share(self) -> None:
-        """The segments that were written last."""
+        """Delete the segments beyond the share. Those that were written last stay."""
         self.spaces.sort(key=_last_generation)
         while self.share is not None and self.num_bytes > self.share:
             segment = self.spaces.pop(0).segment
@@ -173,7 +184,7 @@ def _last_generation(space: Space) -> int:
 
 
 def check_space(directories: Sequence[Directory]) -> None:
-    """ValueError unless the disks have the space that the directories lack."""
+    """Raise ValueError unless the disks have the space that the directories lack."""
     lacking: dict[int, int] = {}  # by drive
     for directory in directories:
         status, device = os.statvfs(directory.path), os.stat(directory.path).st_dev

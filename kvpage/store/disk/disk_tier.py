@@ -1,17 +1,16 @@
 """DiskTier: records in segment files, in one directory or in several (on several drives).
 
     keys ─► Index ─► Entry ─► Space (who has which slots) ─► Segment (a file)        a Directory has several of them
-              Room ──┘ └─► DiskReader, DiskWriter
+         Allocator ──┘ └─► DiskReader, DiskWriter
 
-What lies where is kept in memory and found again by walking the segments' headers; there is no index to lose. Of two
-records of one key, as a crash between writing the new and freeing the old may leave, the one of the higher generation
-counts. Files are 0600, new directories 0700. Nothing is mapped into memory: there a read error would be a signal.
+The index is kept in memory and found again by walking the segments' headers; there is no file of it to lose. A crash
+between writing a record and freeing the old one of its key leaves two. The one of the higher generation counts. Files
+are 0600, new directories 0700. Nothing is mapped into memory: there a read error would be a signal.
 
-Two locks. `_lock` guards what is in memory and is never held while the disk is waited for, so that looking up is quick
-whatever the disk does. `_changes` is held by whoever writes headers; `_lock` is taken within it.
+Two locks. `_lock` guards the memory and is never held while the disk is waited for, so that looking up is quick
+whatever the disk does. `_changes` is held by calls that write headers; `_lock` is taken within it.
 """
 
-import functools
 import os
 import threading
 import time
@@ -19,9 +18,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from kvpage.store.disk.allocator import Allocator, DriveError
+from kvpage.store.disk.allocator import Allocator
 from kvpage.store.disk.directory import MIN_SEGMENT_SLOTS, Directory, check_space
+from kvpage.store.disk.drive import DriveError
 from kvpage.store.disk.index import Index
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader, DiskWriter
 from kvpage.store.disk.segment import EndOfFile, Run
@@ -32,21 +33,30 @@ from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, Ti
 SLOT_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
 RETRY_SECONDS = 1.0
+Result = TypeVar("Result")
 
 
 class DiskTier(Tier):
-    """paths: directories, made if they are not there; records are spread over them. capacity: bytes of all segments
-    together, which are preallocated one by one; None for the segments that are there: then no file or directory is made
-    or deleted. policy: lru, lfu, fifo; after opening, records are in the order in which they were written, and that is
-    what `infos` tells of until they are used. segment_bytes: of a file; no record can be larger. retry_seconds: for so
-    long after an error of a directory the others are preferred, and it grows no further.
+    """Records in files of one or more directories.
 
     `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
-    error of the disk is a TierError or a miss, and leaves every record as it was. A timeout is that of waiting for
-    other calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
+    error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
+    calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
 
-    Raises ValueError for a directory that another process has open or that another version has written, and if there is
-    less space than capacity; OSError for a directory that cannot be made or read.
+    Args:
+        paths: directories, made if they are not there; records are spread over them.
+        capacity: bytes of all segments together, which are preallocated one by one. None for the segments that are
+            there: then no file or directory is made or deleted.
+        policy: lru, lfu or fifo. After opening, records are in the order in which they were written; `infos` reports
+            the time of writing until they are used.
+        segment_bytes: bytes of a file; no record can be larger.
+        name: the tier's name in messages and statistics.
+        retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
+
+    Raises:
+        ValueError: a directory is open in another process or was written by another version, or there is less space
+            than the capacity.
+        OSError: a directory cannot be made or read.
     """
 
     def __init__(
@@ -84,7 +94,7 @@ class DiskTier(Tier):
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            return [key in self._index for key in keys]
+            return self._index.has(keys)
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         with self._lock:
@@ -93,13 +103,13 @@ class DiskTier(Tier):
         return [None if entry is None else self._reader(entry) for entry in entries]
 
     def create(self, key: Key, num_bytes: int) -> Writer | None:
-        """TierError if only trouble with the disk is in the way."""
+        """Return a writer; None if entries in use leave no place. Raises TierError if only trouble is in the way."""
         if len(key) != 32 or num_bytes < 1:
             raise ValueError(f"key must be 32 bytes, num_bytes positive, got {len(key)} and {num_bytes}")
         buffer = self.buffers.take()
         with self._changing():
-            self._allocator.settle()
-            entry = self._allocator.place(num_bytes)
+            self._allocator.mark_forgotten()
+            entry = self._allocator.allocate(num_bytes)
             if entry is None:
                 self.buffers.give(buffer)
                 return None
@@ -110,7 +120,7 @@ class DiskTier(Tier):
         return DiskWriter(self, entry, buffer)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        """False for those that the disk did not take, if it took others; TierError if it took none."""
+        """Return False for records that the disk did not take, if it took others. Raises TierError if it took none."""
         mine = [one for one in writers if isinstance(one, DiskWriter) and one.owner is self and one.is_open]
         if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
             raise ValueError("writers must be this tier's, not closed, each given once")
@@ -133,7 +143,7 @@ class DiskTier(Tier):
         with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
                 count = sum([self._index.forget(key) for key in keys])
-            self._allocator.settle()
+            self._allocator.mark_forgotten()
         return count
 
     def infos(self) -> Iterator[RecordInfo]:
@@ -147,11 +157,12 @@ class DiskTier(Tier):
         self.remove(keys)
 
     def flush(self, sync: bool = False) -> None:
-        """The operating system has everything already; with `sync` the disk has it, too. TierError also if a record
-        could not be removed.
+        """Mark removed records free; with `sync`, wait until the disk has everything.
+
+        Raises TierError, also if a record could not be removed.
         """
         with self._changing():
-            self._allocator.settle()
+            self._allocator.mark_forgotten()
             with self._lock:
                 if sync and self._index.forgotten:
                     raise TierError(f"{self.name}: {len(self._index.forgotten)} records could not be removed")
@@ -168,25 +179,27 @@ class DiskTier(Tier):
             capacity = self._capacity
             if capacity is None:
                 capacity = sum(directory.num_bytes for directory in directories)
-            counts = index.num_evicted, num_corrupted, self._allocator.num_errors
+            num_errors = sum(directory.drive.num_errors for directory in directories)
+            counts = index.num_evicted, num_corrupted, num_errors
             return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
 
     def close(self) -> None:
-        """Open readers and writers raise TierError from then on; a directory where one is at a file is given back when
-        that call ends.
+        """Close the files. Open readers and writers raise TierError from then on.
+
+        A directory with a call at its files is given back when that call ends.
         """
         with self._changes:
             if self._is_closed:
                 return
             _open_tiers.discard(self)
-            self._allocator.settle()
+            self._allocator.mark_forgotten()
             with self._lock:
                 self._is_closed = True
                 for directory in self._allocator.directories:
                     directory.drive.retire(directory.close)
 
     def check(self) -> None:
-        """RuntimeError unless slots, headers, index and policy tell the same, and files are within the capacity."""
+        """Raise RuntimeError unless slots, headers, index and policy agree, and files are within the capacity."""
         with self._changes, self._lock:
             self._index.check(self._allocator.entries)
             for directory in self._allocator.directories:
@@ -198,13 +211,14 @@ class DiskTier(Tier):
 
     # --- for readers and writers ---
 
-    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
+    def on_disk(self, entry: Entry, call: Callable[..., Result], *args: object) -> Result:
+        """Return the result of a call at the entry's file. Raises TierError."""
         drive = entry.space.drive
         with self._lock:
             self._check_open()
             drive.enter()
         try:
-            self._allocator.on(drive, call)
+            return drive.run(call, *args)
         except DriveError as error:
             if isinstance(error.__cause__, EndOfFile):  # it was cut off: no use in trying again
                 self._drop(entry)
@@ -231,7 +245,7 @@ class DiskTier(Tier):
                 directory.open()
             self._index.find(self._allocator.entries)
             check_space(directories)
-            self._allocator.settle()
+            self._allocator.mark_forgotten()
         except BaseException:
             for directory in directories:
                 directory.close()
@@ -258,14 +272,14 @@ class DiskTier(Tier):
             if entry.space.is_lost:
                 raise TierError(f"{self.name}: {entry.space.segment.path} was deleted")
             entry.is_marked_free = False  # whatever becomes of the next line
-            self._allocator.on(entry.space.drive, functools.partial(entry.space.segment.mark, entry.run))
+            entry.space.drive.run(entry.space.segment.mark, entry.run)
             with self._lock:
                 self._index.add(entry)
-            self._allocator.settle()
+            self._allocator.mark_forgotten()
         writer.leave()
 
     def _reader(self, entry: Entry) -> Reader | None:
-        """None if the disk fails, or if its header is not the record's any more: somebody has written to the file."""
+        """Return None if the disk fails, or if somebody else has written over the record's header."""
         reader = DiskReader(self, entry)
         try:
             if reader.is_there():
@@ -281,7 +295,7 @@ class DiskTier(Tier):
             self._index.drop(entry)
 
     def close_in_child(self) -> None:
-        """After a fork: the files are the parent's. Locks may have been held by threads that are not here."""
+        """Close after a fork: the files are the parent's, and locks may be held by threads that are not here."""
         self._lock, self._changes = threading.Lock(), threading.Lock()
         self._allocator.lock = self._lock
         self._is_closed = True

@@ -1,33 +1,40 @@
-"""DiskView: what lies in a disk tier's directories, to look at beside the process that has them open.
+"""DiskView: the records in a disk tier's directories, to look at beside the process that has them open.
 
     walk the headers, twice if they seem damaged ─► records ─► Reader: bytes, and then: is it still the record?
 
-Nothing is locked, made or written. The owner goes on: what it removes or replaces meanwhile is gone from here as well,
-and what it is writing is not there yet. No byte of it is handed out as a record's: after each piece the record's header
-is read again, which the owner marks free before it gives the room to others.
+Nothing is locked, made or written. The owner goes on. Records that it removes or replaces meanwhile are gone from here
+as well; records that it is writing are not there yet. After each piece the record's header is read again, which the
+owner marks free before it gives the slots to others. So no byte of another record is ever handed out.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvpage.store.disk.directory import SEGMENT_NAME
+from kvpage.store.disk.drive import Drive
 from kvpage.store.disk.lock import DiskOwner, owner_of
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
-from kvpage.store.disk.space import Drive, Entry, Space
+from kvpage.store.disk.space import Entry, Space
 from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, Tier, TierError, TierStats, Writer
 
-MAX_WALKS = 8
-"""Of a segment whose owner writes so much that no two walks find the same places without a header."""
+MAX_WALKS = 8  # of a segment whose owner writes so much that no two walks find the same slots without a header
+Result = TypeVar("Result")
 
 
 class DiskView(Tier):
-    """paths: directories of a disk tier. The records are those of the moment when it was made, less those that are
-    found to be gone since. owners: the processes that have them open. Whatever would change a record raises TierError.
+    """A disk tier to read only. Calls that would change a record raise TierError.
 
-    ValueError for segments of another version and for links; OSError for a directory that is none of a disk tier.
+    The records are those of the moment when it was made, less those that are found to be gone since.
+
+    paths: directories of a disk tier.
+    owners: the processes that have them open.
+
+    Raises ValueError for segments of another version and for links; OSError for a directory that is not of a disk
+    tier.
     """
 
     def __init__(self, paths: Sequence[str | Path], name: str = "disk") -> None:
@@ -52,14 +59,14 @@ class DiskView(Tier):
             return [key in self._entries for key in keys]
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
-        """None for a record that is gone."""
+        """Return a reader for each key; None for a record that is gone."""
         with self._lock:
             self._check_open()
             entries = [self._entries.get(key) for key in keys]
         return [None if entry is None else self._reader(entry) for entry in entries]
 
     def infos(self) -> Iterator[RecordInfo]:
-        """last_used: when it was written; of more the owner alone knows."""
+        """Walk over the records. last_used: the time of writing; later uses are known to the owner alone."""
         with self._lock:
             self._check_open()
             runs = [(key, entry.run) for key, entry in self._entries.items()]
@@ -85,7 +92,7 @@ class DiskView(Tier):
         raise self._refusal()
 
     def flush(self, sync: bool = False) -> None:
-        """Nothing: nothing is written."""
+        """Do nothing: nothing is written."""
 
     def close(self) -> None:
         with self._lock:
@@ -95,11 +102,11 @@ class DiskView(Tier):
 
     # --- for readers ---
 
-    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
-        """RecordGone if it was not the record's any more, whatever was read."""
+    def on_disk(self, entry: Entry, call: Callable[..., Result], *args: object) -> Result:
+        """Return the result of a call at the entry's file. Raises RecordGone if that is not the record's any more."""
         self._check_open()
         try:
-            call()
+            result = call(*args)
             is_there = _is_there(entry)
         except OSError as error:
             raise TierError(f"{entry.space.segment.path}: {error.strerror or error}") from error
@@ -108,12 +115,13 @@ class DiskView(Tier):
                 if self._entries.get(entry.key) is entry:
                     del self._entries[entry.key]
             raise RecordGone(f"{self.name}: the record was removed or replaced meanwhile")
+        return result
 
     def let_go(self, entry: Entry) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no owner waits for it."""
 
     def give_up(self, entry: Entry) -> None:
-        """Likewise."""
+        """Do nothing."""
 
     # --- inside ---
 
@@ -139,7 +147,7 @@ class DiskView(Tier):
             self._take(segment)
 
     def _take(self, segment: Segment) -> None:
-        """Of several records of one key the newest."""
+        """Add the segment's records. Of several of one key the newest counts."""
         space = Space(segment, Drive(segment.path.parent, 0.0))
         records, num_damaged = _walk(segment)
         self._num_damaged += num_damaged
@@ -150,9 +158,9 @@ class DiskView(Tier):
                 self._entries[entry.key] = entry
 
     def _reader(self, entry: Entry) -> Reader | None:
-        """None if it is gone. What cannot be read is left to the reader to tell."""
+        """Return None for a record that is gone. An error of the disk is left to the reader to raise."""
         try:
-            self.on_disk(entry, lambda: None)
+            self.on_disk(entry, int)
         except RecordGone:
             return None
         except TierError:
@@ -164,22 +172,23 @@ class DiskView(Tier):
             raise TierError(f"{self.name} is closed")
 
     def _refusal(self) -> TierError:
-        return TierError(f"{self.name} is open to look into alone, nothing can be changed")
+        return TierError(f"{self.name} is open for reading only, nothing can be changed")
 
 
 def _walk(segment: Segment) -> tuple[list[Run], int]:
-    """The records, and the number of places that no header tells of. One that the owner writes to while it is walked
-    over seems to be such a place, too; another walk finds it told.
+    """Return the records, and the number of runs that no header describes.
+
+    A run that the owner writes to during the walk seems to be one, too. Another walk finds its header.
     """
-    untold: set[Run] = set()
+    unclaimed: set[Run] = set()
     for walk in range(MAX_WALKS):
         runs = list(segment.runs())
-        before, untold = untold, {run for run in runs if not run.is_told}
-        if not untold or (walk and untold == before):
+        before, unclaimed = unclaimed, {run for run in runs if not run.has_header}
+        if not unclaimed or (walk and unclaimed == before):
             break
     else:
-        untold &= before
-    return [run for run in runs if run.key is not None], len(untold)
+        unclaimed &= before
+    return [run for run in runs if run.key is not None], len(unclaimed)
 
 
 def _is_there(entry: Entry) -> bool:
@@ -189,7 +198,7 @@ def _is_there(entry: Entry) -> bool:
 
 
 def _is_being_made(file: Path) -> bool:
-    """Whether its header is not there yet, which is written last."""
+    """Return whether its header, which is written last, is not there yet."""
     try:
         with open(file, "rb") as data:
             return not any(data.read(HEADER_BYTES))

@@ -1,17 +1,23 @@
-"""Index: which keys lead to which entries, which go first, and which are forgotten but not yet marked free on the disk.
+"""Index: the entry of each key, the order of eviction, and the entries that are forgotten but not yet marked free.
 
-Nothing here touches the disk, and nothing is thread-safe: whoever calls holds the tier's lock.
+Nothing here touches the disk. Nothing is thread-safe: callers hold the tier's lock.
 """
 
 import time
 from collections.abc import Collection, Iterator
 
-from kvpage.store.disk.space import Drive, Entry, Space
+from kvpage.store.disk.drive import Drive
+from kvpage.store.disk.space import Entry, Space
 from kvpage.store.tiers.policy import Policy
 from kvpage.store.tiers.tier import Key, RecordInfo
 
 
 class Index:
+    """Finds entries by key.
+
+    forgotten: entries that no key leads to any more, and that the disk still has as records.
+    """
+
     def __init__(self, policy: Policy) -> None:
         self.forgotten: list[Entry] = []
         self.generation = self.num_bytes = self.num_evicted = self.num_corrupted = 0
@@ -21,18 +27,19 @@ class Index:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._entries
-
     @property
     def keys(self) -> list[Key]:
         return list(self._entries)
+
+    def has(self, keys: Collection[Key]) -> list[bool]:
+        """Return for each key whether there is an entry."""
+        return [key in self._entries for key in keys]
 
     def infos(self) -> list[RecordInfo]:
         return [RecordInfo(key, entry.run.num_bytes, entry.last_used) for key, entry in self._entries.items()]
 
     def use(self, key: Key) -> Entry | None:
-        """The entry, which has one user more now."""
+        """Return the entry, which has one user more now."""
         entry = self._entries.get(key)
         if entry is not None:
             self._policy.use(key)
@@ -41,14 +48,15 @@ class Index:
         return entry
 
     def next_generation(self) -> int:
-        """Higher than all that were found here, and, as far as clocks go forward, than those of directories that are
-        opened together with these another time.
+        """Return a number higher than all that were found here.
+
+        As far as clocks go forward, it is also higher than those of directories that are opened with these later.
         """
         self.generation = max(self.generation + 1, time.time_ns() // 1000)
         return self.generation
 
     def add(self, entry: Entry) -> None:
-        """In place of the key's former entry."""
+        """Put the entry in the place of the key's former one."""
         key = entry.key
         self.forget(key)
         entry.is_findable, entry.last_used = True, entry.run.written
@@ -57,7 +65,7 @@ class Index:
         self.num_bytes += entry.run.num_bytes
 
     def find(self, entries: Iterator[Entry]) -> None:
-        """Adds what was found on the disk, the oldest first. Of several of one key the newest counts."""
+        """Add the entries that were found on the disk, the oldest first. Of several of one key the newest counts."""
         for entry in sorted(entries, key=lambda entry: entry.run.generation):
             there = self._entries.get(entry.key)
             if there is None or there.run.generation < entry.run.generation:
@@ -67,7 +75,7 @@ class Index:
             self.generation = max(self.generation, entry.run.generation)
 
     def forget(self, key: Key) -> bool:
-        """Whether there was one. It is not findable now, and to be marked free."""
+        """Return whether there was an entry. It cannot be found now, and is to be marked free."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -78,13 +86,13 @@ class Index:
         return True
 
     def drop(self, entry: Entry) -> None:
-        """A record that is none any more."""
+        """Forget a record that turned out to be damaged."""
         if entry.is_findable:
             self.num_corrupted += 1
             self.forget(entry.key)
 
     def lose(self, space: Space) -> None:
-        """All that is in a file that was deleted."""
+        """Forget all that is in a file that was deleted."""
         space.is_lost = True
         for entry in space.entries:
             if entry.is_findable:
@@ -92,24 +100,25 @@ class Index:
         self.forgotten = [entry for entry in self.forgotten if entry.space is not space]
 
     def evict_for(self, num_bytes: int, drives: Collection[Drive]) -> Space | None:
-        """Forgets what the policy says on one of these drives, and its neighbours as far as a record of so many bytes
-        needs them, and tells where. None, and nothing is forgotten, if what is in use leaves no room.
+        """Forget the policy's victim on one of these drives, and the neighbours that a record of `num_bytes` needs.
+
+        Returns its space. None, and nothing is forgotten, if entries in use leave no place.
         """
         for key in self._policy.victims():
             entry = self._entries[key]
             if entry.is_idle and entry.space.drive in drives:
-                going = entry.space.room_around(entry, entry.space.segment.slots_for(num_bytes))
-                if going is not None:
+                victims = entry.space.victims_around(entry, entry.space.segment.slots_for(num_bytes))
+                if victims is not None:
                     break
         else:
             return None
-        for victim in going:
+        for victim in victims:
             self.forget(victim.key)
-        self.num_evicted += len(going)
+        self.num_evicted += len(victims)
         return entry.space
 
     def check(self, entries: Iterator[Entry]) -> None:
-        """RuntimeError unless those of the entries that are findable are in here, and known to the policy."""
+        """Raise RuntimeError unless the findable ones of the entries are in here, and known to the policy."""
         findable = {entry.run.key: entry for entry in entries if entry.is_findable}
         if findable != self._entries or set(self._policy.victims()) != set(self._entries):
             raise RuntimeError(f"{len(findable)} records are findable, {len(self._entries)} in the index")

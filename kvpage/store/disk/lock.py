@@ -1,6 +1,6 @@
-"""The lock of a directory: a file that its owner holds locked while it is open, and that says who the owner is.
+"""The lock of a directory: a file that its owner keeps locked while the tier is open, with the owner's name in it.
 
-What the file says is for people: that the directory is taken, the lock alone decides, and it goes with its owner.
+The name is for people. The lock alone decides whether the directory is taken, and it ends with its owner.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ MAX_OWNER_BYTES = 512
 
 
 class DiskOwner(NamedTuple):
-    """The process that has a directory open. pid: as its own host, or container, counts."""
+    """The process that has a directory open. pid: its number on its own host, or in its container."""
 
     pid: int
     host: str
@@ -27,14 +27,14 @@ class DiskOwner(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """As far as can be seen from here: processes of other hosts count as living."""
+        """Return whether the process seems to live. Processes of other hosts count as living."""
         if self.host != socket.gethostname():
             return True
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's
+        except PermissionError:  # another user's
             return True
         return True
 
@@ -47,8 +47,9 @@ def lock_path(folder: Path) -> Path:
 
 
 def take_lock(folder: Path, make: bool) -> int:
-    """A descriptor that holds the lock until `give_lock`, or the process's death. make: the folder and the file, too.
-    ValueError if somebody else has it, with the owner's pid; OSError.
+    """Return a descriptor that holds the lock until `give_lock`, or the process's death.
+
+    make: create the folder and the file, too. Raises ValueError if another tier has it, with the owner's pid; OSError.
     """
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,14 +62,14 @@ def take_lock(folder: Path, make: bool) -> int:
         if isinstance(error, BlockingIOError):
             raise ValueError(f"{folder} must be open once, {holder} has it") from None
         raise
-    with contextlib.suppress(OSError):  # on a full disk nobody is named
+    with contextlib.suppress(OSError):  # on a full disk no owner is named
         os.ftruncate(fd, 0)
         os.pwrite(fd, "{} {}\n".format(*DiskOwner.here()).encode(), 0)
     return fd
 
 
 def give_lock(fd: int) -> None:
-    """A forked child leaves its parent's name in the file."""
+    """Release the lock. A forked child leaves its parent's name in the file."""
     with contextlib.suppress(OSError):
         if _read_owner(fd) == DiskOwner.here():
             os.ftruncate(fd, 0)
@@ -76,8 +77,9 @@ def give_lock(fd: int) -> None:
 
 
 def owner_of(folder: Path) -> DiskOwner | None:
-    """Who has the folder open, as far as the file tells and nobody sees that it is dead. No lock is taken. OSError if
-    there is no such file.
+    """Return the process that has the folder open, by the file's text; None if it is known to be dead.
+
+    No lock is taken. Raises OSError if there is no such file.
     """
     fd = open_file(lock_path(folder), access=os.O_RDONLY)
     try:

@@ -1,17 +1,17 @@
 """Readers and writers of the disk tier, and the buffers between them and the disk.
 
-    write   [ free header | piece 0 | piece 1 |.....]  ─►  whole slots to the disk, the rest to the front, and on
-            [ free header | piece 0 ] and the runs     ─►  likewise, from where they lie
+    write   [ free header | piece 0 | piece 1 |.....]  ─►  whole slots to the disk, the remainder to the front, and on
+            [ free header | piece 0 ] and the runs     ─►  likewise, from where they are in memory
     commit  [ record header ]                              over the free one, after all else
     read    disk ─► [ piece ]
 
-Buffers are small enough for a core to keep what is filled, hashed and written in turn, and large enough that few calls
-are made. They begin at a page, and what is written begins and ends at a slot: no page is read only to be written.
+Buffers are small enough for a core's cache to keep what is filled, hashed and written in turn. They are large enough
+that few calls are made. They begin at a page, and writes begin and end at a slot: no page is read only to be written.
 """
 
 import mmap
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvpage.store.tiers.tier import Reader, TierError, Writer
 
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
 MAX_KEPT = 16
+Result = TypeVar("Result")
 
 
 class Buffers:
@@ -43,7 +44,7 @@ class Buffers:
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of its own, which begins at a page; no file is behind it. TierError if there is none."""
+    """Return anonymous memory that begins at a page. Raises TierError if there is none."""
     try:
         return memoryview(mmap.mmap(-1, num_bytes))
     except OSError as error:
@@ -51,21 +52,23 @@ def new_buffer(num_bytes: int) -> memoryview:
 
 
 class Owner(Protocol):
-    """What readers and writers need of their tier."""
+    """The part of a tier that its readers and writers use."""
 
     buffers: Buffers
 
-    def on_disk(self, entry: Entry, call: Callable[[], object]) -> None:
-        """TierError for the disk's trouble, and when the tier is closed."""
+    def on_disk(self, entry: Entry, call: Callable[..., Result], *args: object) -> Result:
+        """Return the result of a call at the entry's file. Raises TierError for trouble, and for a closed tier."""
 
     def let_go(self, entry: Entry) -> None:
-        """One user less."""
+        """Take away one user."""
 
     def give_up(self, entry: Entry) -> None:
-        """One user less, of a record that was not committed: its room is free."""
+        """Take away the user of a record that was not committed: its slots are free."""
 
 
 class DiskReader(Reader):
+    """Reads a record piece by piece into one buffer."""
+
     def __init__(self, owner: Owner, entry: Entry) -> None:
         self.num_bytes = entry.run.num_bytes
         self._owner, self._entry = owner, entry
@@ -83,31 +86,33 @@ class DiskReader(Reader):
             self._owner.buffers.give(self._buffer)
             self._buffer = new_buffer(end - begin)
         view, entry = self._buffer[: end - begin], self._entry
-        self._owner.on_disk(entry, lambda: entry.space.segment.read(entry.run, HEADER_BYTES + begin, view))
+        self._owner.on_disk(entry, entry.space.segment.read, entry.run, HEADER_BYTES + begin, view)
         return view
 
-    def rest(self) -> None:
+    def release_piece(self) -> None:
         if self._buffer is not None:
             self._owner.buffers.give(self._buffer)
             self._buffer = None
 
     def is_there(self) -> bool:
-        """Whether the header on the disk is still the record's. TierError."""
+        """Return whether the header on the disk is still the record's. Raises TierError."""
         found, entry = bytearray(HEADER_BYTES), self._entry
-        self._owner.on_disk(entry, lambda: entry.space.segment.read(entry.run, 0, memoryview(found)))
+        self._owner.on_disk(entry, entry.space.segment.read, entry.run, 0, memoryview(found))
         return found == entry.space.segment.header(entry.run)
 
     def close(self) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        self.rest()
+        self.release_piece()
         self._owner.let_go(self._entry)
 
 
 class DiskWriter(Writer):
-    """entry: a run with the record's key and length, whose header on the disk is a free one. buffer: one of the
-    owner's, which goes back to it.
+    """Writes a record into a run whose header on the disk is a free one.
+
+    entry: the run, with the record's key and length.
+    buffer: one of the owner's; it goes back there.
     """
 
     takes_runs = True
@@ -117,12 +122,12 @@ class DiskWriter(Writer):
         self.key, self.num_bytes = entry.key, entry.run.num_bytes
         self.is_open = True
         self.owner = owner
+        self._segment, self._slot_bytes = entry.space.segment, entry.space.segment.slot_bytes
         self._end = 0  # of the pieces
         self._buffer = buffer
         self._begin = 0  # of the buffer, in the run
         self._filled = HEADER_BYTES  # of the buffer
-        segment, run = entry.space.segment, entry.run
-        self._buffer[:HEADER_BYTES] = segment.header(Run(run.slot, run.num_slots))
+        self._buffer[:HEADER_BYTES] = self._segment.header(Run(entry.run.slot, entry.run.num_slots))
 
     def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
         num_bytes = int(np.add.reduce(runs[:, 1]))
@@ -133,52 +138,48 @@ class DiskWriter(Writer):
         num_written = total // self._slot_bytes * self._slot_bytes
         lead = self._buffer[: filled if num_written else 0]
         tail = self._buffer[: total - num_written] if num_written else self._buffer[filled:total]
-        entry, digests = self.entry, []
-        place = entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
-        self.owner.on_disk(entry, lambda: digests.append(entry.space.segment.write_runs(*place)))
+        place = self.entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
+        digests = self.owner.on_disk(self.entry, self._segment.write_runs, *place)
         self._begin, self._filled = self._begin + num_written, total - num_written
         self._end += num_bytes
-        return digests[0]
+        return digests
 
     def piece(self, begin: int, end: int) -> memoryview:
         self._check_next(begin, end)
         if self._filled + end - begin > len(self._buffer):
             self._write_out(self._filled // self._slot_bytes * self._slot_bytes)
-            self._reserve(end - begin)
+            self._lengthen(end - begin)
         view = self._buffer[self._filled : self._filled + end - begin]
         self._filled += end - begin
         self._end = end
         return view
 
     def check_whole(self) -> None:
-        """ValueError if pieces are missing."""
+        """Raise ValueError if pieces are missing."""
         if self._end != self.num_bytes:
             raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
 
     def finish(self) -> None:
-        """Writes what is left, its last slot filled up with zeros. TierError."""
+        """Write what is left, its last slot filled up with zeros. Raises TierError."""
         end = -(-self._filled // self._slot_bytes) * self._slot_bytes
-        self._reserve(end - self._filled)
+        self._lengthen(end - self._filled)
         self._buffer[self._filled : end] = bytes(end - self._filled)
         self._write_out(end)
 
     def close(self) -> None:
         if self.is_open:
-            self._end_with(self.owner.give_up)
+            self._give_buffer()
+            self.owner.give_up(self.entry)
 
     def leave(self) -> None:
-        """After it was committed."""
-        self._end_with(self.owner.let_go)
+        """Close a writer whose record was committed."""
+        self._give_buffer()
+        self.owner.let_go(self.entry)
 
-    def _end_with(self, end: Callable[[Entry], None]) -> None:
+    def _give_buffer(self) -> None:
         self.is_open = False
         self.owner.buffers.give(self._buffer)
         del self._buffer
-        end(self.entry)
-
-    @property
-    def _slot_bytes(self) -> int:
-        return self.entry.space.segment.slot_bytes
 
     def _check_next(self, begin: int, end: int) -> None:
         if not self.is_open:
@@ -187,15 +188,15 @@ class DiskWriter(Writer):
             raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
 
     def _write_out(self, num_bytes: int) -> None:
-        """Whole slots; what is behind them moves to the front. After a TierError all is as it was."""
-        data, entry = self._buffer[:num_bytes], self.entry
-        self.owner.on_disk(entry, lambda: entry.space.segment.write(entry.run, self._begin, data))
-        rest = max(self._filled - num_bytes, 0)
-        self._buffer[:rest] = self._buffer[num_bytes : num_bytes + rest]
-        self._begin, self._filled = self._begin + num_bytes, rest
+        """Write whole slots, and move what follows them to the front. After a TierError all is as it was."""
+        data, run = self._buffer[:num_bytes], self.entry.run
+        self.owner.on_disk(self.entry, self._segment.write, run, self._begin, data)
+        num_left = max(self._filled - num_bytes, 0)
+        self._buffer[:num_left] = self._buffer[num_bytes : num_bytes + num_left]
+        self._begin, self._filled = self._begin + num_bytes, num_left
 
-    def _reserve(self, num_bytes: int) -> None:
-        """A longer buffer, if this one is too short for so many bytes behind what is filled."""
+    def _lengthen(self, num_bytes: int) -> None:
+        """Take a longer buffer if this one is too short for `num_bytes` after what is filled."""
         if self._filled + num_bytes > len(self._buffer):
             buffer = new_buffer(self._filled + num_bytes)
             buffer[: self._filled] = self._buffer[: self._filled]

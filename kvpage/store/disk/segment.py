@@ -1,19 +1,19 @@
-"""Segment: a preallocated file of small slots, in which every run of slots says what it is.
+"""Segment: a preallocated file of small slots, in which every run of slots has a header.
 
     slot 0     segment header: magic, version, a random id, slot size, number of slots
     slot 1     [ record header | record ........................ ]      as many slots as it needs
     slot 9     [ free header   | left over from earlier ......... ]     a free run, to the next header
     slot 40    [ record header | record ]
 
-A run's header names its segment's random id and its own slot, so that no byte of a record, no slot that was swapped or
+A run's header names its segment's random id and its own slot. So no byte of a record, no slot that was swapped or
 copied, and no foreign file can pass for one. Opening walks from header to header; where one is damaged, from slot to
-slot. What keeps the walk right, whenever the process dies:
+slot. Three rules keep the walk right, whenever the process dies:
 
 - a free run is cut in two by writing the header of its end before that of its beginning;
 - the header of a record is written after the record: until then the run is a free one;
-- a run is given to others only after its header says that it is free: no header of a record is ever left behind.
+- a run is given to others only after its header marks it free: no header of a record is ever left over.
 
-Nothing is synchronised on the way: what a loss of power tears fails its header's checksum, or the record's.
+Nothing is synchronised on the way. A write that a loss of power tears fails its header's checksum, or the record's.
 """
 
 import errno
@@ -33,14 +33,14 @@ SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slot
 RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum
 SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
 FREE, RECORD = 0, 1
-HEADER_BYTES = 128  # of a run: the record begins behind it
-MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # beyond them it is none of ours
+HEADER_BYTES = 128  # of a run: the record begins after it
+MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # a file beyond them is not a segment
 NO_KEY = bytes(32)
 assert RUN.size <= HEADER_BYTES
 
 
 class DamagedSegment(Exception):
-    """A file that is no segment, or one whose header or length is wrong: no record in it can be found."""
+    """A file that is not a segment, or whose header or length is wrong: no record in it can be found."""
 
 
 class EndOfFile(OSError):
@@ -48,8 +48,10 @@ class EndOfFile(OSError):
 
 
 class Run(NamedTuple):
-    """A run of slots. key: None for a free one. written: seconds of time.time(). is_told: whether a header tells of it;
-    what none tells of counts as free.
+    """A run of slots.
+
+    key: None for a free one. written: seconds of time.time(). has_header: False for slots that no header describes,
+    which count as free.
     """
 
     slot: int
@@ -58,7 +60,7 @@ class Run(NamedTuple):
     num_bytes: int = 0
     written: float = 0.0
     key: Key | None = None
-    is_told: bool = True
+    has_header: bool = True
 
     @property
     def end(self) -> int:
@@ -66,8 +68,9 @@ class Run(NamedTuple):
 
 
 def open_file(path: Path, flags: int = 0, access: int = os.O_RDWR) -> int:
-    """A descriptor to read and write, or as `access` says; a new file is for its owner alone. ValueError for a symbolic
-    link, which may lead out of the directory; OSError.
+    """Return a descriptor to read and write, or as `access` says. A new file is for its owner alone.
+
+    Raises ValueError for a symbolic link, which may lead out of the directory; OSError.
     """
     try:
         return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
@@ -78,8 +81,9 @@ def open_file(path: Path, flags: int = 0, access: int = os.O_RDWR) -> int:
 
 
 def is_gone(path: Path, fd: int) -> bool:
-    """Whether the path leads to no file any more, or to another one than the descriptor: it was deleted, or moved.
-    OSError.
+    """Return whether the path no longer leads to the descriptor's file, since that was deleted or moved.
+
+    Raises OSError.
     """
     here = os.fstat(fd)
     try:
@@ -90,16 +94,17 @@ def is_gone(path: Path, fd: int) -> bool:
 
 
 class Segment:
-    """One file. Not thread-safe in its closing alone: nobody may be reading or writing then."""
+    """One file. Thread-safe but for `close`: nobody may be reading or writing then."""
 
     def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int) -> None:
         self.path, self.slot_bytes, self.num_slots = path, slot_bytes, num_slots
+        self.num_bytes = slot_bytes * num_slots
         self.id = segment_id
         self._fd = fd
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> "Segment":
-        """Preallocates the file; OSError (ENOSPC), and no file, if the space is not there."""
+        """Preallocate the file. Raises OSError (ENOSPC), and leaves no file, if the space is not there."""
         fd = open_file(path, os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, slot_bytes * num_slots)
@@ -115,14 +120,16 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, access: int = os.O_RDWR) -> "Segment":
-        """access: os.O_RDONLY to read alone. DamagedSegment for what is none; ValueError for a whole one of another
-        version, and for a link; OSError.
+        """Open a segment; access: os.O_RDONLY to read alone.
+
+        Raises DamagedSegment for a file that is not one; ValueError for one of another version, and for a link;
+        OSError.
         """
         fd = open_file(path, access=access)
         try:
             head = os.pread(fd, SEGMENT.size, 0)
             if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):
-                raise DamagedSegment(f"{path} is no segment, or a damaged one")
+                raise DamagedSegment(f"{path} is not a segment, or a damaged one")
             _, version, segment_id, slot_bytes, num_slots, _ = SEGMENT.unpack(head)
             if version != VERSION:
                 raise ValueError(f"segments must be of version {VERSION}, {path} is of version {version}")
@@ -135,16 +142,12 @@ class Segment:
             os.close(fd)
             raise
 
-    @property
-    def num_bytes(self) -> int:
-        return self.slot_bytes * self.num_slots
-
     def slots_for(self, num_bytes: int) -> int:
-        """Of a record with its header."""
+        """Return the number of slots of a record with its header."""
         return -(-(HEADER_BYTES + num_bytes) // self.slot_bytes)
 
     def runs(self) -> Iterator[Run]:
-        """All runs in their order. OSError."""
+        """Walk over all runs in their order. Raises OSError."""
         slot, lost = 1, 0
         while slot < self.num_slots:
             run = self._run_at(slot)
@@ -152,30 +155,32 @@ class Segment:
                 lost, slot = lost + 1, slot + 1
                 continue
             if lost:
-                yield Run(slot - lost, lost, is_told=False)
+                yield Run(slot - lost, lost, has_header=False)
             yield run
             lost, slot = 0, run.end
         if lost:
-            yield Run(slot - lost, lost, is_told=False)
+            yield Run(slot - lost, lost, has_header=False)
 
     def header(self, run: Run) -> bytes:
+        """Return the run's header, HEADER_BYTES long."""
         kind = FREE if run.key is None else RECORD
         fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.written, run.key or NO_KEY)
         head = RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))
         return _with_checksum(head).ljust(HEADER_BYTES, b"\0")
 
     def mark(self, run: Run) -> None:
-        """Writes the run's header and leaves what is behind it. OSError."""
+        """Write the run's header and leave what follows it. Raises OSError."""
         write_all(self._fd, memoryview(self.header(run)), run.slot * self.slot_bytes)
 
     def cover(self, run: Run) -> None:
-        """Writes the run's header, and zeros to the end of its slot: a whole slot need not be read from the disk before
-        it is written. OSError.
+        """Write the run's header, and zeros to the end of its slot. Raises OSError.
+
+        A whole slot need not be read from the disk before it is written.
         """
         write_all(self._fd, memoryview(self.header(run).ljust(self.slot_bytes, b"\0")), run.slot * self.slot_bytes)
 
     def write(self, run: Run, offset: int, data: memoryview) -> None:
-        """At so many bytes from the run's beginning, its header included. OSError."""
+        """Write at `offset` bytes from the beginning of the run's header. Raises OSError."""
         write_all(self._fd, data, run.slot * self.slot_bytes + offset)
 
     def write_runs(
@@ -188,24 +193,24 @@ class Segment:
         tail: memoryview,
         num_threads: int,
     ) -> bytes:
-        """As stretches.write_stretches, at so many bytes from the run's beginning. OSError."""
+        """Call write_stretches at `offset` bytes from the beginning of the run's header. Raises OSError."""
         return write_stretches(
             self._fd, run.slot * self.slot_bytes + offset, lead, runs, stretch_bytes, tail, num_threads
         )
 
     def read(self, run: Run, offset: int, into: memoryview) -> None:
-        """EndOfFile, and any other OSError."""
+        """Fill `into` from `offset` bytes after the beginning of the header. Raises EndOfFile or another OSError."""
         read_all(self._fd, into, run.slot * self.slot_bytes + offset)
 
     def sync(self) -> None:
         os.fsync(self._fd)
 
     def is_deleted(self) -> bool:
-        """Whether its name does not lead to it any more. OSError."""
+        """Return whether its name no longer leads to it. Raises OSError."""
         return is_gone(self.path, self._fd)
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Close the file. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -224,7 +229,7 @@ class Segment:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Goes on after short writes, as a disk that becomes full gives before its error."""
+    """Write all of the data. A disk that becomes full writes less at first, before its error."""
     while len(data):
         count = os.pwrite(fd, data, offset)
         if count == 0:
@@ -241,7 +246,7 @@ def read_all(fd: int, into: memoryview, offset: int) -> None:
 
 
 def _with_checksum(head: bytes) -> bytes:
-    """The last eight bytes are those of the ones before."""
+    """Return the header with its last eight bytes replaced by the checksum of the others."""
     return head[:-8] + xxhash.xxh3_64_digest(head[:-8])
 
 

@@ -117,7 +117,7 @@ class BlockChunks:
     def check_writable(self, begin: int, end: int) -> None:
         """ValueError unless the tokens [begin, end) lie in blocks that are there, each named once."""
         ids = self._check_there(begin, end)
-        if len(ids.unique()) < len(ids):
+        if len(torch.unique(ids)) < len(ids):
             raise ValueError("block_table must name a block once where it is written, got one twice")
 
     def shape(self, num_tokens: int) -> Shape:

@@ -57,7 +57,7 @@ class BlockLoad:
         readers = tiers.open_leading(self.keys)
         for index, (placed, reader) in enumerate(readers):
             found = tiers.verified(placed, self.keys[index], functools.partial(self._open, index, reader))
-            reader.rest()
+            reader.release_piece()
             if found is None:
                 break
             opened.append((placed, self.keys[index], found))

@@ -1,6 +1,6 @@
-"""CallGate: what is under way in a store, for which closing waits: nothing writes into anybody's blocks afterwards.
+"""CallGate: counts the calls that are under way in a store. Closing waits for them, so that none writes afterwards.
 
-retrieve ─► [ enter ........ leave ]                 a call that comes when it is closing is refused
+retrieve ─► [ enter ........ leave ]                 a call during or after closing is refused
                          close ─► [ waits ] ─► close the tiers
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class CallGate:
-    """Thread-safe; a context manager, inside of which a call is under way. what: such as "the store"."""
+    """Thread-safe; a context manager, in which a call is under way. what: a name for errors, such as "the store"."""
 
     def __init__(self, what: str) -> None:
         self._what, self._process = what, ForkGuard(what)
@@ -26,11 +26,11 @@ class CallGate:
         self._is_closed = False
 
     def check(self) -> None:
-        """RuntimeError in a forked process."""
+        """Raise RuntimeError in a forked process."""
         self._process.check()
 
     def enter(self) -> None:
-        """ValueError when it is closed, or closing; RuntimeError in a forked process."""
+        """Begin a call. Raises ValueError when the gate is closed or closing; RuntimeError in a forked process."""
         self.check()
         with self._changed:
             if self._is_closed:
@@ -38,13 +38,15 @@ class CallGate:
             self._num_under_way += 1
 
     def leave(self) -> None:
+        """End a call."""
         with self._changed:
             self._num_under_way -= 1
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuses calls from now on, and waits for those under way, as often as it is called. False in a forked
-        process.
+        """Refuse calls from now on, and wait for those under way, as often as it is called.
+
+        Returns False in a forked process, where nothing happens.
         """
         if not self._process.is_here:
             return False
@@ -62,6 +64,8 @@ class CallGate:
 
 
 class HasGate(Protocol):
+    """An object whose methods are calls through its gate."""
+
     @property
     def gate(self) -> CallGate: ...
 
@@ -70,13 +74,11 @@ S = TypeVar("S", bound=HasGate)
 
 
 def gated(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that counts as a call of its owner while it runs. Ctrl-C is raised behind it: what threads still write
-    for it is somebody's blocks.
-    """
+    """Return a method that passes its owner's gate. Ctrl-C is raised after it, when no thread writes for it."""
 
-    @functools.wraps(method)
-    def counted(self: S, *args: P.args, **named: P.kwargs) -> T:
+    def counted(self: S, /, *args: P.args, **named: P.kwargs) -> T:
         with HeldInterrupts(), self.gate:
             return method(self, *args, **named)
 
+    functools.update_wrapper(counted, method)
     return counted

@@ -42,11 +42,11 @@ class OpenChunk:
         begin, end = layer * size, (layer + 1) * size
         if self._codec is None:
             read_piece(self.reader, self._head, self._digests, begin, end, self._chunk)
-            self.reader.rest()
+            self.reader.release_piece()
             return True
         if self._decoded is None:  # a codec's output is one piece
             self._decoded = decode(self.reader, self._head, self._digests, self._codec)
-            self.reader.rest()
+            self.reader.release_piece()
         piece = self._decoded[begin:end]
         if self._chunk.take(begin, piece, 1) != digests_of(piece, size):
             raise CorruptRecord("a digest is wrong")  # of memory that changed under our hands

@@ -141,7 +141,7 @@ class Fp8Codec(Codec):
         """
         axis = 1 - self._head_axis
         of_token = max(part.numel() // max(part.shape[axis], 1), 1)
-        return part.split(max(PIECE_ELEMENTS // of_token, 1), axis)
+        return torch.split(part, max(PIECE_ELEMENTS // of_token, 1), axis)
 
     def _scale_bytes(self, shape: Shape) -> int:
         return 4 * shape[0] * shape[1] * shape[2 + self._head_axis]

@@ -1,8 +1,8 @@
-"""RecordKinds: what the records of one store must be, and under which keys they lie.
+"""RecordKinds: the keys, metadata and codecs that the records of one store must have.
 
 metadata, codec ─► keys of tokens
 key, shape      ─► RecordKind
-a record        ─► the shape that it says it has
+a record's head ─► the shape of its payload
 """
 
 import math
@@ -17,8 +17,10 @@ from kvpage.store.tiers.tier import Key
 
 
 class RecordKind(NamedTuple):
-    """What a record must be. shape: of its payload, decoded. codecs: by name those that can be read, None for raw; the
-    first is what is written.
+    """The head that a record must have.
+
+    shape, raw_bytes: of its payload, decoded. codecs: by name those that can be read, None for raw; the first is used
+    for writing.
     """
 
     key: bytes
@@ -28,12 +30,16 @@ class RecordKind(NamedTuple):
     codecs: dict[str, Codec | None]
 
     def head(self, payload_bytes: int, stretch_bytes: int) -> RecordHead:
+        """Return the head of a record of this kind."""
         name = next(iter(self.codecs))
         return RecordHead(self.key, self.meta, name, self.shape, self.raw_bytes, payload_bytes, stretch_bytes)
 
 
 class RecordKinds:
-    """Of one metadata, chunk size (tokens) and codec, by name. ValueError, ImportError for a codec that cannot be."""
+    """Records of one metadata, chunk size (tokens) and codec name.
+
+    Raises ValueError for an unknown codec, ImportError for one whose package is missing.
+    """
 
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
         if metadata.kv_dtype is None:
@@ -45,6 +51,7 @@ class RecordKinds:
         self.keys = ChunkKeys(metadata, chunk_size, lossy)
 
     def of(self, key: Key, shape: Shape, namespace: bytes) -> RecordKind:
+        """Return the kind of the record of a key and a payload's shape."""
         num_bytes = math.prod(shape) * self.dtype.itemsize
         return RecordKind(key, self.keys.meta(namespace), shape, num_bytes, self._codecs)
 
@@ -60,7 +67,7 @@ class RecordKinds:
 
 
 def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | None]:
-    """By the name in records: what is written first, and what else can be read: all that gives back the same bytes."""
+    """Return codecs by their names in records: first the one for writing, then others that give back the same bytes."""
     fmt: Literal["vllm", "huggingface"] = "vllm" if wanted == "vllm" else "huggingface"
     raw = str(dtype).removeprefix("torch.")
     written = None if name == "raw" else get_codec(name, dtype, fmt)

@@ -1,4 +1,4 @@
-"""The K and V that callers hand in and get back: nested tuples or one tensor, in either format.
+"""K and V as callers hand them in and get them back: nested tuples or one tensor, in either format.
 
 "vllm"          one tensor [layers, parts, tokens, heads, size], or for each layer (K, V) of [tokens, heads, size]
 "huggingface"   one tensor [layers, parts, heads, tokens, size], or for each layer (K, V) of [heads, tokens, size]
@@ -22,13 +22,14 @@ Parts = list[list[torch.Tensor]]
 
 
 def token_dim(fmt: str) -> int:
-    """Of one layer's K."""
+    """Return the dimension of the tokens in one layer's K."""
     return 0 if fmt == "vllm" else 1
 
 
 def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype | None) -> Parts:
-    """dtype: None for any, the same of all. ValueError or TypeError for what is neither, and unless all parts have one
-    shape and the dtype.
+    """Return K and V as parts. dtype: of all parts; None for any one dtype.
+
+    Raises ValueError or TypeError for other values, and unless all parts have one shape and the dtype.
     """
     if isinstance(kv_tensors, torch.Tensor):
         check_plain("kv_tensors", kv_tensors)
@@ -59,23 +60,24 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype | None) -> Part
 
 
 def chunk_shape(parts: Parts, fmt: str, num_tokens: int) -> Shape:
-    """Of a chunk of so many of their tokens."""
-    shape = list(parts[0][0].shape)
-    shape[token_dim(fmt)] = num_tokens
-    return len(parts), len(parts[0]), shape[0], shape[1], shape[2]
+    """Return the shape of a chunk of `num_tokens` of their tokens."""
+    first, second, size = parts[0][0].shape
+    rows = (num_tokens, second) if fmt == "vllm" else (first, num_tokens)
+    return len(parts), len(parts[0]), *rows, size
 
 
 def with_tokens(shape: Shape, fmt: str, num_tokens: int) -> Shape:
-    """The shape of a chunk of so many tokens instead."""
+    """Return the shape of a chunk of `num_tokens` instead."""
     dims = list(shape)
     dims[2 + token_dim(fmt)] = num_tokens
     return dims[0], dims[1], dims[2], dims[3], dims[4]
 
 
 class TensorChunk:
-    """Some tokens of such parts as a payload, whose stretches are layers. parts: of each layer, each with these tokens
-    alone; of any device where they are stored, on the CPU where they take. num_tokens: of the payload, of which the
-    parts take the last ones.
+    """Tokens of parts as a payload whose stretches are layers.
+
+    parts: of each layer, with these tokens alone; on any device to store them, on the CPU to load them. num_tokens: of
+    the payload, of which the parts take the last ones.
     """
 
     def __init__(self, parts: Parts, fmt: str, num_tokens: int) -> None:
@@ -93,7 +95,7 @@ class TensorChunk:
         return b"".join(digests)
 
     def runs(self) -> Runs | None:
-        """The parts, if all are contiguous and on the CPU."""
+        """Return the memory of the parts, if all are contiguous and on the CPU."""
         parts = [part for layer in self._parts for part in layer]
         if not all(part.device.type == "cpu" and part.is_contiguous() for part in parts):
             return None
@@ -111,18 +113,19 @@ class TensorChunk:
         return b"".join(digests)
 
     def _layers(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
-        """The parts of each layer, with its bytes."""
+        """Walk over the parts of each layer, with its bytes."""
         for at in range(0, len(data), self.stretch_bytes):
             yield self._parts[(begin + at) // self.stretch_bytes], data[at : at + self.stretch_bytes]
 
 
 def tokens_of(parts: Parts, fmt: str, begin: int, end: int) -> Parts:
-    """The tokens [begin, end): views."""
-    return [[part.narrow(token_dim(fmt), begin, end - begin) for part in layer] for layer in parts]
+    """Return views of the tokens [begin, end)."""
+    dim = token_dim(fmt)
+    return [[part.narrow(dim, begin, end - begin) for part in layer] for layer in parts]
 
 
 def owned(parts: Parts, fmt: str, begin: int) -> Parts:
-    """The tokens from `begin` on, copied to host memory."""
+    """Return the tokens from `begin` on, copied to host memory."""
     dim = token_dim(fmt)
     return [
         [part.narrow(dim, begin, part.shape[dim] - begin).to("cpu", copy=True) for part in layer] for layer in parts
@@ -130,22 +133,22 @@ def owned(parts: Parts, fmt: str, begin: int) -> Parts:
 
 
 def empty_chunks(shape: Shape, fmt: str, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room on the host for so many tokens of chunks of that shape."""
+    """Return host memory for `num_tokens` of chunks of that shape; pinned if there is a GPU."""
     return torch.empty(with_tokens(shape, fmt, num_tokens), dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A CPU tensor's elements as bytes, the last dimension so many times longer: a view."""
+    """Return a view of a CPU tensor's bytes, its last dimension longer by the size of an element."""
     return tensor.view(torch.uint8).numpy()
 
 
 def as_tuple(chunks: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """For each layer (K, V): views."""
+    """Return views, for each layer (K, V)."""
     return tuple(tuple(layer) for layer in chunks)
 
 
 def num_leading_false(name: str, mask: npt.ArrayLike | torch.Tensor | None, num_tokens: int) -> int:
-    """Of a mask that is False, then True to its end. ValueError for any other."""
+    """Count the leading False of a mask that is True from there on. Raises ValueError for any other mask."""
     if mask is None:
         return 0
     if isinstance(mask, torch.Tensor):

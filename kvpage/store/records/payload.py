@@ -13,18 +13,20 @@ ENCODED_STRETCH_BYTES = 1 << 20  # of payloads that a codec has written
 
 
 class Source(Protocol):
-    """A payload to be written. stretch_bytes: of each of its stretches."""
+    """A payload to be written. stretch_bytes: bytes of each of its stretches."""
 
     stretch_bytes: int
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        """Writes the payload's stretches from the byte `begin` on into the buffer; their digests. streaming: past the
-        CPU's cache, since nobody reads them soon.
+        """Write the payload's stretches from the byte `begin` on into the buffer, and return their digests.
+
+        streaming: write past the CPU's cache, since nobody reads them soon.
         """
 
     def runs(self) -> Runs | None:
-        """All of the payload where it lies; None if that is not in memory, or in runs so short that they are better
-        filled into a buffer. Valid as long as the source.
+        """Return the memory of the whole payload, valid as long as the source.
+
+        None if it is not in memory, or in runs so short that filling a buffer is better.
         """
 
 
@@ -35,18 +37,19 @@ class ShapedSource(Source, Protocol):
 
 
 class Sink(Protocol):
-    """What takes a payload. stretch_bytes: of each of its stretches."""
+    """A chunk to be loaded. stretch_bytes: bytes of each stretch of its payload."""
 
     stretch_bytes: int
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        """Takes what it wants of the stretches from the byte `begin` on; their digests. What was taken counts only if
-        they are right.
+        """Take the wanted bytes of the stretches from the byte `begin` on, and return the stretches' digests.
+
+        The bytes count only if the digests are right.
         """
 
 
 class EncodedPayload:
-    """What a codec made of a chunk: a payload to be written."""
+    """The output of a codec, as a source and a sink."""
 
     stretch_bytes = ENCODED_STRETCH_BYTES
 
@@ -70,7 +73,7 @@ class EncodedPayload:
 
 
 class BytesSink:
-    """Stretches that are copied, or with None hashed alone."""
+    """Copies stretches into bytes; with None it only hashes them."""
 
     def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
         self._to, self.stretch_bytes = to, stretch_bytes

@@ -1,19 +1,19 @@
-"""The record: one chunk with all that tells whether it is the right one, the same bytes in every tier.
+"""RecordHead: the head of a record. A record is one chunk with its key and checksums, the same bytes in every tier.
 
     header     112 bytes, fixed, little-endian (HEADER below): magic, key, lengths, codec, shape
-    meta       who wrote it: the canonical encoding of KVStoreMetadata and the namespace, of which the key is made
+    meta       the canonical encoding of KVStoreMetadata and the namespace, from which the key is made
     padding    zeros up to a multiple of 64: the payload starts on a cache line
-    payload    K and V as the codec left them, in stretches of a length that the header tells, the last one shorter
+    payload    K and V as the codec left them, in stretches of the length in the header, the last one shorter
     digests    16 bytes for each stretch: its xxh3-128
     checksum   16 bytes, xxh3-128 of header, meta, padding and digests: last, so that a record is written in one pass
 
-Stretches (of raw chunks: layers) can be hashed in any order, by several threads, and each can be believed when it has
-come. A reader takes nothing for granted: a header that is not as expected to the last field, or another checksum or
-digest, is a miss.
+Stretches (layers, in raw chunks) can be hashed in any order by several threads, and each can be verified when it has
+come. A reader takes nothing for granted: a header with an unexpected field, a wrong checksum or a wrong digest is a
+miss.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAGIC = b"kvpagerc"
 VERSION = 2
@@ -24,24 +24,32 @@ HEADER = struct.Struct("<8sII32sQQ16s5IQ4x")  # as RecordHead.pack has it
 assert HEADER.size == 112
 
 Shape = tuple[int, int, int, int, int]
-"""[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], as the format in `meta` says."""
+"""[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], by the format in `meta`."""
 
 
 class CorruptRecord(Exception):
-    """The bytes are not the record that was asked for. Whoever reads counts a miss and drops it."""
+    """The bytes are not the record of the key. The reader counts a miss and drops it."""
 
 
 class UnreadableRecord(Exception):
-    """The record is whole, yet written in a way that its reader does not know: a miss, and it stays for others."""
+    """The record is whole, but in a codec that its reader does not know: a miss, and it stays for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
     """Header and meta of a record.
 
-    key: 32 bytes. codec: a name of at most 16 ASCII characters, dtype and compression of the payload, such as
-    "bfloat16" or "fp8_e4m3:bfloat16". raw_bytes: of the payload once it is decoded. payload_bytes: as stored.
-    stretch_bytes: of each stretch of the payload but the last, which may be shorter.
+    Attributes:
+        key: 32 bytes.
+        meta: the encoding of metadata and namespace.
+        codec: dtype and compression of the payload, such as "bfloat16" or "bfloat16:fp8"; at most 16 ASCII characters.
+        shape: of the payload, decoded.
+        raw_bytes: bytes of the payload, decoded.
+        payload_bytes: bytes of the payload, as stored.
+        stretch_bytes: bytes of each stretch of the payload but the last, which may be shorter.
+        payload_begin: the payload's first byte in the record.
+        payload_end: the byte after the payload's last one.
+        num_bytes: bytes of the whole record.
     """
 
     key: bytes
@@ -51,6 +59,9 @@ class RecordHead:
     raw_bytes: int
     payload_bytes: int
     stretch_bytes: int
+    payload_begin: int = field(init=False, repr=False, compare=False)
+    payload_end: int = field(init=False, repr=False, compare=False)
+    num_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
@@ -61,26 +72,14 @@ class RecordHead:
             raise ValueError(f"codec must be 1 to 16 ASCII characters, got {self.codec!r}")
         if self.stretch_bytes < 1:
             raise ValueError(f"stretch_bytes must be positive, got {self.stretch_bytes}")
-
-    @property
-    def payload_begin(self) -> int:
-        return -(-(HEADER.size + len(self.meta)) // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def payload_end(self) -> int:
-        return self.payload_begin + self.payload_bytes
-
-    @property
-    def digests_end(self) -> int:
-        return self.payload_end + DIGEST_BYTES * -(-self.payload_bytes // self.stretch_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole record."""
-        return self.digests_end + CHECKSUM_BYTES
+        begin = -(-(HEADER.size + len(self.meta)) // ALIGNMENT) * ALIGNMENT
+        end, num_stretches = begin + self.payload_bytes, -(-self.payload_bytes // self.stretch_bytes)
+        object.__setattr__(self, "payload_begin", begin)
+        object.__setattr__(self, "payload_end", end)
+        object.__setattr__(self, "num_bytes", end + DIGEST_BYTES * num_stretches + CHECKSUM_BYTES)
 
     def pack(self) -> bytes:
-        """All that comes before the payload."""
+        """Return all bytes before the payload."""
         head = HEADER.pack(
             MAGIC,
             VERSION,
@@ -96,8 +95,10 @@ class RecordHead:
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, num_bytes: int) -> "RecordHead":
-        """From the first bytes of a record of `num_bytes`. CorruptRecord if they cannot be: nothing of them is trusted,
-        and no length in them reaches outside the record.
+        """Return the head in the first bytes of a record of `num_bytes`.
+
+        Nothing in them is trusted, and no length in them may reach outside the record. Raises CorruptRecord for bytes
+        that are not a head.
         """
         if len(data) < HEADER.size or num_bytes < HEADER.size + CHECKSUM_BYTES:
             raise CorruptRecord(f"a record has at least {HEADER.size + CHECKSUM_BYTES} bytes, got {num_bytes}")
@@ -109,9 +110,9 @@ class RecordHead:
         try:
             name = codec.rstrip(b"\0").decode("ascii")
             meta = bytes(data[HEADER.size : HEADER.size + num_meta])
-            head = cls(key, meta, name, tuple(shape), raw_bytes, payload_bytes, stretch_bytes)  # type: ignore[arg-type]
+            head = cls(key, meta, name, tuple(shape), raw_bytes, payload_bytes, stretch_bytes)
         except ValueError as error:
             raise CorruptRecord(str(error)) from error
         if head.num_bytes != num_bytes or bytes(data[: head.payload_begin]) != head.pack():
-            raise CorruptRecord(f"a header of {head.num_bytes} bytes stands before a record of {num_bytes}")
+            raise CorruptRecord(f"a header for {head.num_bytes} bytes is in a record of {num_bytes}")
         return head

@@ -1,11 +1,11 @@
-"""Chunks to records and back: piece by piece, each copied and hashed at once, and stored while the CPU's cache has it.
+"""Writing chunks as records and reading them back, piece by piece, each copied and hashed while the CPU caches it.
 
 write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─► digests ] ... ─► digests, checksum
-        header ─► [ the runs where they lie ─► digests ] ─► digests, checksum          into a file, if they are long
-read    header, digests, checksum: is it what was asked for? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
+        header ─► [ the runs of memory ─► digests ] ─► digests, checksum               into a file, if they are long
+read    header, digests, checksum: is it the record? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
 
-A piece is some of a payload's stretches. In memory it is the whole payload, which is copied once; otherwise it is what
-a core can keep.
+A piece is a number of a payload's stretches: in memory all of them, which are copied once; otherwise as many as a
+core's cache can keep.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ PIECE_BYTES = 1 << 20
 
 
 def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
-    """The head of the record that the chunk becomes, and its payload."""
+    """Return the head of the record that the chunk becomes, and its payload."""
     codec = next(iter(kind.codecs.values()))
     if codec is None:
         return kind.head(kind.raw_bytes, chunk.stretch_bytes), chunk
@@ -42,7 +42,7 @@ def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
 
 
 def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: int = 1) -> None:
-    """Fills all of the writer's room. TierError comes through."""
+    """Write the whole record. Raises TierError."""
     header, digests = head.pack(), []
     writer.piece(0, head.payload_begin)[:] = header
     runs = chunk.runs() if writer.takes_runs else None
@@ -56,8 +56,9 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
 
 
 def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, bytes]:
-    """The head of a record and its digests, which the checksum says are right. CorruptRecord unless they are, and if
-    the meta is another one than expected (None: any).
+    """Return the head of a record and its digests, verified by the checksum.
+
+    Raises CorruptRecord if the checksum is wrong, or if the meta is not the one given (None: any).
     """
     if reader.num_bytes < HEADER.size + CHECKSUM_BYTES:
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no head")
@@ -84,8 +85,9 @@ def read_shape(reader: Reader, kinds: RecordKinds, namespace: bytes) -> Shape:
 
 
 def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
-    """The codec that the record is to be read with. CorruptRecord if it is not of this kind; UnreadableRecord if there
-    is no such codec here.
+    """Return the codec to read the record with; None for a raw one.
+
+    Raises CorruptRecord if the record is not of this kind; UnreadableRecord if its codec is not here.
     """
     if (head.key, head.shape, head.raw_bytes) != (kind.key, kind.shape, kind.raw_bytes):
         raise CorruptRecord("the record is another one")
@@ -95,8 +97,10 @@ def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
 
 
 def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> None:
-    """Gives the payload to the chunk; CorruptRecord unless the record is of this kind and every digest right: what was
-    taken until then means nothing.
+    """Give the payload to the chunk.
+
+    Raises CorruptRecord unless the record is of this kind and every digest is right. Bytes that the chunk took before
+    mean nothing then.
     """
     head, digests = read_head(reader, kind.meta)
     codec = check_kind(head, kind)
@@ -110,7 +114,7 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
 
 
 def check_raw(head: RecordHead, chunk: Sink) -> None:
-    """CorruptRecord unless the payload is what the chunk takes."""
+    """Raise CorruptRecord unless the payload has the chunk's stretches."""
     if head.payload_bytes != head.raw_bytes or head.stretch_bytes != chunk.stretch_bytes:
         raise CorruptRecord(f"a payload of {head.payload_bytes} bytes in stretches of {head.stretch_bytes} is not raw")
 
@@ -118,7 +122,7 @@ def check_raw(head: RecordHead, chunk: Sink) -> None:
 def read_piece(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, chunk: Sink, num_threads: int = 1
 ) -> None:
-    """The payload's bytes [begin, end), whole stretches, to the chunk. CorruptRecord for a wrong digest."""
+    """Give the payload's bytes [begin, end), whole stretches, to the chunk. Raises CorruptRecord for a wrong digest."""
     found = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
     first = begin // head.stretch_bytes * DIGEST_BYTES
     if found != digests[first : first + len(found)]:
@@ -136,7 +140,7 @@ def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> me
 
 
 def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
-    """A whole record, as it is. CorruptRecord if it is not what its digests say, or not that of `key`."""
+    """Copy a whole record as it is. Raises CorruptRecord for a wrong digest, or if it is not that of `key`."""
     head, digests = read_head(reader)
     if head.key != key:
         raise CorruptRecord("the record is another one")
@@ -149,7 +153,7 @@ def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
 
 
 def verify_record(reader: Reader, key: bytes) -> None:
-    """CorruptRecord unless the record is that of the key, to its last byte."""
+    """Raise CorruptRecord unless the record is that of the key and every digest is right."""
     head, digests = read_head(reader)
     if head.key != key:
         raise CorruptRecord("the record is another one")
@@ -158,7 +162,7 @@ def verify_record(reader: Reader, key: bytes) -> None:
 
 
 def pieces(head: RecordHead, is_in_memory: bool) -> Iterator[tuple[int, int]]:
-    """Begin and end of each piece in the payload: whole stretches, but for the last."""
+    """Walk over begin and end of each piece in the payload: whole stretches, but for the last."""
     size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
     for begin in range(0, head.payload_bytes, size):
         yield begin, min(begin + size, head.payload_bytes)

@@ -12,44 +12,48 @@ from kvpage.store.tiers.tier import Key, RecordInfo
 
 
 class Backend(ABC):
-    """A store of values by key: what is to be written for a tier of one's own.
+    """A store of values by key; subclass it for a remote tier of your own.
 
-    Every batch is one call, and may come from several threads at once. A method may raise whatever it likes: the tier
-    makes it a TierError. timeout: the seconds that are left, None for no limit. Whoever overruns it is left behind, so
-    there is no need to be exact; but a method that never returns holds a thread forever.
+    Every batch is one call, and several threads may call at once. A method may raise any error: the tier makes it a
+    TierError. timeout: the seconds that are left, None for no limit. A call that overruns it is abandoned, so it need
+    not be exact. A method that never returns holds a thread forever.
     """
 
     @abstractmethod
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
-        """For each key its value (anything with the buffer protocol, contiguous), or None. The tier reads it until the
-        reader is closed, so it must not change.
+        """Return for each key its value (contiguous, with the buffer protocol), or None.
+
+        The tier reads it until the reader is closed, so it must not change.
         """
 
     @abstractmethod
     def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
-        """Stores each value whole or not at all, in the place of what was there; whether it is there now. The views
-        are not to be kept.
+        """Store each value whole or not at all, in place of the old one; return whether it is there now.
+
+        The views must not be kept.
         """
 
     @abstractmethod
-    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]: ...
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
+        """Return for each key whether there is a value."""
 
     @abstractmethod
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """How many were there."""
+        """Remove values; return the number that were there."""
 
     def infos(self) -> Iterator[RecordInfo]:
-        """What is there; num_bytes is the length of the value."""
+        """Walk over the values; num_bytes is the length of each."""
         raise NotImplementedError(f"{type(self).__name__} cannot list its records")
 
     def clear(self) -> None:
-        """Removes all records and nothing else."""
+        """Remove all records and nothing else."""
         self.remove([info.key for info in self.infos()], None)
 
     def give_up(self, thread_id: int) -> None:  # noqa: B027, nothing is a fine default
-        """The call that the thread (threading.get_ident) is in is late: make it return soon, by closing its connection
-        for instance. It may have returned already. Called again until it has.
+        """Make the late call of a thread (threading.get_ident) return soon, for instance by closing its connection.
+
+        It may have returned already. This is called again until it has.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of everything; no call is made afterwards."""
+        """Let go of everything; no call is made afterwards."""

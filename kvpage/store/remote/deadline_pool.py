@@ -1,12 +1,12 @@
-"""DeadlinePool: calls with a deadline that holds, whatever is called.
+"""DeadlinePool: threads for calls with a deadline that holds, whatever is called.
 
     call(function, timeout) ─► an idle thread, or a new one ─► result
              │ too late
              └──► the caller goes on; give_up(thread) closes what the thread waits for, again and again until
                   the call has returned, and the thread ends
 
-A socket's timeout is one of each read: a server that sends a byte now and then never exceeds it, and looking up a name
-has none at all. So the calls are made on threads of their own, and a late one is left behind. It holds its place among
+A socket's timeout bounds each read alone: a server that sends a byte now and then never exceeds it, and looking up a
+name has none at all. So the calls run on threads of their own, and a late one is abandoned. It keeps its place among
 `max_threads` until it returns.
 """
 
@@ -31,9 +31,10 @@ class _Call(Generic[T]):
 
 
 class DeadlinePool:
-    """Threads that make calls. give_up: called with the identity of the thread whose call is late, on yet another
-    thread, and again until that call returns: the first may come before there is anything to close. None for nothing.
-    Thread-safe.
+    """Threads that make calls. Thread-safe.
+
+    give_up: called on another thread with the identity of the thread whose call is late, again and again until that
+    call returns, since the first may come before there is anything to close. None for nothing.
     """
 
     def __init__(self, max_threads: int = 8, give_up: Callable[[int], None] | None = None) -> None:
@@ -46,8 +47,9 @@ class DeadlinePool:
         self._is_closed = False
 
     def call(self, function: Callable[[], T], timeout: float | None) -> T:
-        """What `function` returns or raises. TimeoutError after `timeout` seconds (None: never), whether it was called
-        in vain or no thread came free.
+        """Return the function's result, or raise its error.
+
+        Raises TimeoutError after `timeout` seconds (None: never), also if no thread became free.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._room.acquire(timeout=timeout if timeout is None else max(timeout, 0)):
@@ -64,7 +66,7 @@ class DeadlinePool:
         return call.future.result()
 
     def close(self) -> None:
-        """Ends idle threads now and the others after their calls. Does not wait."""
+        """End idle threads now and the others after their calls. Does not wait."""
         with self._lock:
             self._is_closed, idle, self._idle = True, self._idle, []
         for worker in idle:
@@ -90,7 +92,7 @@ class DeadlinePool:
         raise TimeoutError(f"no answer within {timeout} s")
 
     def _returned(self, call: _Call[Any], worker: "_Worker") -> bool:
-        """Whether the worker stays for another call."""
+        """Return whether the worker stays for another call."""
         with self._lock:
             stays = not call.is_late and not self._is_closed
             if stays:
@@ -100,7 +102,7 @@ class DeadlinePool:
         return stays
 
     def _dismissed(self, worker: "_Worker") -> bool:
-        """Takes it from the idle ones; not if it was taken for a call, which then is on its way."""
+        """Take the worker from the idle ones; return False if it was taken for a call, which is on its way."""
         with self._lock:
             if worker not in self._idle:
                 return False
@@ -128,14 +130,14 @@ class _Worker(threading.Thread):
         while (call := self._next()) is not None:
             try:
                 call.future.set_result(call.function())
-            except BaseException as error:  # the caller's, who gets it from the future
+            except BaseException as error:  # the caller gets it from the future
                 call.future.set_exception(error)
             if not self._pool._returned(call, self):
                 return
             del call  # and the buffers that it holds
 
     def _next(self) -> _Call[Any] | None:
-        """None when there is none for so long that the thread is not worth keeping, nor the caller for its sake."""
+        """Return the next call; None after so long without one that the thread may end."""
         while True:
             try:
                 return self.queue.get(timeout=IDLE_SECONDS)

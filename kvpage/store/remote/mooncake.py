@@ -174,7 +174,8 @@ def _client_class() -> Callable[[], Store]:
         raise ImportError(
             f"the mooncake tier needs mooncake: pip install 'kvpage[mooncake]', libibverbs1, librdmacm1 ({error})"
         ) from error
-    return MooncakeDistributedStore
+    client: Callable[[], Store] = MooncakeDistributedStore
+    return client
 
 
 def _connect(store: Store, settings: dict[str, Any]) -> Store:

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.remote.redis_client import Client, connector, disconnect, interrupt, redis
-from kvpage.store.remote.remote_tier import Backend, RemoteTier
+from kvpage.store.remote.remote_tier import RemoteTier
 from kvpage.store.tiers.tier import Key, RecordInfo
 
 PREFIX = "kvpage:"
@@ -122,7 +123,7 @@ class RedisBackend(Backend):
             pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers = pipeline.execute(raise_on_error=False)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
         if len(answers) != len(commands):
             raise redis.RedisError(f"{len(commands)} commands were sent, got {len(answers)} answers")
         if all(isinstance(answer, Exception) for answer in answers) and not any(map(_is_refusal, answers)):

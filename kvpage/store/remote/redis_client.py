@@ -21,6 +21,8 @@ except ImportError as error:
 
 from kvpage.store.remote.redis_parser import BulkParser
 
+__all__ = ["Client", "connector", "disconnect", "interrupt", "pack_commands", "redis"]
+
 Client = Any  # redis.Redis or RedisCluster
 SCHEMES = tuple(f"{name}{kind}" for name in ("redis", "rediss") for kind in ("", "+cluster", "+sentinel")) + ("unix",)
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
@@ -114,7 +116,10 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _pools(client: Client) -> list[Any]:
-    nodes = client.get_nodes() if isinstance(client, RedisCluster) else [client]
+    nodes = [client]
+    if isinstance(client, RedisCluster):
+        cluster: Any = client  # the class has no types
+        nodes = cluster.get_nodes()
     owners = [node.redis_connection if isinstance(node, ClusterNode) else node for node in nodes]
     return [owner.connection_pool for owner in owners if owner is not None]
 
@@ -139,7 +144,8 @@ def _cluster(url: SplitResult, is_tls: bool, settings: dict[str, Any]) -> Callab
 
     def connect() -> Client:
         first = f"redis://{hosts[0][0]}:{hosts[0][1]}"  # by URL: only so does the client take a class of connections
-        more = [ClusterNode(*host) for host in hosts[1:]]
+        node: Any = ClusterNode  # the class has no types
+        more = [node(*host) for host in hosts[1:]]
         retry = Retry(NoBackoff(), 2)  # where a slot has moved
         return RedisCluster(url=first, startup_nodes=more, retry=retry, require_full_coverage=False, **settings)
 
@@ -156,7 +162,8 @@ def _sentinel(url: SplitResult, is_tls: bool, settings: dict[str, Any]) -> Calla
     of_class = _SentinelSSLConnection if is_tls else _SentinelConnection
 
     def connect() -> Client:
-        sentinels = Sentinel(hosts, sentinel_kwargs=own, **settings)
+        new: Any = Sentinel  # the class has no types
+        sentinels = new(hosts, sentinel_kwargs=own, **settings)
         return sentinels.master_for(unquote(service), connection_class=of_class)
 
     return connect

@@ -60,7 +60,8 @@ class BulkParser(BaseParser):
         if kind == b"*":
             return None if text == b"-1" else [self.read_response() for _ in range(int(text))]
         if kind == b"-":
-            error = self.parse_error(text.decode(errors="replace"))
+            parser: Any = self  # redis-py's class has no types
+            error: Exception = parser.parse_error(text.decode(errors="replace"))
             if isinstance(error, ConnectionError):
                 raise error
             return error
@@ -113,7 +114,7 @@ class BulkParser(BaseParser):
         self._end += self._receive_into(self._buffer[self._end :])
 
     def _receive_into(self, room: memoryview) -> int:
-        num_bytes = self._open_socket().recv_into(room)
+        num_bytes: int = self._open_socket().recv_into(room)
         if num_bytes == 0:
             raise ConnectionError(CLOSED)
         return num_bytes

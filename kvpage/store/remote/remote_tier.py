@@ -3,19 +3,20 @@
     open([key, ..])    ─► one get of all  ─► value ─► length, key, MAC right? ─► Reader, a view of what came
     create, piece, ..  ─► one buffer      ─► commit ─► one put of all
 
-                 value = record, and with a mac_key 32 bytes behind it: BLAKE3(mac_key, key and record)
+                 value = record, and with a mac_key 32 bytes after it: BLAKE3(mac_key, key and record)
 
-A server is trusted with nothing. A value is a record only if it is as long as its header says and carries the key that
-was asked for; anything else is a miss, counted and removed. Every call is over at its deadline (`kvpage.store.remote.deadline_pool`),
-and a server that fails several times in a row is left alone for a while (`kvpage.store.remote.breaker`).
+A server is trusted with nothing. A value is a record only if it has the length in its header and the right key.
+Anything else is a miss, counted and removed. Every call ends at its deadline (`deadline_pool`), and a server that fails
+several times in a row is left alone for a while (`breaker`).
 """
 
+import functools
 import hmac
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteTier(Tier):
-    """A Tier over a Backend, which it owns. A call that was late may take effect all the same: what it stores is whole,
-    and what it removes is a miss. A forked process needs a tier of its own: this one raises RuntimeError there.
+    """A Tier over a Backend, which it owns.
+
+    A late call may still take effect: records that it stores are whole, and records that it removes are misses. A
+    forked process needs a tier of its own: this one raises RuntimeError there.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class RemoteTier(Tier):
         return _RemoteWriter(self, key, num_bytes, self._options.mac_bytes)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        """ValueError for a writer of another tier, or one that is closed, committed or not filled to its end: nothing
-        is written then.
+        """Store the records. A writer has one try.
+
+        Raises ValueError for a writer of another tier, or one that is closed, committed or not filled to its end:
+        nothing is written then.
         """
         if not writers:
             return []
@@ -107,14 +112,14 @@ class RemoteTier(Tier):
         self._call(lambda _: self._backend.clear(), None)
 
     def flush(self, sync: bool = False) -> None:
-        """Nothing: what is committed is there. Whether it survives a loss of power is the server's configuration."""
+        """Do nothing: committed records are there. The server decides whether they survive a loss of power."""
 
     def stats(self) -> TierStats:
         with self._lock:
             return TierStats(self.name, None, None, None, corrupted=self._num_corrupted, errors=self._num_errors)
 
     def close(self) -> None:
-        """Waits for the backend to close, but not for longer than CLOSE_SECONDS: a TierError then."""
+        """Close the backend, within CLOSE_SECONDS. Raises TierError if it takes longer."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
@@ -129,7 +134,7 @@ class RemoteTier(Tier):
             closer.close()  # its thread would wait for more calls
 
     def _call(self, function: Callable[[float | None], T], timeout: float | None) -> T:
-        """The only door to the backend. function: takes the seconds that are left."""
+        """Call the backend; every call passes here. function: takes the seconds that are left."""
         self._process.check()
         deadline = _Deadline(self._options.timeout if timeout is None else timeout)
         self._admit(deadline)
@@ -138,7 +143,7 @@ class RemoteTier(Tier):
         except NotImplementedError as error:  # not a failure: the server was not even asked
             self._succeeded()
             raise TierError(f"{self.name}: {error}") from error
-        except Exception as error:  # what others' code raises over others' servers is the tier's trouble, all of it
+        except Exception as error:  # every error of a client library is the tier's trouble
             self._count(errors=1)
             raise self._failed(f"{self.name}: {type(error).__name__}: {error}") from error
         except BaseException as error:
@@ -152,7 +157,7 @@ class RemoteTier(Tier):
             logger.warning("%s answers again and is asked as before", self.name)
 
     def _failed(self, message: str) -> TierError:
-        """One that is not logged for each call, once the breaker is open and that is logged."""
+        """Count a failure and return its error, which is not logged once the breaker is open."""
         if self._breaker.failed():
             logger.warning("%s: it is left alone until it answers again", message)
         return TierRests(message) if self._breaker.is_open else TierError(message)
@@ -167,7 +172,7 @@ class RemoteTier(Tier):
             raise TierRests(f"{self.name} failed repeatedly and rests for a while")
 
     def _fetch(self, keys: Sequence[Key], deadline: "_Deadline") -> tuple[list[memoryview | None], list[Key]]:
-        """The records, and the keys of values that are none; so many at a time as are sure to have room."""
+        """Return the records, and the keys of values that are not records; as many at a time as are sure to fit."""
         records: list[memoryview | None] = []
         wrong: list[Key] = []
         left = self._options.max_batch_bytes
@@ -182,7 +187,7 @@ class RemoteTier(Tier):
         return records + [None] * (len(keys) - len(records)), wrong
 
     def _record(self, key: Key, value: object) -> memoryview | None:
-        """The record in a value, if it is one and that of the key."""
+        """Return the record in a value, if it is one and that of the key."""
         try:
             data = memoryview(value).cast("B").toreadonly()  # type: ignore[arg-type]
         except TypeError:
@@ -213,7 +218,7 @@ class RemoteTier(Tier):
         return items
 
     def _drop(self, keys: Sequence[Key], deadline: "_Deadline") -> None:
-        """What is wrong would otherwise stand in the way of a right one, since it is there."""
+        """Remove wrong values, which would keep right ones from being stored."""
         self._count(corrupted=len(keys))
         try:
             self._call(lambda left: self._backend.remove(keys, left), deadline.left())
@@ -221,7 +226,7 @@ class RemoteTier(Tier):
             return  # counted; the next reader tries again
 
     def _listed(self, answers: object, num_keys: int) -> Sequence[object]:
-        """The answers, or none at all if they are not one a key: which of them would be whose?"""
+        """Return the answers; None for each key if there are more or fewer answers than keys."""
         if isinstance(answers, list | tuple) and len(answers) == num_keys:
             return answers
         self._count(errors=1)
@@ -241,22 +246,24 @@ class _Deadline:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     def left(self) -> float | None:
-        """Seconds, at least 0."""
+        """Return the seconds that are left, at least 0; None without a deadline."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
 class _Mac:
-    """BLAKE3 with a key: five times as fast as BLAKE2b, which the standard library has."""
+    """BLAKE3 with a key: five times as fast as BLAKE2b of the standard library."""
 
     def __init__(self, mac_key: bytes) -> None:
         try:
             from blake3 import blake3
         except ImportError as error:
             raise ImportError("mac_key needs the package blake3: pip install 'kvpage[mac]'") from error
-        self._new = lambda: blake3(key=mac_key)
+        new: Callable[..., Any] = blake3  # the package has no types
+        self._new = functools.partial(new, key=mac_key)
 
     def of(self, key: Key, record: memoryview) -> bytes:
-        return self._new().update(key).update(record).digest()
+        digest: bytes = self._new().update(key).update(record).digest()
+        return digest
 
 
 class _RemoteReader(Reader):
@@ -276,7 +283,7 @@ class _RemoteReader(Reader):
 
 
 class _RemoteWriter(Writer):
-    """value: the record and room for the MAC, all at once; not initialised, so that no page is touched twice."""
+    """value: memory for the record and its MAC, not initialised, so that no page is touched twice."""
 
     def __init__(self, tier: RemoteTier, key: Key, num_bytes: int, mac_bytes: int) -> None:
         self.tier, self.key, self.num_bytes = tier, key, num_bytes

@@ -99,7 +99,8 @@ class S3Backend(Backend):
 
     def _length(self, key: Key) -> int | None:
         try:
-            return self._client.head_object(Bucket=self._bucket, Key=self._name(key))["ContentLength"]
+            length: int = self._client.head_object(Bucket=self._bucket, Key=self._name(key))["ContentLength"]
+            return length
         except self._client.exceptions.ClientError as error:
             if _is_missing(error):
                 return None

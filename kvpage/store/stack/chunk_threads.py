@@ -1,4 +1,4 @@
-"""ChunkThreads: who moves the chunks of one call, and one thread that works in the background."""
+"""ChunkThreads: the threads that store and load the chunks of one call, and one thread in the background."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ChunkThreads:
-    """Thread-safe. num_threads: for the chunks of one call, whoever calls."""
+    """Thread-safe. num_threads: shared by all calls."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -22,11 +22,11 @@ class ChunkThreads:
         self._pending: set[Future[int]] = set()
 
     def each(self, num_items: int) -> int:
-        """How many threads there are for each of so many chunks at once."""
+        """Return the number of threads for each of `num_items` chunks at once."""
         return max(self.num_threads // max(num_items, 1), 1)
 
     def map(self, call: Callable[[int], T], items: Sequence[int]) -> list[T]:
-        """By the threads; one item alone needs none. An error comes through when all are done."""
+        """Call for each item on the threads; a single item needs none. An error is raised when all are done."""
         if len(items) < 2:
             return [call(item) for item in items]
         futures = [self._pool.submit(call, item) for item in items]
@@ -34,7 +34,7 @@ class ChunkThreads:
         return [future.result() for future in futures]
 
     def num_leading(self, call: Callable[[int], bool], num_items: int) -> int:
-        """Calls for items in order, each thread until one fails; how many leading ones did not."""
+        """Call for items in order, each thread until one fails; return the number of leading ones that did not."""
         num_shares = min(self.num_threads, num_items)
         bounds = [num_items * share // max(num_shares, 1) for share in range(num_shares + 1)]
 
@@ -48,7 +48,7 @@ class ChunkThreads:
         return num_items
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
-        """In the background, one after the other."""
+        """Run the job in the background, after those before it."""
         future = self._worker.submit(job)
         with self._lock:
             self._pending.add(future)
@@ -56,7 +56,7 @@ class ChunkThreads:
         return future
 
     def drain(self) -> None:
-        """Until nothing is left in the background."""
+        """Wait until nothing is left in the background."""
         while pending := self._left():
             with interruptible():
                 for future in pending:
@@ -76,10 +76,17 @@ class ChunkThreads:
 
 
 def num_leading(flags: Iterable[object]) -> int:
-    """How many are true before the first that is not."""
+    """Return the number of true flags before the first that is not."""
     count = 0
     for flag in flags:
         if not flag:
             break
         count += 1
     return count
+
+
+def done(result: int) -> "Future[int]":
+    """Return a future that has its result."""
+    future: Future[int] = Future()
+    future.set_result(result)
+    return future

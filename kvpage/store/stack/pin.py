@@ -1,4 +1,4 @@
-"""Pin: chunks that stay in their tiers for as long as somebody holds it."""
+"""Pin: keeps chunks in their tiers until it is released."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,11 @@ from kvpage.store.tiers.tier import Reader
 
 
 class Pin:
-    """Chunks that stay while it is held. num_tokens: how many leading tokens these are."""
+    """Chunks that stay until `release`; a context manager that releases.
+
+    Attributes:
+        num_tokens: leading tokens whose chunks are kept.
+    """
 
     def __init__(self, num_tokens: int, readers: Sequence[Reader]) -> None:
         self.num_tokens = num_tokens
@@ -15,7 +19,7 @@ class Pin:
 
     @uninterrupted
     def release(self) -> None:
-        """Twice is fine."""
+        """Let the chunks be evicted again. A second call does nothing."""
         for reader in self._readers:
             reader.close()
         self._readers = []

@@ -1,10 +1,10 @@
-"""RecordCopies: records on their way from one tier into another, and what ends them: their removal or replacement.
+"""RecordCopies: copies of records from one tier into another, which a removal or replacement of the record ends.
 
     begin([key]) ─► open ─► verify, copy ─► finish(tier): commit, unless a change of the key has come between
-    change([key]) ─► what is under way is unwanted, and what begins meanwhile ─► settle(tier) ─► remove, or write anew
+    change([key]) ─► copies under way, or begun meanwhile, are unwanted ─► settle(tier) ─► remove, or write anew
 
-A copy begins before its reader is opened. Otherwise what was removed would come back out of a reader that was open
-then, and what was replaced would come over its successor.
+A copy begins before its reader is opened. Otherwise a removed record would come back out of a reader that was open
+then, and a replaced one would take its successor's place.
 """
 
 import threading
@@ -15,7 +15,7 @@ from kvpage.store.tiers.tier import Key
 
 
 class RecordCopy:
-    """Records of these keys, on their way. unwanted: those of them that were changed since."""
+    """A copy of the records of these keys, under way. unwanted: keys that were changed since."""
 
     __slots__ = ("keys", "unwanted")
 
@@ -33,13 +33,14 @@ class Change:
         self.keys = None if keys is None else frozenset(keys)
 
     def of(self, copy: RecordCopy) -> set[Key]:
-        """Which of the copy's keys it changes."""
+        """Return the copy's keys that it changes."""
         return {key for key in copy.keys if self.keys is None or key in self.keys}
 
 
 class RecordCopies:
-    """Thread-safe. No lock is held while a tier works but that of the tier itself: who waits for a slow one is who
-    changes what it has.
+    """The copies and changes that are under way. Thread-safe.
+
+    While a tier works, only the lock of that tier is held. So only a change of a slow tier's records waits for it.
     """
 
     def __init__(self, num_tiers: int) -> None:
@@ -53,7 +54,7 @@ class RecordCopies:
         return len(self._copies)
 
     def begin(self, keys: Sequence[Key], change: Change | None = None) -> RecordCopy:
-        """To be called before the records are opened; `end` it. change: the one that the copy is part of."""
+        """Begin a copy before its records are opened; `end` it. change: the one that the copy is part of."""
         copy = RecordCopy(keys)
         with self._lock:
             for other in self._changes - {change}:
@@ -67,7 +68,7 @@ class RecordCopies:
 
     @contextmanager
     def finish(self, at: int, copy: RecordCopy, key: Key) -> Iterator[bool]:
-        """Whether the record is wanted still; inside, it can be committed to the tier of that number."""
+        """Yield whether the record is still wanted. Inside, it can be committed to the tier of that number."""
         with self._committing[at]:
             yield self.is_wanted(copy, key)
 
@@ -77,7 +78,7 @@ class RecordCopies:
 
     @contextmanager
     def change(self, keys: Sequence[Key] | None) -> Iterator[Change]:
-        """Inside, records of these keys (None: all) are changed, in each tier behind `settle`."""
+        """Inside, records of these keys (None: all) may be changed, in each tier after `settle`."""
         change = Change(keys)
         with self._lock:
             self._changes.add(change)
@@ -90,6 +91,6 @@ class RecordCopies:
                 self._changes.discard(change)
 
     def settle(self, at: int) -> None:
-        """Waits for the copy that is being committed to the tier; later ones know of the change."""
+        """Wait for the copy that is being committed to the tier. Later ones see the change."""
         with self._committing[at]:
             pass

@@ -1,9 +1,10 @@
-"""TierStack: several tiers as one, the fastest first. Their trouble is counted and logged, and is a miss.
+"""TierStack: several tiers as one, the fastest first. A tier in trouble is counted and logged, and is a miss.
 
-put     ─► every tier that lacks it (those written back later, from the first that has it, which keeps it until then)
+put     ─► every tier that lacks it; those written back get it later, from the first that has it and keeps it
 read    ─► the first tier that has it ─► verified ─► copied into the faster ones
 """
 
+import functools
 import logging
 import threading
 from collections import Counter
@@ -48,10 +49,11 @@ class TierStack:
     # --- writing ---
 
     def put(self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], skip_existing: bool) -> int:
-        """Writes records into the tiers that lack them (or into all); how many were new to one. record(index): what to
-        write. For a tier that is written back they are kept where they are until it has them; what cannot be kept is
-        written at once. Written into all, a record is in none of them any more that did not take it, and nothing older
-        comes back: but for a tier that is out of reach, which keeps what it has.
+        """Write records into the tiers that lack them, or into all; return the number that were new to a tier.
+
+        record(index) returns the record to write. For a tier that is written back, a faster one keeps the record until
+        it is written; a record that none can keep is written at once. With `skip_existing` False a tier that did not
+        take a record forgets its old one, unless it is out of reach.
         """
         if skip_existing:
             there = [self.contains(one, keys) for one in self.tiers]
@@ -67,14 +69,11 @@ class TierStack:
         record: Callable[[int], tuple[RecordKind, Source]],
         change: Change | None,
     ) -> int:
-        """lacking: the numbers of the tiers to write each into. change: of records that may be there."""
+        """Put records. lacking: the numbers of the tiers to write each into. change: of records that may be there."""
         wanted = [index for index in range(len(keys)) if lacking[index]]
         num_threads = self.threads.each(len(wanted))
         backs: list[_Back] = []
-
-        def put_one(index: int) -> bool:
-            return self._put_one(keys[index], lacking[index], lambda: record(index), num_threads, backs, change)
-
+        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, change)
         try:
             num_written = sum(self.threads.map(put_one, wanted))
         finally:
@@ -84,13 +83,13 @@ class TierStack:
         return num_written
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
-        """In the background, one after the other."""
+        """Run the job in the background, after those before it."""
         return self.threads.later(job)
 
     # --- reading ---
 
     def locate(self, keys: Sequence[Key]) -> list[int | None]:
-        """For each key the first tier that has it; slower ones are asked only for what the faster lack."""
+        """Return for each key the number of the first tier that has it; None if none has it."""
         located: list[int | None] = [None] * len(keys)
         for at, one in enumerate(self.tiers):
             left = [index for index, tier in enumerate(located) if tier is None]
@@ -102,11 +101,12 @@ class TierStack:
         return located
 
     def contains(self, one: Placed, keys: Sequence[Key]) -> list[bool]:
+        """Return for each key whether the tier has it."""
         there = self.ask(one, one.tier.contains, keys, one.deadline) or []
         return there if len(there) == len(keys) else [False] * len(keys)
 
     def open(self, keys: Sequence[Key], located: Sequence[int | None]) -> list[Reader | None]:
-        """A reader of each key in its tier, as far as it is still there."""
+        """Return a reader of each key in its tier; None if it is gone."""
         readers: list[Reader | None] = [None] * len(keys)
         for at, one in enumerate(self.tiers):
             mine = [index for index, tier in enumerate(located) if tier == at]
@@ -116,8 +116,9 @@ class TierStack:
         return readers
 
     def read(self, keys: Sequence[Key], read: Callable[[int, Reader, int], None]) -> int:
-        """Reads records in order until one cannot be had; how many were read. read(index, reader, num_threads): raises
-        CorruptRecord for what is not the right one, which is dropped.
+        """Read records in order until one is missing; return the number that were read.
+
+        read(index, reader, num_threads) raises CorruptRecord for a wrong record, which is dropped.
         """
         located = self.locate(keys)
         count = num_leading(tier is not None for tier in located)
@@ -135,7 +136,7 @@ class TierStack:
         begin: int,
         read: Callable[[int, Reader, int], None],
     ) -> int:
-        """How many leading ones were read. begin: the index of the first."""
+        """Return the number of leading records that were read. begin: the index of the first."""
         copy, num_threads = self.copies.begin(keys), self.threads.each(len(keys))
         try:
             readers = self.open(keys, located)
@@ -151,7 +152,7 @@ class TierStack:
             self.copies.end(copy)
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
-        """What `read` makes of the first tier's record that it does not find corrupt; None if there is none."""
+        """Return the result of `read` for the first tier's record that is not corrupt; None if there is none."""
         for one in self.tiers:
             for reader in self._open(one, [key]):
                 if reader is not None:
@@ -162,7 +163,7 @@ class TierStack:
         return None
 
     def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
-        """What `read` makes of a record of the tier; None for a corrupt one, which is dropped, and for trouble."""
+        """Return the result of `read`; None for a corrupt record, which is dropped, and for trouble."""
         try:
             return self.ask(one, read)
         except UnreadableRecord as error:
@@ -175,7 +176,7 @@ class TierStack:
             return None
 
     def open_leading(self, keys: Sequence[Key]) -> list[tuple[Placed, Reader]]:
-        """Readers of the leading records that are there, and their tiers."""
+        """Return the tiers and readers of the leading records that are there."""
         located = self.locate(keys)
         readers = self.open(keys, located)
         count = num_leading(reader is not None for reader in readers)
@@ -188,22 +189,23 @@ class TierStack:
     # --- all of them ---
 
     def infos(self) -> list[list[RecordInfo]]:
-        """What is in each; nothing of one that cannot tell."""
+        """Return the records of each tier; none of a tier that cannot list them."""
         return [self.ask(one, lambda one=one: list(one.tier.infos())) or [] for one in self.tiers]
 
     def remove(self, keys: Sequence[Key]) -> int:
-        """How many there were, in the tier that had most."""
+        """Remove records; return the number that the tier with most of them had."""
         with self.copies.change(keys):
             return max(self._remove(at, keys) for at in range(len(self.tiers)))
 
     def clear(self) -> None:
+        """Remove all records from all tiers."""
         with self.copies.change(None):
             for at, one in enumerate(self.tiers):
                 self.copies.settle(at)
                 self.ask(one, one.tier.clear)
 
     def drain(self) -> None:
-        """Until nothing is written in the background."""
+        """Wait until nothing is written in the background."""
         self.threads.drain()
 
     def flush(self, sync: bool) -> None:
@@ -212,7 +214,7 @@ class TierStack:
             self.ask(one, one.tier.flush, sync)
 
     def stats(self) -> tuple[TierStats | None, ...]:
-        """None for one that cannot tell."""
+        """Return the statistics of each tier; None for a tier in trouble."""
         return tuple(self.ask(one, one.tier.stats) for one in self.tiers)
 
     def close(self) -> None:
@@ -226,39 +228,42 @@ class TierStack:
             self.counts.update(counts)
 
     def ask(self, one: Placed, call: Callable[..., T], *args: object) -> T | None:
-        """What the tier answers; None when it is in trouble."""
+        """Return the result of a call of the tier; None when it is in trouble."""
         try:
             return call(*args)
         except TierError as error:
-            if not isinstance(error, TierRests):
-                logger.warning("%s: %s", one.tier.name, error)
-            self.count(tier_errors=1)
+            self._count_trouble(one, error)
             return None
 
     # --- inside ---
+
+    def _count_trouble(self, one: Placed, error: TierError) -> None:
+        if not isinstance(error, TierRests):
+            logger.warning("%s: %s", one.tier.name, error)
+        self.count(tier_errors=1)
 
     def _open(self, one: Placed, keys: Sequence[Key]) -> list[Reader | None]:
         opened = self.ask(one, one.tier.open, keys, one.deadline) or []
         return opened if len(opened) == len(keys) else [None] * len(keys)
 
     def _remove(self, at: int, keys: Sequence[Key]) -> int:
-        """Amid a change of these keys."""
+        """Remove records from one tier, amid a change of these keys."""
         self.copies.settle(at)
         return self.ask(self.tiers[at], self.tiers[at].tier.remove, keys, self.tiers[at].deadline) or 0
 
     def _put_one(
         self,
-        key: Key,
-        lacking: Sequence[int],
-        record: Callable[[], tuple[RecordKind, Source]],
+        keys: Sequence[Key],
+        lacking: Sequence[Sequence[int]],
+        record: Callable[[int], tuple[RecordKind, Source]],
         num_threads: int,
         backs: list[_Back],
         change: Change | None,
+        index: int,
     ) -> bool:
-        """Whether a tier has it that had not, or will have it."""
-        made: tuple[RecordHead, Source] | None = None
-        is_new = False
-        for at in lacking:
+        """Return whether a tier has the record that had not, or will have it."""
+        key, made, is_new = keys[index], None, False
+        for at in lacking[index]:
             if self.tiers[at].is_written_back and at:
                 if change:
                     self._remove(at, [key])
@@ -266,7 +271,7 @@ class TierStack:
                 if back is not None:
                     backs.append(back)
                     continue
-            made = made or encoded(*record())
+            made = made or encoded(*record(index))
             if change:
                 self.copies.settle(at)
             is_written = self._write(self.tiers[at], *made, num_threads)
@@ -276,18 +281,20 @@ class TierStack:
         return is_new
 
     def _write(self, one: Placed, head: RecordHead, payload: Source, num_threads: int) -> bool:
-        def put() -> bool:
+        """Return whether the tier took the record."""
+        try:
             writer = one.tier.create(head.key, head.num_bytes)
             if writer is None:
                 return False
             with writer:
                 write_record(writer, head, payload, num_threads)
                 return one.tier.commit([writer], one.deadline)[0]
-
-        return self.ask(one, put) or False
+        except TierError as error:
+            self._count_trouble(one, error)
+            return False
 
     def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
-        """The record in a faster tier, which stays there until it is written back; None if none has it."""
+        """Keep the record in a faster tier until it is written back; return None if none has it."""
         copy = self.copies.begin([key], change)
         for source in self.tiers[:at]:
             for reader in self._open(source, [key]):
@@ -300,7 +307,7 @@ class TierStack:
         return sum([self._copy_back(back) for back in backs])
 
     def _copy_back(self, back: _Back) -> bool:
-        """Unless it was removed meanwhile."""
+        """Write the record back, unless it was removed meanwhile; return whether it was written."""
         try:
             with back.reader:
                 return self._copy_to(back.at, back.key, back.reader, back.copy)
@@ -321,13 +328,13 @@ class TierStack:
 
         try:
             return self.ask(one, copy) or False
-        except CorruptRecord:  # it will be found out by whoever reads it
+        except CorruptRecord:  # whoever reads it will find that out
             return False
 
     def _read_one(
         self, key: Key, located: int, reader: Reader | None, copy: RecordCopy, read: Callable[[Reader], None]
     ) -> bool:
-        """From the tier where it was seen, or else from a slower one."""
+        """Read a record from the tier where it was found, or from a slower one; return whether that succeeded."""
         for at in range(located, len(self.tiers)):
             one = self.tiers[at]
             found = reader if at == located else self._open(one, [key])[0]

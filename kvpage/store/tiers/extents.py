@@ -1,4 +1,4 @@
-"""Extents: runs of a slab's units, given out and taken back.
+"""Extents: runs of a slab's units, which are given out and taken back.
 
 [ used 3 | free 2 | used 1 | free 6 ]      allocate(2): the smallest run that is large enough, the second
                                            release(used 1): joins its neighbours to one run of 9
@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 
 
 class Extents:
-    """Best fit, neighbours joined; O(log n) in the number of free runs, and a shift of a list of them."""
+    """Best fit, with neighbours joined. A call takes O(log n) in the number of free runs, and shifts a list of them."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
@@ -21,7 +21,7 @@ class Extents:
             self._add(0, num_units)
 
     def allocate(self, num_units: int) -> int | None:
-        """Where a run of so many units begins; None if no free run is as long."""
+        """Return the begin of a run of `num_units`; None if no free run is as long."""
         if num_units < 1:
             raise ValueError(f"num_units must be positive, got {num_units}")
         at = bisect_left(self._by_size, (num_units, -1))
@@ -36,7 +36,7 @@ class Extents:
         return begin
 
     def release(self, begin: int) -> None:
-        """Takes a run back. ValueError if none that was given out begins there."""
+        """Take a run back. Raises ValueError if no run in use begins there."""
         if begin not in self._used:
             raise ValueError(f"begin must be that of a run in use, got {begin}")
         size = self._used.pop(begin)
@@ -53,7 +53,7 @@ class Extents:
         self._add(begin, size)
 
     def take(self, begin: int, num_units: int) -> None:
-        """Gives out the very run. ValueError unless all of it is free."""
+        """Give out exactly this run. Raises ValueError unless all of it is free."""
         at = begin if begin in self._by_begin else max((at for at in self._by_begin if at < begin), default=None)
         if num_units < 1 or at is None or at + self._by_begin[at] < begin + num_units:
             raise ValueError(f"a run of {num_units} units at {begin} must be free")
@@ -67,15 +67,15 @@ class Extents:
         self.num_free -= num_units
 
     def free_at(self, begin: int) -> int:
-        """How long the free run is that begins there; 0 if none does."""
+        """Return the length of the free run that begins there; 0 if none does."""
         return self._by_begin.get(begin, 0)
 
     def free_before(self, end: int) -> int:
-        """How long the free run is that ends there; 0 if none does."""
+        """Return the length of the free run that ends there; 0 if none does."""
         return end - self._by_end.get(end, end)
 
     def check(self) -> None:
-        """RuntimeError unless runs in use and free ones make up the slab, and no two free ones touch."""
+        """Raise RuntimeError unless runs in use and free ones make up the slab, and no two free ones touch."""
         runs = sorted([(begin, size, True) for begin, size in self._used.items()] + [
             (begin, size, False) for begin, size in self._by_begin.items()
         ])  # fmt: skip

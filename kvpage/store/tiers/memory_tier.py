@@ -1,4 +1,4 @@
-"""MemoryTier: records in one slab of host memory, pinned where a GPU is to read and write it."""
+"""MemoryTier: records in one slab of host memory, which is pinned if a GPU reads and writes it."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ UNIT = 4096
 
 
 class _Entry:
-    """A record's place. It is freed when nobody reads it and no key leads to it."""
+    """A record's place. It is freed when it has no reader and no key leads to it."""
 
     def __init__(self, key: Key, begin: int, num_bytes: int) -> None:
         self.key, self.begin, self.num_bytes = key, begin, num_bytes
@@ -25,6 +25,8 @@ class _Entry:
 
 
 class _MemoryReader(Reader):
+    """Pieces are views of the slab."""
+
     is_in_memory = True
 
     def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
@@ -44,6 +46,8 @@ class _MemoryReader(Reader):
 
 
 class _MemoryWriter(Writer):
+    """Pieces are where the record stays."""
+
     is_in_memory = True
 
     def __init__(self, tier: "MemoryTier", entry: _Entry) -> None:
@@ -62,7 +66,7 @@ class _MemoryWriter(Writer):
         return view
 
     def check_whole(self) -> None:
-        """ValueError if pieces are missing."""
+        """Raise ValueError if pieces are missing."""
         if self._end != self.num_bytes:
             raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
 
@@ -73,9 +77,13 @@ class _MemoryWriter(Writer):
 
 
 class MemoryTier(Tier):
-    """capacity: bytes of the slab; the operating system gives them when they are first written. policy: lru, lfu, fifo.
+    """Records in host memory.
 
-    pin_memory: so that a GPU's copies run beside the computation; by default where there is one.
+    Args:
+        capacity: bytes of the slab; the operating system gives them when they are first written.
+        policy: lru, lfu or fifo.
+        pin_memory: pin the slab, so that a GPU's copies run beside the computation. By default if there is a GPU.
+        name: the tier's name in messages and statistics.
     """
 
     def __init__(
@@ -140,7 +148,7 @@ class MemoryTier(Tier):
                 self._forget(key)
 
     def flush(self, sync: bool = False) -> None:
-        """Nothing is ever under way, and nothing outlives the process."""
+        """Do nothing: no write is ever under way, and no record outlives the process."""
         self._check_open()
 
     def stats(self) -> TierStats:
@@ -154,7 +162,7 @@ class MemoryTier(Tier):
             self._entries.clear()
 
     def check(self) -> None:
-        """RuntimeError if places overlap, or are lost."""
+        """Raise RuntimeError if places overlap, or are lost."""
         with self._lock:
             self._extents.check()
 
@@ -174,7 +182,7 @@ class MemoryTier(Tier):
         return _MemoryReader(self, entry)
 
     def _make_room(self, num_units: int) -> int | None:
-        """Evicts until a run is free; None, with nothing evicted, if all that could go would not be enough."""
+        """Evict until a run is free; return None, with nothing evicted, if that would not be enough."""
         begin = self._extents.allocate(num_units)
         if begin is not None:
             return begin

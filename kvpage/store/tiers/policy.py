@@ -1,4 +1,4 @@
-"""Which record goes when room lacks: the least recently used, the least often used, or the first that came."""
+"""Policies of eviction: the least recently used record goes, the least often used one, or the oldest."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -6,26 +6,28 @@ from collections.abc import Iterator
 
 
 class Policy(ABC):
-    """An order of keys. Everything but walking over the victims is O(1)."""
+    """An order of keys. Every method but `victims` takes O(1)."""
 
     @abstractmethod
     def add(self, key: bytes) -> None:
-        """A new key, of which none is there."""
+        """Add a key that is not there yet."""
 
     @abstractmethod
     def use(self, key: bytes) -> None:
-        """A key was read."""
+        """Note that a key was read."""
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """KeyError if it is not there."""
+        """Take a key out. Raises KeyError if it is not there."""
 
     @abstractmethod
     def victims(self) -> Iterator[bytes]:
-        """All keys, the one that goes first first. Not to be changed while it is walked over."""
+        """Walk over all keys, the first to go first. The policy must not be changed meanwhile."""
 
 
 class FIFO(Policy):
+    """The record that was added first goes first."""
+
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
@@ -33,7 +35,7 @@ class FIFO(Policy):
         self._keys[key] = None
 
     def use(self, key: bytes) -> None:
-        """Changes nothing."""
+        """Change nothing."""
 
     def remove(self, key: bytes) -> None:
         del self._keys[key]
@@ -43,12 +45,14 @@ class FIFO(Policy):
 
 
 class LRU(FIFO):
+    """The least recently used record goes first."""
+
     def use(self, key: bytes) -> None:
         self._keys.move_to_end(key)
 
 
 class LFU(Policy):
-    """Of equally often used ones the least recently used.
+    """The least often used record goes first; of several, the least recently used.
 
     counts   1: [c d]   2: [a]   7: [b]       each an LRU; read once, d becomes 2: [a d]
     """
@@ -84,7 +88,7 @@ POLICIES: dict[str, type[Policy]] = {"lru": LRU, "lfu": LFU, "fifo": FIFO}
 
 
 def make_policy(name: str) -> Policy:
-    """ValueError for a name that is none of lru, lfu, fifo."""
+    """Return a new policy. Raises ValueError for a name that is not lru, lfu or fifo."""
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
     return POLICIES[name]()

@@ -1,11 +1,10 @@
-"""Tier: where records lie. Memory, disk and remote stores look alike to KVStore, and so does a tier of one's own.
+"""Tier: a place that keeps records. Memory, disk, remote servers and a tier of your own look alike to KVStore.
 
     create(key, n) ─► Writer.piece(0, a), piece(a, b), ...  ─► commit([writer, ...])    now it can be found
     open([key, ..]) ─► Reader.piece(0, a), piece(a, b), ...  ─► close                     it stays while it is read
 
-A record goes in and comes out in pieces, so that what fills, checks and copies them meets each while the CPU's cache
-still holds it. A tier knows nothing of what a record says but its key and its length: whether the bytes are the right
-ones is the reader's to check (`kvpage.store.records.record`).
+A record goes in and comes out in pieces. So each piece is filled, checked and copied while the CPU's cache still holds
+it. A tier knows only a record's key and length. KVStore checks the bytes (`kvpage.store.records.record`).
 """
 
 from abc import ABC, abstractmethod
@@ -23,21 +22,22 @@ Key = bytes
 
 
 class TierError(Exception):
-    """A tier failed or ran out of time. KVStore counts it and goes on: what was asked for is a miss."""
+    """A tier failed or ran out of time. KVStore counts it and goes on: the call is a miss."""
 
 
 class TierRests(TierError):
-    """A tier is known to be in trouble: it was not asked, or has failed again. KVStore counts it and does not log it;
-    the tier logs when its state changes.
+    """A tier is known to be in trouble: it was not asked, or has failed again.
+
+    KVStore counts it and does not log it. The tier logs when its state changes.
     """
 
 
 class RecordGone(TierError):
-    """The record that a reader has open was removed or replaced by somebody who does not wait for readers. A miss."""
+    """A reader's record was removed or replaced by another process, which does not wait for readers. A miss."""
 
 
 class RecordInfo(NamedTuple):
-    """What a tier knows of a record. last_used: seconds of time.time(), or None where the tier does not know."""
+    """A record as a tier knows it. last_used: seconds of time.time(); None if the tier does not know."""
 
     key: Key
     num_bytes: int
@@ -46,7 +46,17 @@ class RecordInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """State now and counters since the tier was made. capacity: None where the tier has no limit of its own."""
+    """The state of a tier now, and counters since it was made.
+
+    Attributes:
+        name: the tier's name.
+        num_records: records that are there; None if the tier does not know.
+        num_bytes: bytes of these records; None if the tier does not know.
+        capacity: bytes that there may be; None if the tier has no limit of its own.
+        evicted: records that went to make place for others.
+        corrupted: records that were found damaged.
+        errors: errors of the operating system or the server.
+    """
 
     name: str
     num_records: int | None
@@ -58,9 +68,11 @@ class TierStats:
 
 
 class Reader(ABC):
-    """A record, kept as it is until `close`; a context manager that closes.
+    """A record that stays as it is until `close`; a context manager that closes.
 
-    is_in_memory: pieces are the record itself, so that small ones gain nothing.
+    Attributes:
+        num_bytes: bytes of the record.
+        is_in_memory: whether pieces are the record itself, so that small ones gain nothing.
     """
 
     num_bytes: int
@@ -68,16 +80,26 @@ class Reader(ABC):
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:
-        """The bytes [begin, end), read-only or to be left alone; valid until the next call. TierError if they cannot
-        be had; ValueError outside [0, num_bytes].
+        """Return the bytes [begin, end) of the record.
+
+        Args:
+            begin: the first byte.
+            end: the byte after the last one.
+
+        Returns:
+            A view that is valid until the next call. It must not be written to.
+
+        Raises:
+            TierError: the bytes cannot be read.
+            ValueError: begin and end are not in order within [0, num_bytes].
         """
 
-    def rest(self) -> None:  # noqa: B027, nothing is a fine default
-        """Gives the memory of the last piece back; the record stays open."""
+    def release_piece(self) -> None:  # noqa: B027, nothing is a fine default
+        """Give back the memory of the last piece; the record stays open."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the record. Twice is fine."""
+        """Let go of the record. A second call does nothing."""
 
     def __enter__(self) -> "Reader":
         return self
@@ -87,10 +109,15 @@ class Reader(ABC):
 
 
 class Writer(ABC):
-    """Room for one record, found by nobody before Tier.commit; a context manager that gives uncommitted room back.
+    """Space for one record, which cannot be found before Tier.commit.
 
-    is_in_memory: pieces are where the record stays, so that small ones gain nothing. takes_runs: `write_runs` can be
-    called.
+    As a context manager it gives uncommitted space back.
+
+    Attributes:
+        key: the record's key.
+        num_bytes: bytes of the record.
+        is_in_memory: whether pieces are where the record stays, so that small ones gain nothing.
+        takes_runs: whether `write_runs` can be called.
     """
 
     key: Key
@@ -99,20 +126,39 @@ class Writer(ABC):
     takes_runs = False
 
     def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
-        """Takes the record's next bytes, all that the runs have, from where they lie; the digests of their stretches.
-        They should not change meanwhile: if they do, a digest is wrong. After a TierError the writer is as it was.
+        """Write the record's next bytes, straight from the memory that the runs name.
+
+        Args:
+            runs: int64 [n, 2], address and length of each run. If bytes change meanwhile, a digest is wrong.
+            stretch_bytes: bytes of each stretch that is hashed.
+            num_threads: threads that hash and write.
+
+        Returns:
+            The digests of the stretches, 16 bytes each.
+
+        Raises:
+            TierError: the bytes cannot be written; the writer is as it was.
         """
         raise NotImplementedError(f"{type(self).__name__} takes pieces alone")
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:
-        """Room for the bytes [begin, end), to be filled before the next call. Pieces are asked for in order and without
-        gaps. TierError if the one before cannot be written.
+        """Return memory for the bytes [begin, end), to be filled before the next call.
+
+        Args:
+            begin: the first byte, where the piece before ended.
+            end: the byte after the last one.
+
+        Returns:
+            A view to fill.
+
+        Raises:
+            TierError: the piece before cannot be written.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up what is not committed. Twice is fine."""
+        """Give up a record that is not committed. A second call does nothing."""
 
     def __enter__(self) -> "Writer":
         return self
@@ -122,51 +168,99 @@ class Writer(ABC):
 
 
 class Tier(ABC):
-    """Records by key, each immutable; evicted as the tier's policy says when room lacks.
+    """Immutable records by key, evicted by the tier's policy when it is full.
 
-    Every method may raise TierError and nothing else for what is the tier's own trouble; timeouts are in seconds, None
-    for none, and hold for the whole call. A tier is thread-safe: the serving thread reads while another stores.
+    Every method may raise TierError, and nothing else for the tier's own trouble. Timeouts are in seconds, None for
+    none, and bound the whole call. A tier is thread-safe: the serving thread reads while another stores.
+
+    Attributes:
+        name: the tier's name in messages and statistics.
     """
 
     name: str
 
     @abstractmethod
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
-        """Whether each record is there (or was, a moment ago). Does not count as a use."""
+        """Return whether each record is there, or was a moment ago. That is not a use.
+
+        Args:
+            keys: of the records.
+            timeout: seconds of the call.
+
+        Returns:
+            A bool for each key.
+        """
 
     @abstractmethod
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
-        """A reader for each record, None for a miss, in one round trip where there is one. A use of each."""
+        """Open records, in one round trip if there is one. That is a use of each.
+
+        Args:
+            keys: of the records.
+            timeout: seconds of the call.
+
+        Returns:
+            A reader for each key; None for a miss.
+        """
 
     @abstractmethod
     def create(self, key: Key, num_bytes: int) -> Writer | None:
-        """Room for a record, evicting others if need be; None if there can be none now (too large, all in use)."""
+        """Make space for a record, evicting others if need be.
+
+        Args:
+            key: of the record.
+            num_bytes: bytes of the record.
+
+        Returns:
+            A writer; None if the record is too large, or all others are in use.
+        """
 
     @abstractmethod
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        """Publishes whole records, in one round trip where there is one; whether each is there now. A record of the
-        same key is replaced: readers that have it open keep it.
+        """Publish whole records, in one round trip if there is one.
+
+        A record of the same key is replaced; readers that have it open keep it.
+
+        Args:
+            writers: this tier's, filled to their ends.
+            timeout: seconds of the call.
+
+        Returns:
+            For each writer whether its record is there now.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        """Forgets records; how many were there. One that is being read stays, unfindable, until its readers close."""
+        """Forget records. A record that is being read stays, unfindable, until its readers close.
+
+        Args:
+            keys: of the records.
+            timeout: seconds of the call.
+
+        Returns:
+            The number of records that were there.
+        """
 
     @abstractmethod
     def infos(self) -> Iterator[RecordInfo]:
-        """What is there, in no particular order. A tier that cannot tell raises TierError."""
+        """Walk over the records, in no particular order. Raises TierError if the tier cannot list them."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets all records."""
+        """Forget all records."""
 
     @abstractmethod
     def flush(self, sync: bool = False) -> None:
-        """Waits for what the tier still writes; with `sync`, until it would survive a loss of power (where it can)."""
+        """Wait until the tier has written everything.
+
+        Args:
+            sync: wait until the records would survive a loss of power, if the tier can.
+        """
 
     @abstractmethod
-    def stats(self) -> TierStats: ...
+    def stats(self) -> TierStats:
+        """Return state and counters."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flushes and lets go of everything. Twice is fine; anything else afterwards raises TierError."""
+        """Flush, and let go of everything. A second call does nothing; any other call then raises TierError."""

@@ -190,7 +190,7 @@ def test_places_that_change_from_walk_to_walk_are_no_damage(tmp_path: Path, monk
     def runs(segment: Segment):
         walks.append(0)
         yield from real(segment)
-        yield type(next(real(segment)))(len(walks) + 40, 1, is_told=False)
+        yield type(next(real(segment)))(len(walks) + 40, 1, has_header=False)
 
     monkeypatch.setattr(Segment, "runs", runs)
     view = DiskView([tmp_path])

@@ -35,8 +35,7 @@ def test_the_payload_begins_at_a_multiple_of_64(num_meta, begin):
 def test_a_digest_for_each_stretch_and_a_checksum_at_the_end(payload_bytes, num_digests):
     head = dataclasses.replace(HEAD, payload_bytes=payload_bytes)
     assert head.payload_end == 128 + payload_bytes
-    assert head.digests_end == head.payload_end + 16 * num_digests
-    assert head.num_bytes == head.digests_end + 16
+    assert head.num_bytes == head.payload_end + 16 * num_digests + 16
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_records_shorter_than_any(num_bytes):
 def test_a_header_that_is_cut_off():
     with pytest.raises(CorruptRecord, match="a record has at least 128 bytes"):
         RecordHead.unpack(HEAD.pack()[:111], HEAD.num_bytes)
-    with pytest.raises(CorruptRecord, match="a header of"):
+    with pytest.raises(CorruptRecord, match="a header for"):
         RecordHead.unpack(dataclasses.replace(HEAD, meta=b"").pack()[:112], HEAD.num_bytes)
 
 

@@ -1,0 +1,92 @@
+"""ChunkAccess: the chunks of token sequences in a store's tiers: put there, counted, pinned and loaded.
+
+tokens ─► KnownDtype ─► keys of chunks ─► TierStack
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.checks.values import as_integer
+from kvpage.store.load.block_chunks import BlockChunks, ChunkPlans
+from kvpage.store.load.block_load import BlockLoad
+from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.payload import ShapedSource, Source
+from kvpage.store.stack.chunk_threads import num_leading
+from kvpage.store.stack.pin import Pin
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.tiers.tier import Key
+
+if TYPE_CHECKING:
+    from kvpage.cache.cache_engine import CacheEngine
+
+
+class ChunkAccess:
+    """Thread-safe. chunk_size: tokens of a chunk."""
+
+    def __init__(self, chunk_size: int, dtype: KnownDtype, tiers: TierStack) -> None:
+        self._chunk_size, self._dtype, self._tiers = chunk_size, dtype, tiers
+        self._plans = ChunkPlans()
+
+    def put(
+        self,
+        kinds: RecordKinds,
+        tokens: npt.NDArray[np.int32],
+        num_skipped: int,
+        chunk: Callable[[int, int], ShapedSource],
+        skip_existing: bool,
+        namespace: bytes,
+    ) -> int:
+        """Put the chunks after the skipped tokens into the tiers; return the number that were new to one.
+
+        chunk(begin, end) returns the chunk of these tokens.
+        """
+        size = self._chunk_size
+        keys = kinds.keys.of(tokens, namespace)[num_skipped // size :]
+
+        def record(index: int) -> tuple[RecordKind, Source]:
+            begin = num_skipped + index * size
+            made = chunk(begin, min(begin + size, len(tokens)))
+            return kinds.of(keys[index], made.shape, namespace), made
+
+        return self._tiers.put(keys, record, skip_existing)
+
+    def count(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
+        """Return the number of leading tokens whose chunks are in a tier."""
+        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._keys(tokens, namespace)))
+        return min(num_chunks * self._chunk_size, len(tokens))
+
+    def pin(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> Pin:
+        """Keep the leading chunks that are in a tier."""
+        readers = [reader for _, reader in self._tiers.open_leading(self._keys(tokens, namespace))]
+        return Pin(min(len(readers) * self._chunk_size, len(tokens)), readers)
+
+    def blocks(self, engine: "CacheEngine", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
+        """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata."""
+        return BlockChunks(engine, block_table, self._dtype.metadata, self._plans)
+
+    def load(
+        self,
+        tokens: npt.NDArray[np.int32],
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        start: int,
+        namespace: bytes,
+    ) -> BlockLoad:
+        """Return a load of tokens[start:] into blocks, which has not begun. Raises ValueError for wrong arguments."""
+        start = as_integer("start", start)
+        blocks = self.blocks(engine, block_table)
+        kinds = self._dtype.of(engine.layout.dtype)
+        load = BlockLoad(blocks, kinds, kinds.keys.of(tokens, namespace), len(tokens), start, namespace)
+        self._dtype.settle(engine.layout.dtype)
+        self._tiers.count(query_tokens=load.end - start)
+        return load
+
+    def _keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[Key]:
+        """Return the keys of the tokens' chunks; none if no dtype is known and nothing was found."""
+        kinds = self._dtype.find(self._tiers, tokens, namespace)
+        return [] if kinds is None else kinds.keys.of(tokens, namespace)
