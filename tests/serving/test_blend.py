@@ -230,7 +230,7 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """The logits of one step, with the segments of all that waits at hand."""
-    engine._connectors.blend.ask(engine.scheduler.waiting)
+    engine._connectors.ask(engine.scheduler.waiting)
     engine._connectors.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
@@ -448,7 +448,7 @@ def test_an_engine_that_was_closed_computes_in_full() -> None:
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[2]]
     one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
-    engine._connectors.blend.ask(engine.scheduler.waiting)
+    engine._connectors.ask(engine.scheduler.waiting)
     engine.close()
     assert not drain(engine)[one].is_blended
     with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):

@@ -38,7 +38,7 @@ def model_of(kind: str) -> tf.PreTrainedModel:
 
 @functools.cache
 def hands_latents(kind: str) -> bool:
-    """Whether this version's model gives its cache latents: one head, of other sizes than the attention's."""
+    """Return whether this version's model gives its cache latents: one head, of other sizes than the attention's."""
     model = model_of(kind)
     if not hasattr(model.config, "kv_lora_rank"):
         return False
@@ -79,14 +79,28 @@ def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate(kind: str, ids: torch.Tensor, cache: KVPageCache | None = None, **options: object) -> torch.Tensor:
+    """Return the tokens of `model.generate`. Those without a cache are computed once for all tests of a run."""
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, **options}
+    if cache is not None:
+        return _generated(kind, ids, past_key_values=cache, **options)
+    mask = options.pop("attention_mask")
+    rows, shown = (tuple(map(tuple, given.tolist())) for given in (ids, mask))
+    return _generated_without_cache(kind, rows, shown, tuple(sorted(options.items()))).clone()
+
+
+@functools.cache
+def _generated_without_cache(kind: str, rows: tuple, shown: tuple, options: tuple) -> torch.Tensor:
+    return _generated(kind, torch.tensor(rows), attention_mask=torch.tensor(shown), **dict(options))
+
+
+def _generated(kind: str, ids: torch.Tensor, **options: object) -> torch.Tensor:
     torch.manual_seed(1)
-    return model_of(kind).generate(ids, past_key_values=cache, pad_token_id=0, **options)
+    return model_of(kind).generate(ids, pad_token_id=0, **options)
 
 
 @contextmanager
 def counted(kind: str) -> Iterator[list[int]]:
-    """The tokens of each forward: rows times columns of what the embedding is asked for."""
+    """Return the tokens of each forward: rows times columns of the embedding's argument."""
     counts: list[int] = []
     embedding = model_of(kind).get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].numel()))

@@ -1,5 +1,6 @@
 """K and V in one piece beside the blocks: nothing is gathered that was computed here, and blocks are written whole."""
 
+import functools
 import gc
 
 import pytest
@@ -23,6 +24,17 @@ def make_pool(model: tf.PreTrainedModel, max_working_bytes: int | None, num_bloc
     return pool
 
 
+@functools.cache
+def model_of(kind: str) -> tf.PreTrainedModel:
+    return make_model(kind)
+
+
+@functools.cache
+def expected_of(kind: str, prompt: tuple[int, ...], options: tuple[tuple[str, int], ...]) -> torch.Tensor:
+    """The tokens without a cache, computed once for all limits."""
+    return generate(make_pool(model_of(kind), None), torch.tensor([prompt]), None, **dict(options))
+
+
 def generate(pool: KVPageCachePool, ids: torch.Tensor, cache: KVPageCache | None, **options: object) -> torch.Tensor:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, **options}
     return pool.model.generate(ids, past_key_values=cache, pad_token_id=0, **options)
@@ -42,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_a_step_gathers_nothing_and_a_block_is_written_at_once(calls: dict[str, int]) -> None:
-    pool = make_pool(make_model("llama"), None)
+    pool = make_pool(model_of("llama"), None)
     ids = torch.tensor(PROMPTS[:1])
     for num_gathered in (0, 1):
         calls.update(dict.fromkeys(calls, 0))
@@ -60,10 +72,10 @@ def test_a_step_gathers_nothing_and_a_block_is_written_at_once(calls: dict[str, 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_with_more_memory_or_less(kind: str, max_working_bytes: int | None, options: dict[str, int]) -> None:
     """Some limits are reached by the prompt already, some by the answer, some by the second cache alone."""
-    pool = make_pool(make_model(kind), max_working_bytes)
+    pool = make_pool(model_of(kind), max_working_bytes)
     for prompt in (*PROMPTS, PROMPTS[0] + [5] * 60, PROMPTS[0] + [5] * 60):
         ids = torch.tensor([prompt])
-        expected = generate(pool, ids, None, **options)
+        expected = expected_of(kind, tuple(prompt), tuple(options.items()))
         with KVPageCache(pool, ids) as cache, KVPageCache(pool, torch.tensor([PROMPTS[0]])) as other:
             generate(pool, torch.tensor([PROMPTS[0]]), other)
             assert torch.equal(generate(pool, ids, cache, **options), expected)
@@ -76,7 +88,7 @@ def test_with_more_memory_or_less(kind: str, max_working_bytes: int | None, opti
 def test_memory_that_runs_out_amid_an_answer() -> None:
     """What was in one piece goes into blocks, is gathered from then on, and can be found."""
     room = len(PROMPTS[0]) + 64  # what the prompt takes; one token more asks for more
-    pool = make_pool(make_model("llama"), room * LLAMA_TOKEN)
+    pool = make_pool(model_of("llama"), room * LLAMA_TOKEN)
     ids = torch.tensor(PROMPTS[:1])
     expected = generate(pool, ids, None, max_new_tokens=90)
     for found in (0, len(PROMPTS[0]) - 1):
@@ -89,7 +101,7 @@ def test_memory_that_runs_out_amid_an_answer() -> None:
 
 
 def test_memory_is_counted_and_given_back() -> None:
-    pool = make_pool(make_model("llama"), None)
+    pool = make_pool(model_of("llama"), None)
     ids = torch.tensor(PROMPTS)
     num_bytes = 2 * (ids.shape[1] + 64) * LLAMA_TOKEN
     with KVPageCache(pool, ids) as cache:
@@ -109,7 +121,7 @@ def test_memory_is_counted_and_given_back() -> None:
 
 @pytest.mark.parametrize("max_working_bytes", [None, 0])
 def test_what_is_computed_is_found_when_the_next_step_begins(max_working_bytes: int | None) -> None:
-    pool = make_pool(make_model("llama"), max_working_bytes)
+    pool = make_pool(model_of("llama"), max_working_bytes)
     row = PROMPTS[0]
     with KVPageCache(pool, torch.tensor([row])) as cache, torch.no_grad():
         for begin in range(0, 3 * B, B):

@@ -219,12 +219,12 @@ def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: obj
     serve(make_engine(store), expected)
     answered = getattr(store, name)
     engine = make_engine(store)
-    link = engine._connectors.store
+    connector = engine._connectors.store
     setattr(store, name, lambda *args, **named: (answered(*args, **named), answer)[1])
     cached = serve(engine, expected)
     if name != "store_blocks" and answer != 1 << 70:
         assert cached == [0] * len(PROMPTS)
-    assert (link.stats.num_errors > 0) == (answer != 1 << 70)
+    assert (connector.stats.num_errors > 0) == (answer != 1 << 70)
 
 
 def test_a_count_may_be_a_numpy_integer(expected) -> None:
@@ -242,8 +242,8 @@ def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, whe
     store = DictStore()
     serve(make_engine(store), expected)
     engine = make_engine(store if where != "_savers" else DictStore())
-    link, calls = engine._connectors.store, []
-    owner, name = getattr(link, where), "run" if where == "_transfers" else "submit"
+    connector, calls = engine._connectors.store, []
+    owner, name = getattr(connector, where), "run" if where == "_transfers" else "submit"
     works = getattr(owner, name)
 
     def fails(*args: object) -> object:

@@ -55,7 +55,7 @@ def test_differences(tmp_path: Path) -> None:
     refused = dataclasses.replace(found, kind="mamba", engine="layers must be of x, M has conv", cache="no")
     path = tmp_path / "families.md"
     path.write_text(FamilyTable.of_families("5.0", [found, refused]).text(CHUNK))
-    assert "2 types. `Engine` serves 1." in path.read_text()
+    assert "2 types.\n`Engine` serves 1." in path.read_text()
     assert differences(FamilyTable.of_families("5.0", [found]), path) == []
     wrong = dataclasses.replace(found, cache="WRONG: [] for [1]")
     for families, count in (([wrong, refused], 1), ([found, dataclasses.replace(found, kind="new")], 1)):
