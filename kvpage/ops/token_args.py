@@ -18,9 +18,9 @@ from kvpage.layout.kv_view import KVView
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
 
-ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/quantize/row_codec.h, as ElementType
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/quantize/code_type.h, as ElementType
 BITS = 3  # the RowType of rows that are copied as they are
-CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # Codec of csrc/quantize/row_codec.h; 0 for any other
+CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # CodeType of csrc/quantize/code_type.h; 0 for any other
 
 
 def native_blocks(view: KVView) -> tuple[int, ...]:
