@@ -18,17 +18,10 @@ from kvpage.layout.kv_view import KVView
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
 
-ROW_TYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-}  # RowType of csrc/quantize/row_codec.h, as ElementType
+# RowType and CodeType of csrc/quantize/code_type.h. A CodeType of 0 is any other dtype.
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ElementType has the same numbers
 BITS = 3  # the RowType of rows that are copied as they are
-CODECS = {
-    torch.float8_e4m3fn: 1,
-    torch.float8_e5m2: 2,
-    torch.int8: 3,
-}  # Codec of csrc/quantize/row_codec.h; 0 for any other
+CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 
 
 def native_blocks(view: KVView) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
-from kvpage.serving.model import attention, latent_heads
+from kvpage.serving.model import latent_heads
+from kvpage.serving.model import step as step_module
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
 from kvpage.serving.model.probe import relative_error
@@ -261,8 +262,9 @@ def test_which_way_a_piece_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gathering_instead_of_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices for which no operation reads blocks in place."""
-    monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
-    monkeypatch.setattr(ops, "attend", None)
+    monkeypatch.setattr(step_module, "attends_in_place", lambda device: False)
+    for name in ("attend", "write_and_attend"):
+        monkeypatch.setattr(ops, name, None)
     engine = make_engine(max_num_batched_tokens=7)
     assert tokens_of(engine) == expected("deepseek_v3")
     check_drained(engine)
