@@ -33,7 +33,13 @@ class TransferStats:
     seconds: float = 0.0
 
     def plus(self, num_blocks: int, num_bytes: int, seconds: float) -> "TransferStats":
-        """Return the sum of this and of one more move."""
+        """Return the sum of this and of one more move.
+
+        Args:
+            num_blocks: Its blocks.
+            num_bytes: Its bytes.
+            seconds: Its time.
+        """
         return TransferStats(self.num_blocks + num_blocks, self.num_bytes + num_bytes, self.seconds + seconds)
 
 
