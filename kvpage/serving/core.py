@@ -183,10 +183,13 @@ class EngineCore:
     # --- for Branches, and whatever else steers sequences of its own -------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Return token ids as int32 [num_tokens].
+        """Check token ids.
 
         Args:
             tokens: Token ids, at least one.
+
+        Returns:
+            The same as int32 [num_tokens].
 
         Raises:
             ValueError: There are none, or ids outside of the vocabulary.

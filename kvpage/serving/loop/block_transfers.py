@@ -33,12 +33,15 @@ class TransferStats:
     seconds: float = 0.0
 
     def plus(self, num_blocks: int, num_bytes: int, seconds: float) -> "TransferStats":
-        """Return the sum of this and of one more move.
+        """Add one more move.
 
         Args:
             num_blocks: Its blocks.
             num_bytes: Its bytes.
             seconds: Its time.
+
+        Returns:
+            The sum of both.
         """
         return TransferStats(self.num_blocks + num_blocks, self.num_bytes + num_bytes, self.seconds + seconds)
 

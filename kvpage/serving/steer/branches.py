@@ -140,6 +140,9 @@ class Branches:
 
         Args:
             branch: A branch that has not ended.
+
+        Returns:
+            A number of tokens.
         """
         return self._manager.first_forkable(branch)
 
