@@ -180,7 +180,7 @@ class EngineCore:
             blend=replace(connectors.blend.stats) if connectors.blend else None,
         )
 
-    # --- for Branches, and whatever else steers sequences of its own -------------------------------------------------
+    # --- for Branches, and other owners of sequences -----------------------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         """Check token ids.
