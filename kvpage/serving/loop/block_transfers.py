@@ -91,11 +91,12 @@ class BlockTransfers:
         self._stats[kind] = self._stats[kind].plus(num_blocks, num_blocks * self._block_bytes, seconds)
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
         event.record(torch.cuda.current_stream(self._cache.device))
         return event
 
     def _read_events(self) -> None:
-        while self._under_way and self._under_way[0][2].query():
+        # torch does not annotate query
+        while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call, unused-ignore]
             kind, begin, end = self._under_way.popleft()
             self._stats[kind] = self._stats[kind].plus(0, 0, begin.elapsed_time(end) / 1e3)

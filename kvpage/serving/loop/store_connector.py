@@ -379,7 +379,7 @@ class StoreConnector:
         device = self._cache.device
         if device.type != "cuda":
             return nullcontext
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
         ready.record(torch.cuda.current_stream(device))
         return lambda: _SideStream(device, ready)
 
@@ -388,12 +388,12 @@ class _SideStream:
     """A stream that begins after an event, and whose work is done on leaving."""
 
     def __init__(self, device: torch.device, ready: torch.cuda.Event) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
         self._stream.wait_event(ready)
         self._context = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
-        self._context.__enter__()
+        self._context.__enter__()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
