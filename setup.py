@@ -64,6 +64,7 @@ setup(
     ],
     package_dir={"kvpage.kernels": "kernels", "kvpage.benchmarks": "benchmarks"},
     package_data={"kvpage": ["py.typed", "*.pyi"]},
+    include_package_data=False,  # what the sdist holds besides, as recorded figures, stays out of the package
     ext_modules=[Extension("kvpage._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -11,6 +11,7 @@ from kvpage.kernels.attention import paged_attention_kernel
 from kvpage.kernels.attention_constants import SEARCH, AttentionConstants
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
 from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split
+from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -24,26 +25,16 @@ class Rows(NamedTuple):
     scales: torch.Tensor | None
 
 
-class Sequences(NamedTuple):
+class DeviceSequences(NamedTuple):
     """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each.
-    query_positions: int64 [num_tokens], None for each sequence's last. num_keys: of all sequences, or a bound."""
+    num_keys: of all sequences, or a bound."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
     query_lens: torch.Tensor | None
-    query_positions: torch.Tensor | None
     max_seq_len: int
     max_query_len: int
     num_keys: int
-
-
-class Options(NamedTuple):
-    """Of the scores; see kvpage.ops.paged_attention. sinks: fp32 [num_heads]."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
 
 
 class Device(NamedTuple):
@@ -59,8 +50,8 @@ def paged_attention(
     out: torch.Tensor,  # [num_tokens, num_heads, value_size]
     key: Rows,
     value: Rows | None,  # None: the first value_size elements of each key
-    sequences: Sequences,
-    options: Options,
+    sequences: DeviceSequences,
+    attention: Attention,  # scale is given, sinks are fp32, positions on the device
     device: Device,
 ) -> None:
     num_tokens, num_heads, value_size = out.shape
@@ -91,16 +82,16 @@ def paged_attention(
         _as_stored(value_rows.data),
         key.scales,
         value_rows.scales,
-        options.sinks,
+        attention.sinks,
         sequences.block_tables,
         sequences.seq_lens,
         sequences.query_lens,
-        sequences.query_positions,
+        attention.query_positions,
         partial,
         sums,
         device.error,
-        *_factors(options),
-        min(options.window or 0, 2**31 - 1),
+        *_factors(attention),
+        min(attention.sliding_window or 0, 2**31 - 1),
         num_tiles,
         num_splits,
         num_kv_heads,
@@ -115,7 +106,7 @@ def paged_attention(
         *value_rows.data.stride()[:4],
         *_scale_strides(key),
         *_scale_strides(value_rows),
-        constants_of(sizes, tile, tile_tokens, query, key, value, options, device.capability),
+        constants_of(sizes, tile, tile_tokens, query, key, value, attention, device.capability),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -152,7 +143,7 @@ def constants_of(
     query: torch.Tensor,
     key: Rows,
     value: Rows | None,
-    options: Options,
+    attention: Attention,
     capability: int,
 ) -> AttentionConstants:
     """Choose the kernel's constants."""
@@ -176,8 +167,8 @@ def constants_of(
         TOKEN_SCALES=dtype == torch.int8,
         SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
         SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
-        WINDOW=options.window is not None,
-        SOFTCAP=options.softcap is not None,
+        WINDOW=attention.sliding_window is not None,
+        SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,
         TILE_TOKENS=tile_tokens,
         HEADS=min(tile.rows, sizes.group_size),
@@ -209,8 +200,9 @@ def _scale_strides(rows: Rows) -> tuple[int, ...]:
     return (0,) * (3 - len(strides)) + strides
 
 
-def _factors(options: Options) -> tuple[float, float]:
+def _factors(attention: Attention) -> tuple[float, float]:
     """`factor` and `softcap` of the kernel: scores are in units of log 2 there."""
-    if options.softcap is None:
-        return options.scale * math.log2(math.e), 0.0
-    return 2.0 * options.scale / options.softcap * math.log2(math.e), options.softcap * math.log2(math.e)
+    assert attention.scale is not None, "kvpage.ops.attention gives it"
+    if attention.softcap is None:
+        return attention.scale * math.log2(math.e), 0.0
+    return 2.0 * attention.scale / attention.softcap * math.log2(math.e), attention.softcap * math.log2(math.e)

@@ -1,4 +1,4 @@
-// The arithmetic of attention over blocks: one task is what one thread does without asking anybody.
+// AttentionKernel: the arithmetic of attention over blocks. One thread computes a task by itself.
 //
 // A task attends the query rows of some KV heads of one sequence to the keys [key_begin, key_end) of that sequence:
 //
@@ -14,8 +14,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "quantize/code_type.h"
+#include "simd/kernel_family.h"
 #include "tokens/kv_part.h"
-#include "quantize/row_codec.h"
 
 namespace kvpage {
 
@@ -29,8 +30,8 @@ constexpr int64_t kRowPadding = 16;
 // K or V of a layer, whose tiles become fp32.
 struct TileSource {
   KVPart part;
-  Codec codec;
-  RowType type;  // of the elements, where the codec is kBits
+  CodeType code_type;
+  RowType type;  // of the elements, where the code type is kBits
   const float* head_scales;
   int64_t head_scale_stride;
 
@@ -38,16 +39,16 @@ struct TileSource {
 };
 
 struct AttentionState {
-  float* sums;     // [num_rows, value_size padded]
+  float* sums;  // [num_rows, value_size padded]
   float* weights;  // [num_rows]
-  float* maxima;   // [num_rows]; -inf before any key
+  float* maxima;  // [num_rows]; -inf before any key
 };
 
 struct AttentionScratch {
   float* queries;  // [num_rows, key_size padded]
-  float* scores;   // [rows of a KV head, kTileKeys]
-  float* keys;     // of a task that expands tiles: [kTileKeys, key_size padded], one KV head's
-  float* values;   // [kTileKeys, value_size padded]
+  float* scores;  // [rows of a KV head, kTileKeys]
+  float* keys;  // of a task that expands tiles: [kTileKeys, key_size padded], one KV head's
+  float* values;  // [kTileKeys, value_size padded]
   std::byte* codes;  // [kTileKeys, the larger size] elements of the cache
 };
 
@@ -65,26 +66,25 @@ struct AttentionTask {
   int64_t key_begin, key_end;
   int64_t first_position;  // of query 0 in the sequence; query j sees keys up to first_position + j
   const int64_t* positions;  // of each query, ascending, in place of first_position + j; or null
-  int64_t window;          // and only so many of the last ones, its own included
-  float scale, softcap;    // softcap 0: none
-  const float* sinks;      // [num_kv_heads * group_size] or null
+  int64_t window;  // and only so many of the last ones, its own included
+  float scale, softcap;  // softcap 0: none
+  const float* sinks;  // [num_kv_heads * group_size] or null
   AttentionState state;
 
   // Where heads are not one run of fp32, bf16 or fp16, one KV head's keys and values of a tile are expanded to fp32.
   const TileSource *expanded_key, *expanded_value;  // null: read in place; the same for latents
-  int64_t first_head;                               // KV head of the cache that is the task's first
+  int64_t first_head;  // KV head of the cache that is the task's first
 };
 
 struct AttentionKernel {
   const char* name;
   void (*attend)(const AttentionTask& task, const AttentionScratch& scratch);  // starts and fills task.state
-  void (*merge)(const AttentionTask& into, const AttentionState& from);        // `from` is left undefined
-  void (*finish)(const AttentionTask& task);                                   // task.state to task.out
+  void (*merge)(const AttentionTask& into, const AttentionState& from);  // `from` is left undefined
+  void (*finish)(const AttentionTask& task);  // task.state to task.out
 };
 
-extern const AttentionKernel attention_kernel_base;
-#if defined(__x86_64__)
-extern const AttentionKernel attention_kernel_avx2, attention_kernel_avx512;
-#endif
+const KernelFamily<AttentionKernel>& attention_kernels();
+
+KVPAGE_DECLARE_KERNELS(AttentionKernel, attention_kernel);
 
 }  // namespace kvpage

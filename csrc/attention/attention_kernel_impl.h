@@ -1,15 +1,21 @@
-// The body of attention_kernel.h's functions, compiled by attention_kernel_{base,avx2,avx512}.cpp, which define
-// KVPAGE_LANES (floats in a vector), KVPAGE_DOT_ROWS and KVPAGE_SUM_COLUMNS (so that accumulators stay in registers).
+// The body of AttentionKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #include <limits>
 
 #include "attention/attention_kernel.h"
+#include "quantize/quantize_kernel.h"
 #include "simd/vectors.h"
 
 namespace kvpage {
 namespace {
 
-constexpr int64_t kDotRows = KVPAGE_DOT_ROWS, kDotKeys = 4;
-constexpr int64_t kSumRows = 4, kSumColumns = KVPAGE_SUM_COLUMNS;
+#if KVPAGE_REGISTER_BYTES == 64 || defined(__aarch64__)
+constexpr int64_t kNumRegisters = 32;
+#else
+constexpr int64_t kNumRegisters = 16;
+#endif
+// The numbers that keep the sums in registers.
+constexpr int64_t kDotRows = kNumRegisters / 8, kDotKeys = 4;
+constexpr int64_t kSumRows = 4, kSumColumns = kNumRegisters / 8;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -26,7 +32,7 @@ struct Rows {
 };
 
 // The rows of a tile that are read now, and rows that will be read next: while one element is worked on, the memory of
-// its companion is on its way. Blocks lie anywhere, so the hardware does not see them coming.
+// its companion is fetched. Blocks are anywhere in memory, so the hardware cannot foresee them.
 template <typename T>
 struct Stream {
   const T* const* rows;
@@ -40,7 +46,7 @@ struct Stream {
   }
 };
 
-// --- scores: dot products of NumRows queries with NumKeys keys ---------------------------------------------------------
+// --- scores: dot products of NumRows queries with NumKeys keys -----------------------------------------------------
 
 template <int NumRows, int NumKeys, typename T>
 inline void dot_tile(Rows queries, Stream<T> keys, int64_t size, Rows scores) {
@@ -79,11 +85,10 @@ inline void dot(Rows queries, int64_t num_rows, Stream<T> keys, int64_t num_keys
   int64_t r = 0;
   for (; r + kDotRows <= num_rows; r += kDotRows, keys = keys.alone())
     dot_rows<kDotRows>(queries.from(r), keys, num_keys, size, scores.from(r));
-  for (; r < num_rows; ++r, keys = keys.alone())
-    dot_rows<1>(queries.from(r), keys, num_keys, size, scores.from(r));
+  for (; r < num_rows; ++r, keys = keys.alone()) dot_rows<1>(queries.from(r), keys, num_keys, size, scores.from(r));
 }
 
-// --- weights: the online softmax of one row ----------------------------------------------------------------------------
+// --- weights: the online softmax of one row ------------------------------------------------------------------------
 
 // Turns `count` scores into weights relative to the row's new maximum. Returns the factor that takes what was summed up
 // under the old maximum to the new one.
@@ -106,7 +111,7 @@ inline float softmax_row(float* scores, int64_t count, float softcap, float& max
   return factor;
 }
 
-// --- sums: NumRows rows of weights times NumColumns vectors of each value ----------------------------------------------
+// --- sums: NumRows rows of weights times NumColumns vectors of each value ------------------------------------------
 
 template <int NumRows, int NumColumns, typename LoadValue>
 inline void sum_tile(Rows weights, int64_t num_keys, Rows sums, LoadValue load_value) {
@@ -130,8 +135,7 @@ inline void sum_rows(Rows weights, Stream<T> values, int64_t num_keys, int64_t s
   auto partial = [&](int64_t j, int) { return load_partial(values.at(j, d), size - d); };
   for (; d + kSumColumns * kLanes <= size; d += kSumColumns * kLanes)
     sum_tile<NumRows, kSumColumns>(weights, num_keys, {sums.data + d, sums.stride}, whole);
-  for (; d + kLanes <= size; d += kLanes)
-    sum_tile<NumRows, 1>(weights, num_keys, {sums.data + d, sums.stride}, whole);
+  for (; d + kLanes <= size; d += kLanes) sum_tile<NumRows, 1>(weights, num_keys, {sums.data + d, sums.stride}, whole);
   if (d < size) sum_tile<NumRows, 1>(weights, num_keys, {sums.data + d, sums.stride}, partial);
 }
 
@@ -140,11 +144,10 @@ inline void sum(Rows weights, int64_t num_rows, Stream<T> values, int64_t num_ke
   int64_t r = 0;
   for (; r + kSumRows <= num_rows; r += kSumRows, values = values.alone())
     sum_rows<kSumRows>(weights.from(r), values, num_keys, size, sums.from(r));
-  for (; r < num_rows; ++r, values = values.alone())
-    sum_rows<1>(weights.from(r), values, num_keys, size, sums.from(r));
+  for (; r < num_rows; ++r, values = values.alone()) sum_rows<1>(weights.from(r), values, num_keys, size, sums.from(r));
 }
 
-// --- a task ------------------------------------------------------------------------------------------------------------
+// --- a task --------------------------------------------------------------------------------------------------------
 
 inline int64_t rows_per_head(const AttentionTask& task) { return task.num_queries * task.group_size; }
 
@@ -177,10 +180,10 @@ inline Visible visible(const AttentionTask& task, int64_t token, int64_t begin, 
 }
 
 // Attends the rows of one KV head to the keys and values of one tile. Tokens that see the same part of it go together;
-// nothing outside of that part enters their sums, so what lies there may be anything.
+// nothing outside of that part enters their sums, so anything may be there.
 template <typename T>
-void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t end, Stream<T> keys,
-                 Stream<T> values, Rows queries, Rows scores) {
+void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t end, Stream<T> keys, Stream<T> values,
+                 Rows queries, Rows scores) {
   const int64_t row = head * rows_per_head(task);
   const Rows sums{task.state.sums, padded(task.value_size)};
   for (int64_t token = 0; token < task.num_queries;) {
@@ -194,8 +197,7 @@ void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t
     dot(queries.from(first_row), num_rows, keys.from(part.first), num_keys, task.key_size, scores);
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t i = first_row + r;
-      const float factor =
-          softmax_row(scores[r], num_keys, task.softcap, task.state.maxima[i], task.state.weights[i]);
+      const float factor = softmax_row(scores[r], num_keys, task.softcap, task.state.maxima[i], task.state.weights[i]);
       if (factor != 1.0f)
         for (int64_t d = 0; d < sums.stride; d += kLanes) store(sums[i] + d, load(sums[i] + d) * factor);
     }
@@ -272,14 +274,14 @@ void expand_tile(const AttentionTask& task, const TileSource& source, int64_t he
     }
     for (int64_t i = 0; i < count; ++i) {
       float* to = out[token - begin + i];
-      if (source.codec == Codec::kBits) {
+      if (source.code_type == CodeType::kBits) {
         widen(source.type, rows + i * stride, size, to);
         continue;
       }
-      const bool own_scale = source.codec == Codec::kInt8;
+      const bool own_scale = source.code_type == CodeType::kInt8;
       const float scale = own_scale ? *part.scale_at(block_id, offset + i, head) : source.scale(head);
-      row_codec().decode(source.codec, RowType::kFloat32, rows + i * stride, size, scale,
-                         reinterpret_cast<std::byte*>(to), false);
+      best_quantize_kernel().decode(source.code_type, RowType::kFloat32, rows + i * stride, size, scale,
+                                    reinterpret_cast<std::byte*>(to), false);
     }
     token += count;
   }
@@ -367,4 +369,7 @@ void finish(const AttentionTask& task) {
 }
 
 }  // namespace
+
+const AttentionKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, attend, merge, finish};
+
 }  // namespace kvpage

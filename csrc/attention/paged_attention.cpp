@@ -6,7 +6,6 @@
 #include <new>
 
 #include "base/check.h"
-#include "simd/instruction_sets.h"
 #include "base/parallel.h"
 
 namespace kvpage {
@@ -18,28 +17,12 @@ constexpr int64_t kLeastKeys = 256;     // a split shorter than this costs more 
 constexpr int64_t kTasksPerThread = 4;  // so that threads end at about the same time
 constexpr int64_t kGrainBytes = 512 << 10;  // of keys and values for a thread, read once a query
 
-std::vector<const AttentionKernel*> supported_kernels() {
-  std::vector<const AttentionKernel*> kernels;
-#if defined(__x86_64__)
-  if (has_avx512()) kernels.push_back(&attention_kernel_avx512);
-  if (has_avx2()) kernels.push_back(&attention_kernel_avx2);
-#endif
-  kernels.push_back(&attention_kernel_base);
-  return kernels;
-}
-
-const AttentionKernel& find_kernel(const std::string& name) {
-  for (const AttentionKernel* kernel : supported_kernels())
-    if (name.empty() || name == kernel->name) return *kernel;
-  fail("kernel must be one of attention_kernels(), got ", name);
-}
-
 // The first key that any query of a sequence sees from `position` on.
 int64_t first_key(const PagedAttention& args, int64_t position) {
   return position < args.window ? 0 : position - args.window + 1;
 }
 
-// Of a query of a sequence whose first query is row `row`.
+// Returns the position of a query of a sequence whose first query is row `row`.
 int64_t position_of(const PagedAttention& args, int64_t seq, int64_t row, int64_t query) {
   return args.positions ? args.positions[row + query] : args.seq_lens[seq] - args.query_lens[seq] + query;
 }
@@ -56,14 +39,15 @@ void check_positions(const PagedAttention& args, int64_t seq, int64_t row) {
 
 void check_kinds(const PagedAttention& args) {
   const auto query = static_cast<int>(args.query_type), cache = static_cast<int>(args.cache_type);
-  const auto codec = static_cast<int>(args.codec);
+  const auto code_type = static_cast<int>(args.code_type);
   check(query >= 0 && query <= 2 && cache >= 0 && cache <= 2, "types must be 0, 1 or 2, got ", query, " and ", cache);
-  check(codec >= 0 && codec <= static_cast<int>(Codec::kInt8), "codec must be a Codec, got ", codec);
-  const int64_t bytes = args.codec != Codec::kBits ? 1 : cache == 0 ? 4 : 2;
+  check(code_type >= 0 && code_type <= static_cast<int>(CodeType::kInt8), "code_type must be in [0, 3], got ",
+        code_type);
+  const int64_t bytes = args.code_type != CodeType::kBits ? 1 : cache == 0 ? 4 : 2;
   for (const KVPart& part : {args.key_cache, args.value_cache}) {
     check(part.element_bytes == bytes, "element_bytes must be ", bytes, " for this type, got ", part.element_bytes);
     check(part.run_size > 0, "run_size must be positive, got ", part.run_size);
-    check(args.codec != Codec::kInt8 || part.scales, "int8 must have scales in its blocks, got none");
+    check(args.code_type != CodeType::kInt8 || part.scales, "int8 must have scales in its blocks, got none");
   }
 }
 
@@ -106,17 +90,17 @@ struct Sources {
   explicit Sources(const PagedAttention& args)
       : key(source(args, args.key_cache, args.key_scales, args.key_scale_stride)),
         value(source(args, args.value_cache, args.value_scales, args.value_scale_stride)),
-        expands(args.codec != Codec::kBits || args.key_cache.run_size < args.key_size ||
+        expands(args.code_type != CodeType::kBits || args.key_cache.run_size < args.key_size ||
                 args.value_cache.run_size < args.value_size),
         is_latent(args.value_cache.data == args.key_cache.data && args.value_size <= args.key_size) {}
 
  private:
   static TileSource source(const PagedAttention& args, const KVPart& part, const float* scales, int64_t stride) {
-    return {part, args.codec, static_cast<RowType>(args.cache_type), scales, stride};
+    return {part, args.code_type, static_cast<RowType>(args.cache_type), scales, stride};
   }
 };
 
-// Tasks over the same rows and different keys stand side by side; the first of them takes the others' results.
+// Tasks over the same rows and different keys are neighbours; the first of them takes the others' results.
 struct Plan {
   std::vector<AttentionTask> tasks;
   std::vector<int64_t> first;   // of each task: the first task of its rows
@@ -124,8 +108,8 @@ struct Plan {
   int64_t num_keys = 0;         // read by all tasks, times KV heads
 };
 
-AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int64_t seq, int64_t row, int64_t query, int64_t num_queries,
-                         int64_t head, int64_t num_heads) {
+AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int64_t seq, int64_t row, int64_t query,
+                         int64_t num_queries, int64_t head, int64_t num_heads) {
   const int64_t position = position_of(args, seq, row, query);
   const int64_t query_head = head * args.group_size;
   AttentionTask task{};
@@ -191,7 +175,7 @@ Plan split_tasks(std::vector<AttentionTask> whole, int64_t max_keys) {
   return plan;
 }
 
-// Uninitialised floats on a cache line's boundary, handed out piece by piece.
+// Uninitialised floats on a cache line's boundary, handed out part by part.
 class Arena {
  public:
   explicit Arena(int64_t size)
@@ -254,14 +238,8 @@ void run_task(const AttentionKernel& kernel, Plan& plan, int64_t index, std::ato
 
 }  // namespace
 
-std::vector<std::string> attention_kernels() {
-  std::vector<std::string> names;
-  for (const AttentionKernel* kernel : supported_kernels()) names.emplace_back(kernel->name);
-  return names;
-}
-
 void paged_attention(const PagedAttention& args) {
-  const AttentionKernel& kernel = find_kernel(args.kernel);
+  const AttentionKernel& kernel = attention_kernels().named(args.kernel);
   check_sizes(args);
   check_sequences(args);
   const Sources sources(args);
@@ -294,8 +272,8 @@ void paged_attention(const PagedAttention& args) {
   std::vector<AttentionState> states;
   for (int i = 0; i < num_threads; ++i) {
     states.push_back(take_state(arena, most));
-    scratch.push_back({arena.take(most.queries), arena.take(most.scores), arena.take(most.keys), arena.take(most.values),
-                       reinterpret_cast<std::byte*>(arena.take(most.codes))});
+    scratch.push_back({arena.take(most.queries), arena.take(most.scores), arena.take(most.keys),
+                       arena.take(most.values), reinterpret_cast<std::byte*>(arena.take(most.codes))});
   }
 
   const int64_t num_tasks = static_cast<int64_t>(plan.tasks.size());

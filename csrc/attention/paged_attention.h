@@ -1,27 +1,26 @@
 // Attention over the blocks of a cache in host memory, read in place: for decoding and for short chunks of a prompt.
 //
-// The queries of a batch lie one sequence after the other; those of a sequence are its last tokens. Work is cut into
+// The queries of a batch follow each other by sequence; those of a sequence are its last tokens. Work is cut into
 // tasks (attention_kernel.h): some queries of one sequence and some of its KV heads, over its keys. A task over many
-// keys is split, so that one long sequence keeps every thread busy; whoever ends the last part merges them.
+// keys is split, so that one long sequence keeps every thread busy; the thread that ends the last part merges them.
 #pragma once
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "attention/attention_kernel.h"
+#include "quantize/code_type.h"
 #include "tokens/block_tables.h"
-#include "tokens/row_view.h"
 #include "tokens/kv_part.h"
-#include "quantize/row_codec.h"
+#include "tokens/row_view.h"
 
 namespace kvpage {
 
 struct PagedAttention {
   RowView query, out;                // [num_tokens, num_kv_heads * group_size, key_size or value_size]
   KVPart key_cache, value_cache;     // the same for latents, whose first elements are the values
-  ElementType query_type, cache_type;  // cache_type: unless the codec says otherwise
-  Codec codec;
+  ElementType query_type, cache_type;  // cache_type: of elements that are no codes
+  CodeType code_type;
   const float* key_scales;  // fp32, of fp8's heads, or null: 1
   int64_t key_scale_stride;  // elements; 0 for one scale
   const float* value_scales;
@@ -36,11 +35,8 @@ struct PagedAttention {
   float scale, softcap;  // softcap 0: none
   const float* sinks;    // [num_kv_heads * group_size] or null
   int max_threads;
-  std::string kernel;  // one of attention_kernels(); empty: the best
+  std::string kernel;  // the name of one of attention_kernels(); empty: the best
 };
-
-// The names of the kernels that this machine runs, the best first.
-std::vector<std::string> attention_kernels();
 
 // Throws InvalidArgument for lengths that disagree and for a table entry that is needed and out of range, before
 // anything is written.

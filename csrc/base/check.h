@@ -1,4 +1,4 @@
-// The one way in which this library reports a caller's mistake, and the one type it throws for it.
+// check: the one way to report a caller's mistake. It throws InvalidArgument.
 #pragma once
 
 #include <sstream>
@@ -7,7 +7,7 @@
 
 namespace kvpage {
 
-// A caller's mistake. Reaches Python as ValueError. Nothing has been changed when it is thrown.
+// A caller's mistake. Reaches Python as ValueError. A call that throws it has changed nothing.
 struct InvalidArgument : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -16,7 +16,8 @@ struct InvalidArgument : std::invalid_argument {
 struct OutOfBlocks : std::runtime_error {
   OutOfBlocks(size_t needed_, size_t free_)
       : std::runtime_error("needed " + std::to_string(needed_) + " blocks, " + std::to_string(free_) + " are free"),
-        needed(needed_), free(free_) {}
+        needed(needed_),
+        free(free_) {}
   size_t needed, free;
 };
 
@@ -30,7 +31,8 @@ template <typename... Parts>
 // check(n > 0, "block_size must be positive, got ", n): the parts are formatted only on failure.
 template <typename... Parts>
 void check(bool ok, const Parts&... parts) {
-  if (!ok) [[unlikely]] fail(parts...);
+  if (!ok) [[unlikely]]
+    fail(parts...);
 }
 
 }  // namespace kvpage

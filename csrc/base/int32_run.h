@@ -3,7 +3,7 @@
 //      |  cut off  | the run            |  room  |
 //      base        begin                end      capacity
 //
-// The memory is at most twice the run (and 64 bytes): growing adds half, and whoever shortens a run gives back.
+// The memory is at most twice the run (and 64 bytes): growing adds half, and shortening gives memory back.
 #pragma once
 
 #include <algorithm>

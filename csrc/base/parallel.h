@@ -1,5 +1,5 @@
-// A few threads for one call. They are started for the call and joined before it returns: a caller that forks, or that
-// unloads the library, meets no thread of ours. Starting one costs 10 to 30 us, so small work stays on the caller's.
+// A few threads for one call. They are started for the call and joined before it returns. So a caller that forks, or
+// unloads the library, meets no other thread. Starting one costs 10 to 30 us: small work stays on the caller's thread.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,14 @@
 
 namespace kvpage {
 
-// How many threads are worth starting: at most `max_threads`, and each with at least `grain` of the work.
+// Returns how many threads are worth starting: at most `max_threads`, and each with at least `grain` of the work.
 inline int useful_threads(int64_t work, int64_t grain, int max_threads) {
   return static_cast<int>(std::clamp<int64_t>(work / grain, 1, std::max(max_threads, 1)));
 }
 
 // Runs body(share) for each share in [0, num_shares), one thread a share, the caller's own thread among them, and waits
-// for all. Where the system gives fewer threads, the caller does what is left. The first exception is thrown at the end.
+// for all. Where the system gives fewer threads, the caller does what is left. The first exception is thrown at the
+// end.
 template <typename Body>
 void run_shares(int num_shares, const Body& body) {
   std::exception_ptr error;
@@ -44,8 +45,8 @@ void run_shares(int num_shares, const Body& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// Runs body(begin, end) on equal parts of [0, num_items), several for each of `num_threads`: threads take them as they
-// come, so that one which the system holds up does not hold up all.
+// Runs body(begin, end) on equal parts of [0, num_items), several for each of `num_threads`. Threads take them as they
+// come: a thread that the system delays does not delay all of them.
 template <typename Body>
 void parallel_for(int64_t num_items, int num_threads, const Body& body) {
   constexpr int64_t kPartsPerThread = 8;

@@ -1,4 +1,4 @@
-// Memory that is soon read.
+// prefetch: memory that is read soon.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace kvpage {
 
-// Asks for it, into the second-level cache. It may be anybody's, or nobody's. Static: files for one instruction set have
-// their own.
+// Fetches memory into the second-level cache. Any address will do, mapped or not. Static, so that each file for an
+// instruction set has its own copy.
 static inline void prefetch(const std::byte* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }

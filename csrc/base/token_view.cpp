@@ -74,8 +74,8 @@ uint64_t hash_tokens(const Token* tokens, int64_t count, uint64_t seed) {
 
 int64_t TokenView::common_prefix(int64_t start, const int32_t* stored, int64_t count) const {
   if (wide_) {
-    return common_prefix_by(
-        count, [&](int64_t at, int64_t n) { return equal_wide(wide_ + start + at, stored + at, n); });
+    return common_prefix_by(count,
+                            [&](int64_t at, int64_t n) { return equal_wide(wide_ + start + at, stored + at, n); });
   }
   return common_prefix_by(count, [&](int64_t at, int64_t n) {
     return std::memcmp(narrow_ + start + at, stored + at, static_cast<size_t>(n) * sizeof(int32_t)) == 0;

@@ -1,4 +1,4 @@
-// TokenView: somebody else's token ids, int32 or int64, contiguous, read in place.
+// TokenView: token ids in the caller's memory, int32 or int64, contiguous, read in place.
 //
 // An id outside of 32 bits never equals a stored one and is refused where it would have to be stored. Negative ids
 // are ordinary ids.
@@ -20,14 +20,14 @@ class TokenView {
   }
   int64_t at(int64_t i) const { return wide_ ? wide_[i] : narrow_[i]; }
 
-  // How many tokens from `start` on equal those at `stored`, one after the other, `count` at most.
+  // Returns how many tokens from `start` on equal those at `stored`, one after the other, `count` at most.
   int64_t common_prefix(int64_t start, const int32_t* stored, int64_t count) const;
 
-  // Of `count` tokens from `start` on; the same for both widths. Keyed by the seed: whoever does not know it cannot
-  // aim at collisions. They would cost time only, since tokens are compared as well.
+  // Returns the hash of `count` tokens from `start` on, the same for both widths. A caller who does not know the seed
+  // cannot aim at collisions. They would cost time only, since tokens are compared as well.
   uint64_t hash(int64_t start, int64_t count, uint64_t seed) const;
 
-  // InvalidArgument if one of the tokens does not fit into 32 bits.
+  // Throws InvalidArgument if one of the tokens does not fit into 32 bits.
   void check_fits(int64_t start, int64_t count) const;
 
   // Requires that they fit.

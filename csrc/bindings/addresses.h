@@ -1,12 +1,12 @@
-// What Python hands over as numbers: addresses, views, moves.
+// Addresses, views and moves, which Python passes as numbers.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <vector>
 
-#include "tokens/block_tables.h"
 #include "base/check.h"
+#include "tokens/block_tables.h"
 #include "tokens/kv_part.h"
 #include "tokens/token_move.h"
 
@@ -24,14 +24,15 @@ inline KVPart kv_part(const int64_t* v) {
   return {pointer<std::byte>(v[0]), v[1], v[2], v[3], v[4], v[5], v[6], pointer<std::byte>(v[7]), v[8], v[9], v[10]};
 }
 
-// Blocks; then of the rows address and two strides in bytes, RowType, Codec, size; then the heads' scales and a stride.
+// Blocks; then of the rows address and two strides in bytes, RowType, CodeType, size; then the heads' scales and a
+// stride.
 using Part = std::array<int64_t, 19>;
 
 inline TokenMove token_move(const Part& v) {
   return {kv_part(v.data()),
           {pointer<std::byte>(v[11]), v[12], v[13]},
           static_cast<RowType>(v[14]),
-          static_cast<Codec>(v[15]),
+          static_cast<CodeType>(v[15]),
           v[16],
           pointer<const float>(v[17]),
           v[18]};

@@ -22,12 +22,13 @@ struct OutOfBlocks;
 
 void set_out_of_blocks(const OutOfBlocks& error);  // as Python's error
 
-void bind_codecs(py::module_& m);
+void bind_quantization(py::module_& m);
 void bind_transpose(py::module_& m);
-void bind_token_ops(py::module_& m);
+void bind_attention(py::module_& m);
+void bind_tokens(py::module_& m);
 void bind_blending(py::module_& m);
 void bind_block_copies(py::module_& m);
-void bind_hashes(py::module_& m);
+void bind_chunks(py::module_& m);
 void bind_pool(py::module_& m);
 void bind_match(py::module_& m);
 void bind_tree(py::module_& m);

@@ -1,15 +1,15 @@
-// Blocks: moving them.
+// Blocks copied: swaps and copies.
 #include "bindings/bindings.h"
 
 #include <limits>
 
 #include "bindings/addresses.h"
 #include "copy/copier/block_copier.h"
-#include "copy/sm_kernel/sm_kernel.h"
-#include "copy/host/host_copy.h"
+#include "copy/sm_kernel/kernel_on_host.h"
+#include "copy/sm_kernel/launch_plan.h"
 #ifdef KVPAGE_HAS_CUDA
-#include "cuda/cuda_devices.h"
 #include "copy/copy_engine/copy_engine.h"
+#include "cuda/cuda_devices.h"
 #endif
 
 namespace kvpage {
@@ -26,9 +26,9 @@ CacheView cache_view(const std::vector<LayerTuple>& layers, int64_t num_blocks) 
 
 const int64_t* pairs_pointer(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
 
-// What bytes [begin, end) of the plan copy, for tests: (source address, destination address, bytes).
-std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs,
-                                                           int64_t begin, int64_t end) {
+// Returns the extents of bytes [begin, end) of the plan, for tests: (source address, destination address, bytes).
+std::vector<std::tuple<Address, Address, int64_t>> extents(const BlockCopier& copier, uintptr_t pairs,
+                                                           int64_t num_pairs, int64_t begin, int64_t end) {
   const CopyPlan plan(copier.geometry(), pairs_pointer(pairs), num_pairs);
   std::vector<std::tuple<Address, Address, int64_t>> out;
   plan.for_each(begin, end, [&](Address src, Address dst, int64_t bytes) { out.emplace_back(src, dst, bytes); });
@@ -68,9 +68,7 @@ std::optional<std::string> cuda_error() {
 #endif
 }
 
-}  // namespace
-
-void bind_block_copies(py::module_& m) {
+void bind_copier(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<BlockCopier>(m, "BlockCopier", "Moves blocks between two caches of one shape; see kvpage.ops.copies.")
       .def(py::init([](std::vector<int64_t> sizes, int block_dim, int64_t element_bytes,
@@ -85,7 +83,8 @@ void bind_block_copies(py::module_& m) {
            py::kw_only(), py::arg("sizes"), py::arg("block_dim"), py::arg("element_bytes"), py::arg("srcs"),
            py::arg("dsts"), py::arg("num_src_blocks"), py::arg("num_dst_blocks"), py::arg("src_device"),
            py::arg("dst_device"), py::arg("pinned"), py::arg("kernel_max_bytes"), py::arg("max_groups"))
-      .def_property_readonly("num_pieces", [](const BlockCopier& copier) { return copier.geometry().pieces().size(); })
+      .def_property_readonly("num_fragments",
+                             [](const BlockCopier& copier) { return copier.geometry().fragments().size(); })
       .def_property_readonly("block_bytes", [](const BlockCopier& copier) { return copier.geometry().block_bytes(); })
       .def(
           "run",
@@ -107,16 +106,21 @@ void bind_block_copies(py::module_& m) {
           py::arg("pairs"), py::arg("num_pairs"))
       .def("extents", &extents, py::arg("pairs"), py::arg("num_pairs"), py::arg("begin") = 0,
            py::arg("end") = std::numeric_limits<int64_t>::max());
+}
+
+}  // namespace
+
+void bind_block_copies(py::module_& m) {
+  bind_copier(m);
   m.def(
       "_copy_kernel_on_host",
       [](const BlockCopier& copier, uintptr_t pairs, int64_t num_pairs, int64_t vector_bytes, int64_t max_threads,
          int64_t capacity) {
         const CopyPlan plan(copier.geometry(), pairs_pointer(pairs), num_pairs);
-        run_copy_kernel_on_host(plan, vector_bytes ? vector_bytes : plan_vector_bytes(plan), max_threads,
-                                capacity);
+        run_copy_kernel_on_host(plan, vector_bytes ? vector_bytes : plan_vector_bytes(plan), max_threads, capacity);
       },
-      NoGil(), py::arg("copier"), py::arg("pairs"), py::arg("num_pairs"), py::arg("vector_bytes") = 0,
-      py::arg("max_threads") = int64_t{1} << 30, py::arg("capacity") = int64_t{1} << 30);
+      py::call_guard<py::gil_scoped_release>(), py::arg("copier"), py::arg("pairs"), py::arg("num_pairs"),
+      py::arg("vector_bytes") = 0, py::arg("max_threads") = int64_t{1} << 30, py::arg("capacity") = int64_t{1} << 30);
   m.def(
       "choose_executor",
       [](int src_device, int dst_device, bool pinned, int64_t extent_bytes, int64_t num_extents,
@@ -127,14 +131,14 @@ void bind_block_copies(py::module_& m) {
       py::arg("num_extents"), py::arg("kernel_max_bytes"));
   m.def(
       "_split_for_launches",
-      [](int64_t num_pieces, int64_t num_pairs, int64_t capacity) {
+      [](int64_t num_fragments, int64_t num_pairs, int64_t capacity) {
         std::vector<std::array<int64_t, 4>> out;
-        for (const CopyTile& tile : split_for_launches(num_pieces, num_pairs, capacity)) {
-          out.push_back({tile.first_piece, tile.num_pieces, tile.first_pair, tile.num_pairs});
+        for (const CopyTile& tile : split_for_launches(num_fragments, num_pairs, capacity)) {
+          out.push_back({tile.first_fragment, tile.num_fragments, tile.first_pair, tile.num_pairs});
         }
         return out;
       },
-      py::arg("num_pieces"), py::arg("num_pairs"), py::arg("capacity"));
+      py::arg("num_fragments"), py::arg("num_pairs"), py::arg("capacity"));
   m.def("cuda_error", &cuda_error, "Why the native part cannot use CUDA here, or None.");
   m.def("cuda_machine", &cuda_machine, "Driver and devices, or None in a build without CUDA.");
 }

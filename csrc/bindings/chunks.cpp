@@ -3,9 +3,9 @@
 
 #include <cerrno>
 
+#include "base/copy_bytes.h"
 #include "bindings/addresses.h"
 #include "chunks/chunk_plan.h"
-#include "copy/host/host_copy.h"
 #include "chunks/stretch_writer.h"
 #include "hash/xxh3.h"
 
@@ -16,8 +16,6 @@ namespace {
 py::bytes bytes_of(const Digest* digests, size_t count) {
   return {reinterpret_cast<const char*>(digests), count * sizeof(Digest)};
 }
-
-const Xxh3Kernel& xxh3_kernel_of(const std::string& name) { return name.empty() ? xxh3_kernel() : xxh3_kernel(name.c_str()); }
 
 // [n, 2]: address and bytes of each.
 using RunArray = py::array_t<int64_t, py::array::c_style>;
@@ -40,14 +38,21 @@ std::vector<ByteRun> runs_of(const RunArray& array) {
   return runs;
 }
 
-// OSError for what the file answers.
+// Raises OSError for an error of the file.
 py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, const RunArray& array,
                              int64_t stretch_bytes, const py::buffer& tail, int max_threads) {
   const std::vector<ByteRun> runs = runs_of(array);
   const py::buffer_info head = lead.request(), rest = tail.request(true);
-  const StretchWrite args = {fd, offset, static_cast<const std::byte*>(head.ptr), head.size * head.itemsize, runs.data(),
-                             static_cast<int64_t>(runs.size()), stretch_bytes, static_cast<std::byte*>(rest.ptr),
-                             rest.size * rest.itemsize, max_threads};
+  const StretchWrite args = {fd,
+                             offset,
+                             static_cast<const std::byte*>(head.ptr),
+                             head.size * head.itemsize,
+                             runs.data(),
+                             static_cast<int64_t>(runs.size()),
+                             stretch_bytes,
+                             static_cast<std::byte*>(rest.ptr),
+                             rest.size * rest.itemsize,
+                             max_threads};
   std::vector<Digest> digests(static_cast<size_t>(count_stretches(args)));
   try {
     py::gil_scoped_release release;
@@ -60,9 +65,20 @@ py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, con
   return bytes_of(digests.data(), digests.size());
 }
 
-}  // namespace
+// (address and number of block ids, start, max_threads, streaming)
+using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
 
-void bind_hashes(py::module_& m) {
+ChunkPlace place_of(const Place& place) {
+  const auto& [block_ids, num_block_ids, start, max_threads, streaming] = place;
+  return {pointer<const int32_t>(block_ids), num_block_ids, start, max_threads, streaming};
+}
+
+std::vector<Digest> digests_of(const ChunkPlan& plan, int64_t num_bytes) {
+  check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
+  return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
+}
+
+void bind_stretches(py::module_& m) {
   m.def(
       "xxh3_128_of_stretches",
       [](int64_t data, int64_t num_bytes, int64_t stretch_bytes, int max_threads) {
@@ -91,31 +107,25 @@ void bind_hashes(py::module_& m) {
       },
       "See kvpage.store.tiers.stretches.");
   m.def("write_stretches", &write_stretches_of, "See kvpage.store.tiers.stretches.");
-  // (address and number of block ids, start, max_threads, streaming)
-  using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
-  const auto place_of = [](const Place& place) {
-    const auto& [block_ids, num_block_ids, start, max_threads, streaming] = place;
-    return ChunkPlace{pointer<const int32_t>(block_ids), num_block_ids, start, max_threads, streaming};
-  };
-  const auto digests_of = [](const ChunkPlan& plan, int64_t num_bytes) {
-    check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
-    return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
-  };
+}
+
+void bind_chunk_plan(py::module_& m) {
   py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.load.block_chunks, which checks what needs a tensor.")
       .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
         return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
       }))
-      .def("store", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes) {
-        std::vector<Digest> digests = digests_of(plan, num_bytes);
-        {
-          py::gil_scoped_release release;
-          plan.store(place_of(place), first, pointer<std::byte>(payload), num_bytes, digests.data());
-        }
-        return bytes_of(digests.data(), digests.size());
-      })
-      .def("runs", [=](const ChunkPlan& plan, const Place& place) { return array_of(plan.runs(place_of(place))); })
-      .def("load", [=](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes,
-                       int64_t first_token, int64_t last_token) {
+      .def("store",
+           [](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes) {
+             std::vector<Digest> digests = digests_of(plan, num_bytes);
+             {
+               py::gil_scoped_release release;
+               plan.store(place_of(place), first, pointer<std::byte>(payload), num_bytes, digests.data());
+             }
+             return bytes_of(digests.data(), digests.size());
+           })
+      .def("runs", [](const ChunkPlan& plan, const Place& place) { return array_of(plan.runs(place_of(place))); })
+      .def("load", [](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes,
+                      int64_t first_token, int64_t last_token) {
         std::vector<Digest> digests = digests_of(plan, num_bytes);
         {
           py::gil_scoped_release release;
@@ -124,21 +134,34 @@ void bind_hashes(py::module_& m) {
         }
         return bytes_of(digests.data(), digests.size());
       });
+}
+
+void bind_xxh3(py::module_& m) {
   py::class_<Xxh3>(m, "_Xxh3", "The hash itself, with the kernel of an instruction set, for tests.")
-      .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernel_of(name)); }))
-      .def("update", [](Xxh3& hash, const std::string& data) {
-        const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
-        hash.update(bytes, static_cast<int64_t>(data.size()), bytes);
-      })
-      .def("update_and_copy", [](Xxh3& hash, int64_t data, int64_t num_bytes, int64_t to, bool streaming) {
-        const auto* bytes = pointer<const std::byte>(data);
-        hash.update_and_copy(bytes, num_bytes, pointer<std::byte>(to), streaming, bytes);
-        if (streaming) end_streaming();
-      })
+      .def(py::init([](const std::string& name) { return Xxh3(xxh3_kernels().named(name)); }))
+      .def("update",
+           [](Xxh3& hash, const std::string& data) {
+             const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
+             hash.update(bytes, static_cast<int64_t>(data.size()), bytes);
+           })
+      .def("update_and_copy",
+           [](Xxh3& hash, int64_t data, int64_t num_bytes, int64_t to, bool streaming) {
+             const auto* bytes = pointer<const std::byte>(data);
+             hash.update_and_copy(bytes, num_bytes, pointer<std::byte>(to), streaming, bytes);
+             if (streaming) end_streaming();
+           })
       .def("digest", [](const Xxh3& hash) {
         const Digest digest = hash.digest();
         return bytes_of(&digest, 1);
       });
+}
+
+}  // namespace
+
+void bind_chunks(py::module_& m) {
+  bind_stretches(m);
+  bind_chunk_plan(m);
+  bind_xxh3(m);
 }
 
 }  // namespace kvpage

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
-#include "bindings/bindings.h"
 #include "base/check.h"
 #include "base/token_view.h"
+#include "bindings/bindings.h"
 
 namespace kvpage {
 
@@ -32,7 +32,7 @@ class Integers {
     return {static_cast<const int32_t*>(array_.data()), array_.size()};
   }
 
-  // As int32: in place, or narrowed into memory of this object.
+  // Returns int32: in place, or narrowed into memory of this object.
   std::span<const int32_t> ids() {
     const auto size = static_cast<size_t>(array_.size());
     if (!is_wide_) return {static_cast<const int32_t*>(array_.data()), size};
@@ -63,13 +63,13 @@ class Integers {
     try {
       return py::module_::import("numpy").attr("asarray")(is_tensor ? source.attr("numpy")() : source);
     } catch (py::error_already_set& error) {
-      // Of torch's many reasons: a tensor on a device, with a gradient, negated, nested, ...
+      // torch has many reasons: a tensor on a device, with a gradient, negated, nested, ...
       if (!error.matches(PyExc_RuntimeError)) throw;
       fail(name, " must be readable as an array: ", error.what());
     }
   }
 
-  // None if something else than plain ints is among them.
+  // Returns nothing if a value is no plain int.
   static std::optional<py::array> from_list(PyObject* list, const char* name) {
     py::array_t<int64_t> array(PyList_GET_SIZE(list));
     int64_t* values = array.mutable_data();

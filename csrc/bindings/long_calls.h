@@ -15,7 +15,7 @@ class LongCalls {
   static constexpr int64_t kShort = 4096;       // blocks that are given up or looked at
   static constexpr int64_t kShortWalk = 32768;  // sixteenths of tokens, and blocks, that are compared: 0.1 ms mostly
 
-  // What finding or caching so many tokens costs, for `run`.
+  // Returns the cost, for `run`, of finding or caching so many tokens.
   static int64_t walk_cost(int64_t num_tokens, int64_t block_size) {
     return (num_tokens / 16 + num_tokens / block_size) / (kShortWalk / kShort);
   }
@@ -31,8 +31,12 @@ class LongCalls {
  private:
   // Ends after the GIL was taken again.
   struct UnderWay {
-    explicit UnderWay(int64_t* num) : num_(num) { if (num_) ++*num_; }
-    ~UnderWay() { if (num_) --*num_; }
+    explicit UnderWay(int64_t* num) : num_(num) {
+      if (num_) ++*num_;
+    }
+    ~UnderWay() {
+      if (num_) --*num_;
+    }
     UnderWay(const UnderWay&) = delete;
     UnderWay& operator=(const UnderWay&) = delete;
     int64_t* num_;

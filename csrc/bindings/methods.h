@@ -5,12 +5,12 @@
 #include <new>
 #include <string>
 
-#include "bindings/bindings.h"
 #include "base/check.h"
+#include "bindings/bindings.h"
 
 namespace kvpage {
 
-// The C++ object behind `self`.
+// Returns the C++ object of `self`.
 template <typename T>
 T& held_by_self(PyObject* self) {
   const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
@@ -19,7 +19,7 @@ T& held_by_self(PyObject* self) {
   return *held.value_ptr<T>();
 }
 
-// What the call returns; null, and Python's error set, if it throws.
+// Returns the result of the call; null, with Python's error set, if it throws.
 template <typename Call>
 PyObject* as_method(Call call) noexcept {
   try {
@@ -46,7 +46,7 @@ inline py::object only_argument(PyObject* const* args, Py_ssize_t num_args, PyOb
   return py::reinterpret_borrow<py::object>(args[0]);
 }
 
-// TypeError for what is no integer, InvalidArgument beyond 64 bits.
+// Raises TypeError for anything but an integer, InvalidArgument beyond 64 bits.
 inline int64_t int64_from(py::handle number, const char* name) {
   py::object converted;
   if (!PyLong_Check(number.ptr())) {

@@ -40,7 +40,7 @@ void register_errors(py::module_& m) {
 
 PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) { return py::detail::make_new_instance(type); }
 
-// Every object of our classes has a C++ object behind it; pybind11 hands raw memory to the methods of one that has not.
+// Every object of our classes must have a C++ object: pybind11 passes raw memory to the methods of one without.
 // Python refuses `base.__new__(cls)`, of any base, for a class with a tp_new of its own: only calling the class makes
 // objects, by its constructor. No subclass can override that, nor can an object be given another class.
 void seal_classes(const py::module_& m) {
@@ -65,11 +65,12 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The native core of kvpage: addresses, sizes and stream handles in; no torch.";
   register_errors(m);
   m.def("build_info", &build_info, "What this extension was built with.");
-  bind_token_ops(m);
-  bind_codecs(m);
+  bind_tokens(m);
+  bind_attention(m);
+  bind_quantization(m);
   bind_transpose(m);
   bind_blending(m);
-  bind_hashes(m);
+  bind_chunks(m);
   bind_block_copies(m);
   bind_pool(m);
   bind_match(m);

@@ -1,10 +1,10 @@
-// Blocks: who has which.
+// Blocks allocated and released.
 #include "bindings/bindings.h"
 
-#include "tree/block_pool.h"
-#include "docs.h"
 #include "bindings/integers.h"
 #include "bindings/methods.h"
+#include "docs.h"
+#include "tree/block_pool.h"
 
 namespace kvpage {
 

@@ -1,9 +1,9 @@
 // Whole-sequence slots.
 #include "bindings/bindings.h"
 
-#include "docs.h"
 #include "bindings/integers.h"
 #include "bindings/methods.h"
+#include "docs.h"
 #include "slots/slot_allocator.h"
 #include "slots/slot_tree.h"
 
@@ -26,7 +26,7 @@ auto maybe_without_gil(int64_t num_tokens, Call call) {
   return call();
 }
 
-// What a call of the tree with `token_ids` gives.
+// Returns the result of a call of the tree with `token_ids`.
 template <typename Call>
 auto with_tokens(const py::object& token_ids, Call call) {
   const Integers integers(token_ids, "token_ids");
@@ -69,29 +69,26 @@ void add_fast_methods(py::handle type) {
 void bind_slot_tree(py::module_& m) {
   py::class_<SlotTree>(m, "SlotTree", "Which slots hold which sequences; see kvpage.extras.slots.PrefixCacheManager.")
       .def(py::init<int64_t>(), py::arg("max_capacity"))
-      .def(
-          "insert",
-          [](SlotTree& tree, const py::object& token_ids, int64_t slot, int64_t version) {
-            return with_tokens(token_ids, [&](const TokenView& view) { return tree.insert(view, slot, version); });
-          })
-      .def(
-          "find",
-          [](SlotTree& tree, const py::object& token_ids, const SlotAllocator* allocator) {
-            return as_tuple(with_tokens(token_ids, [&](const TokenView& view) { return tree.find(view, allocator); }));
-          })
-      .def(
-          "pin",
-          [](SlotTree& tree, const py::object& token_ids, const SlotAllocator* allocator) {
-            const Integers integers(token_ids, "token_ids");
-            const TokenView view = integers.tokens();
-            const SlotMatch match = maybe_without_gil(view.size(), [&] { return tree.pin(view, allocator); });
-            try {
-              return as_tuple(match);
-            } catch (...) {
-              tree.release(view.first(match.num_tokens));
-              throw;
-            }
-          })
+      .def("insert",
+           [](SlotTree& tree, const py::object& token_ids, int64_t slot, int64_t version) {
+             return with_tokens(token_ids, [&](const TokenView& view) { return tree.insert(view, slot, version); });
+           })
+      .def("find",
+           [](SlotTree& tree, const py::object& token_ids, const SlotAllocator* allocator) {
+             return as_tuple(with_tokens(token_ids, [&](const TokenView& view) { return tree.find(view, allocator); }));
+           })
+      .def("pin",
+           [](SlotTree& tree, const py::object& token_ids, const SlotAllocator* allocator) {
+             const Integers integers(token_ids, "token_ids");
+             const TokenView view = integers.tokens();
+             const SlotMatch match = maybe_without_gil(view.size(), [&] { return tree.pin(view, allocator); });
+             try {
+               return as_tuple(match);
+             } catch (...) {
+               tree.release(view.first(match.num_tokens));
+               throw;
+             }
+           })
       .def("release",
            [](SlotTree& tree, const py::object& token_ids) {
              with_tokens(token_ids, [&](const TokenView& view) { tree.release(view); });

@@ -1,24 +1,21 @@
-// Tokens: writing, gathering and attending.
+// Tokens written to blocks, gathered from them, and copied to chunks and back.
 #include "bindings/bindings.h"
 
 #include "bindings/addresses.h"
 #include "chunks/chunk_copy.h"
-#include "quantize/code_table.h"
 #include "tokens/gather_cache.h"
-#include "attention/paged_attention.h"
 #include "tokens/reshape_cache.h"
 
 namespace kvpage {
 
-void bind_token_ops(py::module_& m) {
-  using Rows = std::array<int64_t, 3>;
+void bind_tokens(py::module_& m) {
   m.def(
       "reshape_and_cache",
-      [](const std::vector<Part>& parts, int64_t slot_mapping, int64_t num_tokens, int64_t num_heads, int64_t num_blocks,
-         int64_t block_size, int max_threads) {
+      [](const std::vector<Part>& parts, int64_t slot_mapping, int64_t num_tokens, int64_t num_heads,
+         int64_t num_blocks, int64_t block_size, int max_threads) {
         const std::vector<TokenMove> moves = token_moves(parts);
-        reshape_and_cache({moves.data(), static_cast<int>(moves.size()), pointer<const int64_t>(slot_mapping), num_tokens,
-                           num_heads, num_blocks, block_size, max_threads});
+        reshape_and_cache({moves.data(), static_cast<int>(moves.size()), pointer<const int64_t>(slot_mapping),
+                           num_tokens, num_heads, num_blocks, block_size, max_threads});
       },
       py::call_guard<py::gil_scoped_release>(), "See kvpage.ops.reshape_and_cache, which checks what needs a tensor.");
   m.def(
@@ -27,8 +24,14 @@ void bind_token_ops(py::module_& m) {
          const Numbers& seq_lens, const std::vector<Numbers>& row_offsets, int64_t num_heads, int max_threads) {
         const std::vector<TokenMove> moves = token_moves(parts);
         check(moves.size() <= 2 && row_offsets.size() >= moves.size(), "there must be row offsets for K and V");
-        GatherCache args{moves.data(), static_cast<int>(moves.size()), block_tables(tables), numbers(seq_starts, tables),
-                         numbers(seq_lens, tables), {}, num_heads, max_threads};
+        GatherCache args{moves.data(),
+                         static_cast<int>(moves.size()),
+                         block_tables(tables),
+                         numbers(seq_starts, tables),
+                         numbers(seq_lens, tables),
+                         {},
+                         num_heads,
+                         max_threads};
         for (size_t i = 0; i < moves.size(); ++i) args.row_offsets[i] = numbers(row_offsets[i], tables);
         gather_cache(args);
       },
@@ -45,24 +48,6 @@ void bind_token_ops(py::module_& m) {
   };
   bind_chunk("store_chunk", &store_chunk);
   bind_chunk("load_chunk", &load_chunk);
-  m.def(
-      "paged_attention",
-      [](const Rows& query, const Rows& out, const Blocks& key_cache, const Blocks& value_cache,
-         const std::array<int64_t, 3>& types, const std::array<int64_t, 4>& scales, const std::array<int64_t, 6>& tables,
-         const Numbers& seq_lens, const Numbers& query_lens, int64_t positions, const std::array<int64_t, 5>& sizes,
-         int64_t window,
-         float scale, float softcap, int64_t sinks, int max_threads, const std::string& kernel) {
-        paged_attention({row_view(query), row_view(out), kv_part(key_cache.data()), kv_part(value_cache.data()),
-                         static_cast<ElementType>(types[0]), static_cast<ElementType>(types[1]),
-                         static_cast<Codec>(types[2]), pointer<const float>(scales[0]), scales[1],
-                         pointer<const float>(scales[2]), scales[3], block_tables(tables), numbers(seq_lens, tables),
-                         numbers(query_lens, tables), pointer<const int64_t>(positions), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale,
-                         softcap, pointer<const float>(sinks), max_threads, kernel});
-      },
-      py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
-      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
-      py::arg("kernel") = "", "See kvpage.ops.paged_attention, which checks what needs a tensor.");
-  m.def("attention_kernels", &attention_kernels, "The attention kernels that this machine runs, the best first.");
 }
 
 }  // namespace kvpage

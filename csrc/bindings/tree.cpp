@@ -5,9 +5,9 @@
 #include <span>
 #include <string_view>
 
-#include "docs.h"
 #include "bindings/integers.h"
 #include "bindings/long_calls.h"
+#include "docs.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
@@ -46,8 +46,8 @@ auto quick(T (PrefixTree::*get)() const) {
 }
 
 py::array_t<int32_t> block_ids_from(const Match& match, int64_t start_block) {
-  check(start_block >= 0 && start_block <= match.num_blocks(), "start_block must be between 0 and num_blocks = ",
-        match.num_blocks(), ", got ", start_block);
+  check(start_block >= 0 && start_block <= match.num_blocks(),
+        "start_block must be between 0 and num_blocks = ", match.num_blocks(), ", got ", start_block);
   const int64_t num_ids = match.num_blocks() - start_block;
   py::array_t<int32_t> ids(num_ids);
   const std::span<int32_t> out(ids.mutable_data(), static_cast<size_t>(num_ids));
@@ -64,8 +64,8 @@ void check_tree(SharedTree& tree, const py::object& owned_ids, const py::object&
   tree.run(kLong, [&] { tree.check_invariants(owned, host_owned); });
 }
 
-// A call that has changed the tree must not fail for lack of memory: its pins and pairs would be lost, and what they name
-// would be read without ever having been copied. So the objects that it returns are made before it.
+// A call that has changed the tree must not fail for lack of memory: its pins and pairs would be lost, and what they
+// name would be read without ever having been copied. So the objects that it returns are made before it.
 
 py::array_t<int64_t> room_for_pairs(int64_t most) { return py::array_t<int64_t>({py::ssize_t{most}, py::ssize_t{2}}); }
 
@@ -138,7 +138,7 @@ py::tuple take_changes(SharedTree& tree) {
   const TreeChanges taken = tree.run(kLong, [&] { return tree.take_changes(); });
   try {
     return change_arrays(taken, tree.block_size());
-  } catch (...) {  // what was taken is gone
+  } catch (...) {  // the taken changes are gone
     tree.lose_changes();
     throw;
   }
@@ -149,9 +149,8 @@ py::object match(SharedTree& tree, const py::object& tokens, const py::bytes& na
   const Integers integers(tokens, "tokens");
   const TokenView view = integers.tokens();
   const std::string_view space(name);
-  return new_match([&] {
-    return tree.walk(view.size(), [&] { return tree.match(view, space, priority, num_left_over); });
-  });
+  return new_match(
+      [&] { return tree.walk(view.size(), [&] { return tree.match(view, space, priority, num_left_over); }); });
 }
 
 py::object insert(SharedTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
@@ -161,14 +160,13 @@ py::object insert(SharedTree& tree, const py::object& tokens, const py::object& 
   Integers ids(block_ids, "block_ids");
   const auto span = ids.copied_ids();
   const std::string_view space(name);
-  return new_match([&] {
-    return tree.walk(view.size(), [&] { return tree.insert(view, span, space, after, priority); });
-  });
+  return new_match(
+      [&] { return tree.walk(view.size(), [&] { return tree.insert(view, span, space, after, priority); }); });
 }
 
 int64_t num_pinned_only_by(SharedTree& tree, const std::vector<const Match*>& matches) {
   for (const Match* match : matches) check(match, "matches must be matches, got None");
-  return tree.num_pinned_only_by(matches);  // with the GIL: nobody may take one out of the caller's list
+  return tree.num_pinned_only_by(matches);  // with the GIL: no thread may take one out of the caller's list
 }
 
 int64_t drop(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
@@ -214,8 +212,8 @@ void bind_match(py::module_& m) {
             return tree.run(kQuick, [&] { return tree.is_released(match); });
           },
           doc("Match.is_released"))
-      .def_property_readonly("block_ids", [](const Match& match) { return block_ids_from(match, 0); },
-                             doc("Match.block_ids"))
+      .def_property_readonly(
+          "block_ids", [](const Match& match) { return block_ids_from(match, 0); }, doc("Match.block_ids"))
       .def("block_ids_from", &block_ids_from, py::arg("start_block"), doc("Match.block_ids_from"));
   py::class_<PartMatch>(m, "PartMatch", doc("PartMatch"))
       .def_readonly("match", &PartMatch::match, doc("PartMatch.match"))
@@ -227,16 +225,17 @@ void bind_match(py::module_& m) {
 static void bind_entry(py::module_& m) {
   const auto last_used = [](const TreeEntry& e) { return e.num_pins > 0 ? std::nullopt : std::optional(e.used_at); };
   py::class_<TreeEntry>(m, "TreeEntry", doc("TreeEntry"))
-      .def_property_readonly("namespace", [](const TreeEntry& e) { return py::bytes(e.name); },
-                             doc("TreeEntry.namespace"))
-      .def_property_readonly("parent", [](const TreeEntry& e) { return unless_negative(e.parent); },
-                             doc("TreeEntry.parent"))
+      .def_property_readonly(
+          "namespace", [](const TreeEntry& e) { return py::bytes(e.name); }, doc("TreeEntry.namespace"))
+      .def_property_readonly(
+          "parent", [](const TreeEntry& e) { return unless_negative(e.parent); }, doc("TreeEntry.parent"))
       .def_readonly("start", &TreeEntry::start, doc("TreeEntry.start"))
-      .def_property_readonly("tokens", [](const TreeEntry& e) { return as_array(e.tokens); }, doc("TreeEntry.tokens"))
-      .def_property_readonly("block_ids", [](const TreeEntry& e) { return as_array(e.device_ids); },
-                             doc("TreeEntry.block_ids"))
-      .def_property_readonly("host_block_ids", [](const TreeEntry& e) { return as_array(e.host_ids); },
-                             doc("TreeEntry.host_block_ids"))
+      .def_property_readonly(
+          "tokens", [](const TreeEntry& e) { return as_array(e.tokens); }, doc("TreeEntry.tokens"))
+      .def_property_readonly(
+          "block_ids", [](const TreeEntry& e) { return as_array(e.device_ids); }, doc("TreeEntry.block_ids"))
+      .def_property_readonly(
+          "host_block_ids", [](const TreeEntry& e) { return as_array(e.host_ids); }, doc("TreeEntry.host_block_ids"))
       .def_readonly("num_pins", &TreeEntry::num_pins, doc("TreeEntry.num_pins"))
       .def_readonly("priority", &TreeEntry::priority, doc("TreeEntry.priority"))
       .def_property_readonly("last_used", last_used, doc("TreeEntry.last_used"));

@@ -1,15 +1,15 @@
-// BlendKernel's functions, compiled by blend_kernel_{base,avx2,avx512}.cpp, which define KVPAGE_LANES.
+// The body of BlendKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #pragma once
 
 #include <algorithm>
 
 #include "blend/blend_kernel.h"
-#include "quantize/row_codec_impl.h"
+#include "quantize/rows_impl.h"
 
 namespace kvpage {
 namespace {
 
-// --- neighbours taken apart and put together -----------------------------------------------------------------------------
+// --- neighbours taken apart and put together -----------------------------------------------------------------------
 
 #if KVPAGE_LANES == 4
 inline Vec evens(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 2, 4, 6); }
@@ -36,15 +36,13 @@ inline Vec zip_high(Vec x, Vec y) {
 }
 #endif
 
-// --- turning -------------------------------------------------------------------------------------------------------------
+// --- rotating ------------------------------------------------------------------------------------------------------
 
 struct Pair {
   Vec x, y;
 };
 
-inline Pair turned(Pair pair, Vec cos, Vec sin) {
-  return {pair.x * cos - pair.y * sin, pair.y * cos + pair.x * sin};
-}
+inline Pair rotated(Pair pair, Vec cos, Vec sin) { return {pair.x * cos - pair.y * sin, pair.y * cos + pair.x * sin}; }
 
 template <bool kStreams, typename T>
 inline void put(T* to, Vec from) {
@@ -61,45 +59,45 @@ inline void put_partial(T* to, Vec from, int64_t count) {
 
 // Both vectors are read before one is written: `to` may be `from`.
 template <bool kStreams, typename T>
-inline void turn_halves(const T* from, T* to, int64_t n, const float* cos, const float* sin) {
+inline void rotate_halves(const T* from, T* to, int64_t n, const float* cos, const float* sin) {
   for_each_vector(
       n,
       [&](int64_t i) {
-        const Pair out = turned({load(from + i), load(from + n + i)}, load(cos + i), load(sin + i));
+        const Pair out = rotated({load(from + i), load(from + n + i)}, load(cos + i), load(sin + i));
         put<kStreams>(to + i, out.x);
         put<kStreams>(to + n + i, out.y);
       },
       [&](int64_t i, int64_t count) {
-        const Pair out = turned({load_partial(from + i, count), load_partial(from + n + i, count)},
-                                load_partial(cos + i, count), load_partial(sin + i, count));
+        const Pair out = rotated({load_partial(from + i, count), load_partial(from + n + i, count)},
+                                 load_partial(cos + i, count), load_partial(sin + i, count));
         put_partial(to + i, out.x, count);
         put_partial(to + n + i, out.y, count);
       });
 }
 
 template <bool kStreams, typename T>
-inline void turn_neighbours(const T* from, T* to, int64_t n, const float* cos, const float* sin) {
+inline void rotate_neighbours(const T* from, T* to, int64_t n, const float* cos, const float* sin) {
   for_each_vector(
       n,
       [&](int64_t i) {
         const Vec a = load(from + 2 * i), b = load(from + 2 * i + kLanes);
-        const Pair out = turned({evens(a, b), odds(a, b)}, load(cos + i), load(sin + i));
+        const Pair out = rotated({evens(a, b), odds(a, b)}, load(cos + i), load(sin + i));
         put<kStreams>(to + 2 * i, zip_low(out.x, out.y));
         put<kStreams>(to + 2 * i + kLanes, zip_high(out.x, out.y));
       },
       [&](int64_t i, int64_t count) {
         const int64_t low = std::min<int64_t>(2 * count, kLanes), high = 2 * count - low;
         const Vec a = load_partial(from + 2 * i, low), b = load_partial(from + 2 * i + low, high);
-        const Pair out = turned({evens(a, b), odds(a, b)}, load_partial(cos + i, count), load_partial(sin + i, count));
+        const Pair out = rotated({evens(a, b), odds(a, b)}, load_partial(cos + i, count), load_partial(sin + i, count));
         put_partial(to + 2 * i, zip_low(out.x, out.y), low);
         put_partial(to + 2 * i + low, zip_high(out.x, out.y), high);
       });
 }
 
 template <bool kStreams, typename T>
-inline void turn_head(const T* from, T* to, const TurnShape& shape, const float* cos, const float* sin) {
-  if (shape.is_interleaved) return turn_neighbours<kStreams>(from, to, shape.num_pairs, cos, sin);
-  turn_halves<kStreams>(from, to, shape.num_pairs, cos, sin);
+inline void rotate_head(const T* from, T* to, const RotatedShape& shape, const float* cos, const float* sin) {
+  if (shape.is_interleaved) return rotate_neighbours<kStreams>(from, to, shape.num_pairs, cos, sin);
+  rotate_halves<kStreams>(from, to, shape.num_pairs, cos, sin);
 }
 
 template <typename T>
@@ -108,8 +106,8 @@ inline void copy_numbers(const T* from, T* to, int64_t begin, int64_t end) {
 }
 
 template <typename T>
-void turn_heads(Heads from, Heads to, int64_t num_heads, int64_t head_size, const TurnShape& shape, const float* cos,
-                const float* sin, bool streaming) {
+void rotate_heads(Heads from, Heads to, int64_t num_heads, int64_t head_size, const RotatedShape& shape,
+                  const float* cos, const float* sin, bool streaming) {
   using Packed = decltype(packed(Vec{}, static_cast<T*>(nullptr)));
   for (int64_t h = 0; h < num_heads; ++h) {
     const T* const source = reinterpret_cast<const T*>(from.head(h));
@@ -119,22 +117,22 @@ void turn_heads(Heads from, Heads to, int64_t num_heads, int64_t head_size, cons
     copy_numbers(source, target, shape.first + 2 * shape.num_pairs, head_size);
     const int64_t half_bytes = shape.num_pairs * static_cast<int64_t>(sizeof(T));
     if (streaming && can_stream<Packed>(reinterpret_cast<std::byte*>(place), half_bytes))
-      turn_head<true>(source + shape.first, place, shape, cos, sin);
+      rotate_head<true>(source + shape.first, place, shape, cos, sin);
     else
-      turn_head<false>(source + shape.first, place, shape, cos, sin);
+      rotate_head<false>(source + shape.first, place, shape, cos, sin);
   }
 }
 
-void turn(RowType type, Heads from, Heads to, int64_t num_heads, int64_t head_size, const TurnShape& shape,
-          const float* cos, const float* sin, bool streaming) {
+void rotate(RowType type, Heads from, Heads to, int64_t num_heads, int64_t head_size, const RotatedShape& shape,
+            const float* cos, const float* sin, bool streaming) {
   switch (type) {
-    case RowType::kBfloat16: return turn_heads<Bf16>(from, to, num_heads, head_size, shape, cos, sin, streaming);
-    case RowType::kFloat16: return turn_heads<Fp16>(from, to, num_heads, head_size, shape, cos, sin, streaming);
-    default: return turn_heads<float>(from, to, num_heads, head_size, shape, cos, sin, streaming);
+    case RowType::kBfloat16: return rotate_heads<Bf16>(from, to, num_heads, head_size, shape, cos, sin, streaming);
+    case RowType::kFloat16: return rotate_heads<Fp16>(from, to, num_heads, head_size, shape, cos, sin, streaming);
+    default: return rotate_heads<float>(from, to, num_heads, head_size, shape, cos, sin, streaming);
   }
 }
 
-// --- differences ---------------------------------------------------------------------------------------------------------
+// --- differences ---------------------------------------------------------------------------------------------------
 
 template <typename T>
 float squares(const T* a, const T* b, int64_t size) {
@@ -162,4 +160,7 @@ float squared_difference(RowType type, const std::byte* a, const std::byte* b, i
 }
 
 }  // namespace
+
+const BlendKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, rotate, squared_difference};
+
 }  // namespace kvpage

@@ -1,15 +1,15 @@
 #include "blend/blend_rows.h"
 
 #include "base/check.h"
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 #include "base/parallel.h"
 
 namespace kvpage {
 namespace {
 
 constexpr int64_t kGrainBytes = 1 << 20;  // a thread: starting one costs as much as copying a fifth of it
-// What is mixed is one of many layers' K or V: from so many bytes on, writing past the cache took 0.6 of the time of
-// copying through it, though it would have fitted.
+// A call mixes K or V of one of many layers. From so many bytes on, writing past the cache took 0.6 of the time of
+// copying through it, though the bytes would have fitted.
 constexpr int64_t kStreamingBytes = 4 << 20;
 
 void check_slots(const char* name, const RowPlace& place, int64_t num_rows, int64_t least) {
@@ -41,8 +41,9 @@ void mix_row(const MixRows& args, int64_t i, bool streaming) {
     return copy_heads(args.fresh.row(args.fresh_rows[i]), to, args.num_heads, head_bytes, streaming);
   const Heads from = args.from.row(i);
   if (!args.cos) return copy_heads(from, to, args.num_heads, head_bytes, streaming);
-  const int64_t at = i * args.turn.num_pairs;
-  args.kernel->turn(args.type, from, to, args.num_heads, args.size, args.turn, args.cos + at, args.sin + at, streaming);
+  const int64_t at = i * args.rotated.num_pairs;
+  args.kernel->rotate(args.type, from, to, args.num_heads, args.size, args.rotated, args.cos + at, args.sin + at,
+                      streaming);
 }
 
 }  // namespace
@@ -53,25 +54,27 @@ void mix_rows(const MixRows& args) {
   check_fresh_rows(args);
   const int64_t num_bytes = args.num_rows * args.num_heads * args.size * row_element_bytes(args.type, 0);
   const bool streaming = streaming_threshold() < INT64_MAX && num_bytes >= kStreamingBytes;
-  parallel_for(args.num_rows, useful_threads(num_bytes, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      if (!args.to.slots || args.to.slots[i] >= 0) mix_row(args, i, streaming);
-    if (streaming) end_streaming();
-  });
+  parallel_for(args.num_rows, useful_threads(num_bytes, kGrainBytes, args.max_threads),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i)
+                   if (!args.to.slots || args.to.slots[i] >= 0) mix_row(args, i, streaming);
+                 if (streaming) end_streaming();
+               });
 }
 
 void row_deviation(const RowDeviation& args) {
   const int64_t num_bytes = args.num_rows * args.num_heads * args.size * row_element_bytes(args.type, 0);
   const float count = static_cast<float>(args.num_heads * args.size);
-  parallel_for(args.num_rows, useful_threads(num_bytes, kGrainBytes, args.max_threads), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float sum = 0;
-      const Heads a = args.a.row(i), b = args.b.row(i);
-      for (int64_t h = 0; args.valid[i] && h < args.num_heads; ++h)
-        sum += args.kernel->squared_difference(args.type, a.head(h), b.head(h), args.size);
-      args.out[i] = sum / count;
-    }
-  });
+  parallel_for(args.num_rows, useful_threads(num_bytes, kGrainBytes, args.max_threads),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   float sum = 0;
+                   const Heads a = args.a.row(i), b = args.b.row(i);
+                   for (int64_t h = 0; args.valid[i] && h < args.num_heads; ++h)
+                     sum += args.kernel->squared_difference(args.type, a.head(h), b.head(h), args.size);
+                   args.out[i] = sum / count;
+                 }
+               });
 }
 
 }  // namespace kvpage

@@ -1,8 +1,8 @@
-// Rows of tokens on their way into a blend: each is taken from where it was cached, and turned to its new position, or
-// from those computed afresh. One pass over memory, whether rows lie side by side or in blocks.
+// Rows of tokens on their way into a blend: each is taken from where it was cached, and rotated to its new position, or
+// from those computed afresh. One pass over memory, for adjacent rows and for rows in blocks.
 //
 //   fresh_rows   [ -1 | -1 |  0 | -1 |  1 ]        fresh [ 0 | 1 ]
-//   to           [  t    t    f    t    f ]        t: from's row, turned (or copied);  f: fresh's
+//   to           [  r    r    f    r    f ]        r: from's row, rotated (or copied);  f: fresh's
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,12 @@
 
 namespace kvpage {
 
-// [num_rows, num_heads, size], strides in bytes; or the slots of blocks, in any order: slot = block * block_size + offset.
+// [num_rows, num_heads, size], strides in bytes; or the slots of blocks, in any order: slot = block * block_size +
+// offset.
 struct RowPlace {
   std::byte* base;
   int64_t row_stride, head_stride;  // row_stride: with slots from offset to offset
-  const int64_t* slots;             // null: row i is the i-th
+  const int64_t* slots;  // null: row i is the i-th
   int64_t num_blocks, block_size, block_stride;
 
   Heads row(int64_t i) const {
@@ -30,8 +31,8 @@ struct MixRows {
   int64_t num_fresh;
   RowType type;
   int64_t num_rows, num_heads, size;
-  TurnShape turn;
-  const float *cos, *sin;  // [num_rows, turn.num_pairs]; null: rows are copied
+  RotatedShape rotated;
+  const float *cos, *sin;  // [num_rows, rotated.num_pairs]; null: rows are copied
   int max_threads;
   const BlendKernel* kernel;
 };
@@ -43,7 +44,7 @@ void mix_rows(const MixRows& args);
 struct RowDeviation {
   RowPlace a, b;  // without slots
   const uint8_t* valid;  // [num_rows]
-  float* out;            // [num_rows]: the mean of a row's squared differences; 0 where it is not valid, and not read
+  float* out;  // [num_rows]: the mean of a row's squared differences; 0 where it is not valid, and not read
   RowType type;
   int64_t num_rows, num_heads, size;
   int max_threads;

@@ -4,9 +4,10 @@
 #include <limits>
 
 #include "base/check.h"
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 #include "base/parallel.h"
-#include "tokens/quantized_move.h"
+#include "tokens/move_tokens.h"
+#include "tokens/tabled_moves.h"
 
 namespace kvpage {
 namespace {
@@ -36,7 +37,8 @@ void for_each_run(const ChunkCopy& args, const TabledMoves& parts, const Body& b
                    const int64_t count = std::min({end - begin, args.num_tokens - token, args.block_size - offset});
                    const int32_t* block_id = args.block_ids + position / args.block_size;
                    const bool is_last = count == std::min(end - begin, args.num_tokens - token);
-                   body(part, *block_id, offset, count, part.rows.row(token), is_last ? *block_id : block_id[1], streaming);
+                   body(part, *block_id, offset, count, part.rows.row(token), is_last ? *block_id : block_id[1],
+                        streaming);
                    begin += count;
                  }
                  if (streaming) end_streaming();
@@ -61,22 +63,23 @@ void check_chunk_blocks(const int32_t* block_ids, int64_t num_block_ids, int64_t
 
 void store_chunk(const ChunkCopy& args) {
   check_blocks(args);
-  const TabledMoves parts = TabledMoves::for_reads(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
-                                                   args.num_tokens);
-  for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
-                         int64_t next_block_id, bool streaming) {
-    read_tokens(part, args.num_heads, block_id, offset, count, row, next_block_id, streaming);
-  });
+  const TabledMoves parts =
+      TabledMoves::for_reads(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads, args.num_tokens);
+  for_each_run(args, parts,
+               [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
+                   int64_t next_block_id, bool streaming) {
+                 read_tokens(part, args.num_heads, block_id, offset, count, row, next_block_id, streaming);
+               });
 }
 
 void load_chunk(const ChunkCopy& args) {
   check_blocks(args);
-  const TabledMoves parts = TabledMoves::for_writes(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads,
-                                                   args.num_tokens);
-  for_each_run(args, parts, [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row,
-                         int64_t, bool streaming) {
-    write_tokens(part, args.num_heads, block_id, offset, count, row, streaming);
-  });
+  const TabledMoves parts =
+      TabledMoves::for_writes(args.parts.data(), static_cast<int>(args.parts.size()), args.num_heads, args.num_tokens);
+  for_each_run(
+      args, parts,
+      [&](const TokenMove& part, int64_t block_id, int64_t offset, int64_t count, const std::byte* row, int64_t,
+          bool streaming) { write_tokens(part, args.num_heads, block_id, offset, count, row, streaming); });
 }
 
 }  // namespace kvpage

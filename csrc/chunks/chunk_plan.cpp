@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "chunks/chunk_copy.h"
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 #include "base/parallel.h"
+#include "chunks/chunk_copy.h"
 #include "tokens/raw_move.h"
 
 namespace kvpage {
@@ -31,7 +31,7 @@ struct ChunkPlan::Part {
   int64_t num_moves;
   int64_t begin;  // in the payload
 
-  // Where the row of a token's first head lies, of a part at `payload`.
+  // Returns the row of a token's first head, in a part at `payload`.
   template <typename Byte>
   Byte* row(const TokenMove& move, Byte* payload, int64_t token) const {
     return payload + (reinterpret_cast<intptr_t>(move.rows.data) - begin) + token * move.rows.token_stride;
@@ -57,7 +57,7 @@ ChunkPlan::ChunkPlan(std::vector<TokenMove> moves, const Shape& shape) : moves_(
   }
 }
 
-// Whether a block's tokens lie among each other there as they do in the payload, without anything between.
+// Returns whether a block's tokens are arranged as in the payload, with nothing between them.
 bool ChunkPlan::is_dense(const TokenMove& move) const {
   const int64_t bytes = move.row_bytes();
   const bool dense_heads = shape_.num_heads == 1 || (move.cache.head_stride == bytes && move.rows.head_stride == bytes);
@@ -95,15 +95,15 @@ void ChunkPlan::for_each_layer(const ChunkPlace& place, int64_t first, int64_t n
   });
 }
 
-// Of dense layers, in the payload's order.
+// Returns the runs of dense layers, in the payload's order.
 std::vector<ByteRun> ChunkPlan::runs_of(const ChunkPlace& place, int64_t first, int64_t num_layers) const {
   std::vector<ByteRun> runs;
   for (int64_t layer = first; layer < first + num_layers; ++layer)
     for (int64_t index = 0; index < num_parts_; ++index)
       for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
                      [&](int32_t block_id, int64_t offset, int64_t count, int64_t) {
-        runs.push_back({part(layer, index).moves->cache.at(block_id, offset, 0), count * token_bytes_});
-      });
+                       runs.push_back({part(layer, index).moves->cache.at(block_id, offset, 0), count * token_bytes_});
+                     });
   return runs;
 }
 
@@ -113,7 +113,7 @@ std::vector<ByteRun> ChunkPlan::runs(const ChunkPlace& place) const {
   return dense_ ? runs_of(place, 0, shape_.num_layers) : std::vector<ByteRun>{};
 }
 
-// While a run is copied, the beginning of the next is fetched, which no processor would guess.
+// While a run is copied, the beginning of the next is fetched, which no processor can foresee.
 void ChunkPlan::copy_runs(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_layers,
                           Digest* digests) const {
   const std::vector<ByteRun> all = runs_of(place, first, num_layers);
@@ -138,11 +138,11 @@ void ChunkPlan::store(const ChunkPlace& place, int64_t first, std::byte* payload
   const auto store_part = [&](const Part& part, std::byte* to, Xxh3& hash) {
     for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
-      for (int64_t i = 0; i < part.num_moves; ++i)
-        read_raw(part.moves[i], shape_.num_heads, block_id, offset, count, part.row(part.moves[i], to, token), block_id,
-                 false);
-      if (by_token_) hash.update(to + token * token_bytes_, count * token_bytes_);
-    });
+                     for (int64_t i = 0; i < part.num_moves; ++i)
+                       read_raw(part.moves[i], shape_.num_heads, block_id, offset, count,
+                                part.row(part.moves[i], to, token), block_id, false);
+                     if (by_token_) hash.update(to + token * token_bytes_, count * token_bytes_);
+                   });
     if (!by_token_) hash.update(to, part_bytes_);
   };
   for_each_layer(place, first, num_layers, digests, [&](int64_t layer, int64_t i, Xxh3& hash) {
@@ -161,14 +161,15 @@ void ChunkPlan::load(const ChunkPlace& place, int64_t first, const std::byte* pa
     hash.update(from, dense_ ? first_token * token_bytes_ : part_bytes_);
     for_each_block(place, shape_.block_size, first_token, last_token,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
-      const std::byte* const tokens = from + token * token_bytes_;
-      if (dense_)
-        return hash.update_and_copy(tokens, count * token_bytes_, part.moves->cache.at(block_id, offset, 0),
-                                    place.streaming, tokens + count * token_bytes_);
-      for (int64_t i = 0; i < part.num_moves; ++i)
-        write_raw(part.moves[i], shape_.num_heads, block_id, offset, count, part.row(part.moves[i], from, token),
-                  place.streaming);
-    });
+                     const std::byte* const tokens = from + token * token_bytes_;
+                     if (dense_)
+                       return hash.update_and_copy(tokens, count * token_bytes_,
+                                                   part.moves->cache.at(block_id, offset, 0), place.streaming,
+                                                   tokens + count * token_bytes_);
+                     for (int64_t i = 0; i < part.num_moves; ++i)
+                       write_raw(part.moves[i], shape_.num_heads, block_id, offset, count,
+                                 part.row(part.moves[i], from, token), place.streaming);
+                   });
     if (dense_) hash.update(from + last_token * token_bytes_, (shape_.num_tokens - last_token) * token_bytes_);
   };
   for_each_layer(place, first, count_layers(first, num_bytes), digests, [&](int64_t layer, int64_t i, Xxh3& hash) {

@@ -17,14 +17,14 @@
 namespace kvpage {
 namespace {
 
-// Of a piece. Longer ones leave the second level of cache before they are hashed; shorter ones cost more system calls.
-// Where a file's pages were first written in pieces cut elsewhere, they lie in many small folios: a tenth slower.
+// The size of a piece. Longer ones leave the second level of cache before they are hashed; shorter ones cost more
+// system calls. A file whose pages were first written in pieces cut elsewhere has many small folios: a tenth slower.
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kGrainBytes = 4 << 20;  // a thread: starting one costs as much as writing a twentieth of it
 constexpr size_t kMostVectors = 1024;     // of a system call: IOV_MAX of Linux
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
-// Lead and runs, one behind the other; places count from the lead's first byte.
+// Lead and runs, one after the other; places count from the lead's first byte.
 class Runs {
  public:
   explicit Runs(const StretchWrite& args) {
@@ -47,7 +47,8 @@ class Runs {
   void for_each(int64_t begin, int64_t end, const Body& body) const {
     for (size_t i = index_of(begin); begin < end; ++i) {
       const int64_t next = std::min(ends_[i], end);
-      if (next > begin && !body(ByteRun{runs_[i].data + (runs_[i].num_bytes - (ends_[i] - begin)), next - begin})) return;
+      if (next > begin && !body(ByteRun{runs_[i].data + (runs_[i].num_bytes - (ends_[i] - begin)), next - begin}))
+        return;
       begin = next;
     }
   }
@@ -63,7 +64,7 @@ class Runs {
   }
 
   std::vector<ByteRun> runs_;
-  std::vector<int64_t> ends_;  // place behind each run
+  std::vector<int64_t> ends_;  // place after each run
 };
 
 class StretchWriter {
@@ -73,8 +74,8 @@ class StretchWriter {
 
   int64_t num_bytes() const { return runs_.end(); }
 
-  // Hashes the stretches [first, last), and writes the pieces from the one where the first begins to the one before that
-  // where the last ends: what comes next writes that one.
+  // Hashes the stretches [first, last), and writes the pieces from the one where the first begins to the one before
+  // that where the last ends: what comes next writes that one.
   void write_and_hash(int64_t first, int64_t last) const {
     const int64_t begin = place_of(first), end = place_of(last);
     const int64_t to = std::min(last == num_stretches_ ? end : cut_before(end), runs_.end() - args_.tail_bytes);
@@ -151,8 +152,8 @@ class StretchWriter {
 int64_t count_stretches(const StretchWrite& args) {
   check(args.offset >= 0, "offset must not be negative, got ", args.offset);
   check(args.stretch_bytes > 0, "stretch_bytes must be positive, got ", args.stretch_bytes);
-  check(args.lead_bytes >= 0 && args.lead_bytes <= kMost - args.offset, "lead_bytes must be in [0, ", kMost - args.offset,
-        "], got ", args.lead_bytes);
+  check(args.lead_bytes >= 0 && args.lead_bytes <= kMost - args.offset, "lead_bytes must be in [0, ",
+        kMost - args.offset, "], got ", args.lead_bytes);
   const int64_t most = kMost - args.offset - args.lead_bytes - kPieceBytes;
   int64_t num_bytes = 0;
   for (int64_t i = 0; i < args.num_runs; ++i) {

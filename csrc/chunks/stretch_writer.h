@@ -1,4 +1,4 @@
-// Stretches: bytes that lie in many places to one run of a file, each stretch hashed on the way.
+// write_stretches: bytes from many places of memory to one run of a file, each stretch hashed on the way.
 //
 //   memory     lead    [ run | run | run | run | run | run | run | run ]
 //                                                                 ▼ tail: to memory, not to the file
@@ -6,9 +6,10 @@
 //               │ piece     │ piece     │ piece     │ piece     │            cut where the file's offset is a multiple
 //   digests           [ stretch   | stretch   | stretch   | str.. ]          xxh3-128 each, the last may be shorter
 //
-// A piece is written, then hashed, while the processor's cache has it: memory is read once. (The other way round was
-// measured a tenth slower: a hash waits for memory, a kernel's copy has its own destination to wait for anyway.) What
-// changes meanwhile may be written in one state and hashed in another: then the digest is wrong, and whoever reads knows.
+// A piece is written, then hashed, while the processor's cache has it: memory is read once. (The other order measured a
+// tenth slower: a hash waits for memory; the copy of the operating system waits for its own destination anyway.) Bytes
+// that change meanwhile may be written in one state and hashed in another. Then the digest is wrong, and readers see
+// it.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ struct ByteRun {
   int64_t num_bytes;
 };
 
-// fd: of a file that can be written at an offset. offset: in the file, of the lead's first byte. tail: memory for the last
-// `tail_bytes` of the runs, which may be the lead's. max_threads: that share the stretches. Nothing here is owned.
+// fd: a file that can be written at an offset. offset: the lead's first byte in the file. tail: memory for the last
+// `tail_bytes` of the runs; it may be the lead's. `max_threads` share the stretches. Owns nothing.
 struct StretchWrite {
   int fd;
   int64_t offset;
@@ -38,8 +39,8 @@ struct StretchWrite {
   int max_threads;
 };
 
-// How many stretches the runs are. Throws InvalidArgument unless lengths are not negative, stretch_bytes is positive, the
-// runs have bytes, the tail has no more, and all of it fits into a file at that offset.
+// Returns the number of stretches of the runs. Throws InvalidArgument unless lengths are not negative, stretch_bytes is
+// positive, the runs have bytes, the tail has no more, and all of it fits into a file at that offset.
 int64_t count_stretches(const StretchWrite& args);
 
 // digests: as many. Goes on after short writes. Throws InvalidArgument as above, before anything is written, and

@@ -1,6 +1,7 @@
 #include "cuda/cuda_devices.h"
 
 #include "cuda/cuda_check.h"
+#include "cuda/device_guard.h"
 
 namespace kvpage {
 

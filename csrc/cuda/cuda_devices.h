@@ -1,4 +1,4 @@
-// What CUDA finds on this machine. Only in builds with CUDA.
+// CudaMachine: the driver and the devices that CUDA finds here. Only in builds with CUDA.
 #pragma once
 
 #include <optional>
@@ -18,14 +18,14 @@ struct CudaMachine {
   std::vector<CudaDevice> devices;
 };
 
-// Why no device can be used: the driver is missing or older than this build needs, or there is no device. Else nothing.
+// Returns why no device can be used: the driver is missing or too old, or there is no device. Nothing where one can be.
 std::optional<std::string> find_cuda_error();
 
 // Reads properties and makes no context on any device.
 CudaMachine find_cuda_machine();
 
-// Whether the device reads and writes the page-locked host memory at `address` under that very address. False for
-// pageable memory, and where the memory was locked without being mapped.
+// Returns whether the device uses the page-locked host memory at `address` under that very address. False for pageable
+// memory, and where the memory was locked without being mapped.
 bool sees_host_memory(int device, const void* address);
 
 }  // namespace kvpage

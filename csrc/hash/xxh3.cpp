@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <vector>
 
 #include "base/check.h"
-#include "copy/host/host_copy.h"
-#include "simd/instruction_sets.h"
+#include "base/copy_bytes.h"
 #include "base/parallel.h"
 #include "hash/xxh3_constants.h"
 
@@ -56,9 +54,7 @@ uint64_t avalanche_64(uint64_t x) {  // that of XXH64
   return x ^ (x >> 32);
 }
 
-Wide hash_none() {
-  return {avalanche_64(secret64(64) ^ secret64(72)), avalanche_64(secret64(80) ^ secret64(88))};
-}
+Wide hash_none() { return {avalanche_64(secret64(64) ^ secret64(72)), avalanche_64(secret64(80) ^ secret64(88))}; }
 
 Wide hash_1_to_3(const std::byte* data, uint64_t length) {
   const auto byte = [&](uint64_t at) { return std::to_integer<uint32_t>(data[at]); };
@@ -128,7 +124,8 @@ Wide hash_short(const std::byte* data, uint64_t length) {
 }
 
 uint64_t merge(const uint64_t* sums, int64_t at, uint64_t start) {
-  for (int64_t i = 0; i < 8; i += 2) start += fold(sums[i] ^ secret64(at + 8 * i), sums[i + 1] ^ secret64(at + 8 * i + 8));
+  for (int64_t i = 0; i < 8; i += 2)
+    start += fold(sums[i] ^ secret64(at + 8 * i), sums[i + 1] ^ secret64(at + 8 * i + 8));
   return avalanche(start);
 }
 
@@ -139,8 +136,9 @@ Digest canonical(const Wide& hash) {
   return digest;
 }
 
-// Calls add(data, number of blocks, ahead) once or twice: the last of the bytes fetch those that are next. How far ahead
-// was measured: a page, whose address the processor has to look up as well, and it does not by itself go on to the next.
+// Calls add(data, number of blocks, ahead) once or twice: the last of the bytes fetch those that are next. How far
+// ahead was measured: a page, whose address the processor has to look up as well, and it does not by itself go on to
+// the next.
 template <typename Add>
 void add_fetching(const std::byte* data, int64_t num_blocks, const std::byte* next, const Add& add) {
   constexpr int64_t kAheadBytes = 4096, kBlockBytes = 1024;
@@ -149,28 +147,7 @@ void add_fetching(const std::byte* data, int64_t num_blocks, const std::byte* ne
   if (last > 0) add(data + (num_blocks - last) * kBlockBytes, last, next);
 }
 
-std::vector<const Xxh3Kernel*> supported() {
-  std::vector<const Xxh3Kernel*> kernels;
-#if defined(__x86_64__)
-  if (has_avx512()) kernels.push_back(&xxh3_avx512);
-  if (has_avx2()) kernels.push_back(&xxh3_avx2);
-#endif
-  kernels.push_back(&xxh3_base);
-  return kernels;
-}
-
 }  // namespace
-
-const Xxh3Kernel& xxh3_kernel() {
-  static const Xxh3Kernel& best = *supported().front();
-  return best;
-}
-
-const Xxh3Kernel& xxh3_kernel(const char* name) {
-  for (const Xxh3Kernel* kernel : supported())
-    if (std::strcmp(kernel->name, name) == 0) return *kernel;
-  fail("kernel must be one that this machine has, got ", name);
-}
 
 Xxh3::Xxh3(const Xxh3Kernel& kernel)
     : kernel_(kernel),

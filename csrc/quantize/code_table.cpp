@@ -11,14 +11,14 @@ namespace {
 constexpr int kMantissa = 128;  // bf16 magnitudes of one exponent
 
 // The codes of `count` magnitudes from `first` on.
-void codes_of(Codec codec, float scale, uint16_t first, int64_t count, uint8_t* codes) {
+void codes_of(CodeType code_type, float scale, uint16_t first, int64_t count, uint8_t* codes) {
   std::array<uint16_t, kMantissa> magnitudes;
   std::iota(magnitudes.begin(), magnitudes.begin() + count, first);
-  row_codec().encode(codec, RowType::kBfloat16, reinterpret_cast<const std::byte*>(magnitudes.data()), count, scale,
-                     reinterpret_cast<std::byte*>(codes), false);
+  quantize_kernels().best().encode(code_type, RowType::kBfloat16, reinterpret_cast<const std::byte*>(magnitudes.data()),
+                                   count, scale, reinterpret_cast<std::byte*>(codes), false);
 }
 
-// What to add to the magnitudes of a cell, whose codes these are: the first code, and one more from the step on.
+// Returns the offset of a cell with these codes: the first code, and one more from the step on.
 uint16_t cell_offset(const uint8_t* codes, int size, uint16_t first, int shift) {
   int step = 1;
   while (step < size && codes[step] == codes[0]) ++step;
@@ -27,9 +27,9 @@ uint16_t cell_offset(const uint8_t* codes, int size, uint16_t first, int shift) 
 
 }  // namespace
 
-std::optional<EncodeTable> make_encode_table(Codec codec, float scale) {
+std::optional<EncodeTable> make_encode_table(CodeType code_type, float scale) {
   if (!(scale >= 0x1p-100f && scale <= 0x1p100f)) return std::nullopt;
-  const bool e4m3 = codec == Codec::kE4m3;
+  const bool e4m3 = code_type == CodeType::kE4m3;
   const int shift = e4m3 ? 4 : 5, least_normal = e4m3 ? -6 : -14, smallest = e4m3 ? -9 : -16;
   const uint32_t bits = std::bit_cast<uint32_t>(scale);
   const uint16_t one = static_cast<uint16_t>(bits >> 23 << 7);  // the scale's own power of two
@@ -40,7 +40,7 @@ std::optional<EncodeTable> make_encode_table(Codec codec, float scale) {
   table.split = static_cast<uint16_t>(((bits + 0xffff) >> 16) + static_cast<uint32_t>(least_normal * kMantissa));
   std::array<uint8_t, kMantissa> codes;
   constexpr int kFine = kMantissa / EncodeTable::kNormalCells, kCoarse = 2 * kFine;
-  codes_of(codec, scale, one, kMantissa, codes.data());
+  codes_of(code_type, scale, one, kMantissa, codes.data());
   for (int cell = 0; cell < 2 * EncodeTable::kNormalCells; ++cell) {
     const int first = cell * kFine % kMantissa;
     table.normal[cell] = cell_offset(&codes[first], kFine, static_cast<uint16_t>(one + first), shift);
@@ -49,7 +49,7 @@ std::optional<EncodeTable> make_encode_table(Codec codec, float scale) {
   for (int cell = 0; cell < EncodeTable::kNormalCells; ++cell)
     table.normal_bytes[cell] = static_cast<uint8_t>(table.normal[cell] - table.normal_base);
   for (uint16_t first = table.least; first < table.split; first += kCoarse) {
-    codes_of(codec, scale, first, kCoarse, codes.data());
+    codes_of(code_type, scale, first, kCoarse, codes.data());
     const uint16_t offset = cell_offset(codes.data(), kCoarse, first, shift);
     table.subnormal[first / kCoarse % EncodeTable::kSubnormalCells] = offset;
     table.subnormal_bytes[(first - table.least) / kCoarse] = static_cast<uint8_t>(offset + first);
@@ -59,12 +59,12 @@ std::optional<EncodeTable> make_encode_table(Codec codec, float scale) {
   return table;
 }
 
-DecodeTable make_decode_table(Codec codec, RowType type, float scale) {
+DecodeTable make_decode_table(CodeType code_type, RowType type, float scale) {
   std::array<uint8_t, 128> codes;
   std::iota(codes.begin(), codes.end(), 0);
   DecodeTable table;
-  row_codec().decode(codec, type, reinterpret_cast<const std::byte*>(codes.data()), codes.size(), scale,
-                     reinterpret_cast<std::byte*>(table.numbers), false);
+  quantize_kernels().best().decode(code_type, type, reinterpret_cast<const std::byte*>(codes.data()), codes.size(),
+                                   scale, reinterpret_cast<std::byte*>(table.numbers), false);
   for (int i = 0; i < 128; ++i) {
     table.halves[i / 16][0][i % 16] = static_cast<uint8_t>(table.numbers[i]);
     table.halves[i / 16][1][i % 16] = static_cast<uint8_t>(table.numbers[i] >> 8);

@@ -1,7 +1,7 @@
-// Tables of what an 8-bit float and a scale make of numbers of 16 bits, small enough to lie in a few registers, and
-// exactly what RowCodec computes: they are filled from it.
+// EncodeTable and DecodeTable: an 8-bit float and a scale, tabulated for numbers of 16 bits. They fit a few registers,
+// and equal QuantizeKernel exactly: they are filled from it.
 //
-// DecodeTable: a code has 7 bits besides its sign; there is a number for each.
+// DecodeTable: a code has a sign and 7 more bits; the table has a number for each value of those 7 bits.
 //
 // EncodeTable: of bf16. A magnitude's bits are  eeeeeeee mmmmmmm,  and `shift` of the mantissa's are more than the code
 // has. Codes rise with magnitudes, so that what is to be known is where they step. A cell of magnitudes that differ in
@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "quantize/row_codec.h"
+#include "quantize/quantize_kernel.h"
 
 namespace kvpage {
 
@@ -44,10 +44,10 @@ struct DecodeTable {
   uint8_t halves[8][2][16];  // the low bytes of 16 of them, and the high ones
 };
 
-// Nothing for scales so far from one that quotients leave fp32's normal numbers. `codec` is that of an 8-bit float.
-std::optional<EncodeTable> make_encode_table(Codec codec, float scale);
+// Nothing for scales so far from one that quotients leave fp32's normal numbers. `code_type` is that of an 8-bit float.
+std::optional<EncodeTable> make_encode_table(CodeType code_type, float scale);
 
 // For rows of bf16 or fp16.
-DecodeTable make_decode_table(Codec codec, RowType type, float scale);
+DecodeTable make_decode_table(CodeType code_type, RowType type, float scale);
 
 }  // namespace kvpage

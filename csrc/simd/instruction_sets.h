@@ -1,18 +1,9 @@
-// What this machine's processor has of what some sources are compiled for.
+// The instruction sets that some sources are compiled for, by name: "base", "avx2", "avx512", "avx512bf16".
 #pragma once
 
 namespace kvpage {
 
-#if defined(__x86_64__)
-// And F16C, which is older than both.
-inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
-inline bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-inline bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-#endif
+// Returns whether this machine's processor runs code of that instruction set. Every machine has "base".
+bool has_instruction_set(const char* name);
 
 }  // namespace kvpage

@@ -13,6 +13,9 @@
 #include <emmintrin.h>
 #endif
 
+// Floats in a register.
+#define KVPAGE_LANES (KVPAGE_REGISTER_BYTES / 4)
+
 // SHUFFLE(a, b, i...): lanes of a (from 0) and b (from KVPAGE_LANES).
 #if defined(__clang__) || __GNUC__ >= 12
 #define KVPAGE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -82,7 +85,7 @@ inline Vec load(const Fp16* from) {
 #endif
 }
 
-// The first `count` elements, zeros behind them; nothing past them is read.
+// Returns the first `count` elements and zeros after them; nothing past them is read.
 template <typename T>
 inline Vec load_partial(const T* from, int64_t count) {
   T elements[kLanes] = {};
@@ -133,7 +136,8 @@ inline float max_lanes(Vec a) {
 // e**x for x <= 0, within 2 units in the last place; 0 where that is below the smallest normal number. NaN stays.
 // e**x = 2**n * e**r with n = round(x / ln 2); ln 2 is taken off in two parts; the polynomial is Cephes' expf.
 inline Vec exp_negative(Vec x) {
-  constexpr float kLowest = -87.33654f, kRound = 12582912.0f;  // 1.5 * 2**23: adding it leaves the integer in the low bits
+  constexpr float kLowest = -87.33654f,
+                  kRound = 12582912.0f;  // 1.5 * 2**23: adding it leaves the integer in the low bits
   const Vec clamped = x < kLowest ? splat(kLowest) : x;
   const Vec shifted = clamped * 1.44269504f + kRound;
   const Vec n = shifted - kRound;
@@ -163,15 +167,15 @@ inline Vec tanh(Vec x) {
   return magnitude < 0.625f ? near : far;
 }
 
-// --- stores past the processor's cache, after which the thread has to fence -----------------------------------------------
+// --- stores past the processor's cache, after which the thread has to fence ----------------------------------------
 
 template <typename T>
 inline void store_whole(std::byte* to, const T& from) {
   std::memcpy(to, &from, sizeof(from));
 }
 
-// Whether `bytes` from `to` on are worth streaming in vectors of this size: whole cache lines, since a part of one is
-// written to memory by itself.
+// Returns whether `bytes` from `to` on are worth streaming in vectors of this size: whole cache lines, since a part of
+// one is written to memory by itself.
 template <typename T>
 inline bool can_stream(const std::byte* to, int64_t bytes) {
 #if defined(__SSE2__)
@@ -197,7 +201,7 @@ inline void stream(std::byte* to, const T& from) {
   store_whole(to, from);
 }
 
-// --- one element, rounded to the nearest, ties to even ---------------------------------------------------------------
+// --- one element, rounded to the nearest, ties to even -------------------------------------------------------------
 
 inline void store_element(float* to, float x) { *to = x; }
 

@@ -12,7 +12,7 @@ struct Link {
   T* next = nullptr;
 };
 
-template <typename T, Link<T> T::*Member>
+template <typename T, Link<T> T::* Member>
 class LinkedList {
  public:
   T* front() const { return front_; }

@@ -7,8 +7,8 @@
 // Each level has a 64th of the bits of the one below, up to a single word, so the lowest free slot is found by
 // counting trailing zeros once a level: two levels for 4,096 slots, three for 262,144, six for 2^31.
 //
-// A slot's version is how often alloc has given it out. Whoever remembers what a slot held remembers the version too:
-// while it is the same, nobody has been given the slot to write something else. `occupy` takes a free slot back as it
+// A slot's version is how often alloc has given it out. A caller that remembers the contents of a slot remembers its
+// version too: while it is the same, the slot was given to no other writer. `occupy` takes a free slot back as it
 // is, with what it holds.
 //
 // Every call holds the allocator's mutex. One that throws has changed nothing.

@@ -56,7 +56,7 @@ int64_t SlotTree::num_pins() const {
   return root_.num_pins;
 }
 
-// --- what is asked of it ---
+// --- questions ---
 
 int64_t SlotTree::insert(const TokenView& tokens, int64_t slot, int64_t version) {
   std::lock_guard lock(mutex_);
@@ -215,7 +215,7 @@ void SlotTree::erase_leaf(SlotNode* leaf) noexcept {
   nodes_.erase(key_of(leaf));
 }
 
-// Removes, from this node up, what no slot holds and no pin keeps, and joins what is left where it need not be split.
+// Removes the nodes from this one up that no slot holds and no pin keeps. Joins the others where they need no split.
 void SlotTree::tidy(SlotNode* node) noexcept {
   while (!node->is_root() && node->num_holders == 0 && node->num_pins == 0) {
     SlotNode* parent = node->parent;
@@ -310,7 +310,7 @@ void SlotTree::touch_path(SlotNode* end) noexcept {
   }
 }
 
-// The oldest unpinned node is a leaf: its descendants would stand before it, and a pinned one would pin it.
+// The oldest unpinned node is a leaf: its descendants would be before it, and a pinned one would pin it.
 void SlotTree::evict() noexcept {
   while (num_tokens_ > max_capacity_ && unpinned_.front()) {
     SlotNode* leaf = unpinned_.front();

@@ -30,9 +30,9 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "base/token_view.h"
 #include "slots/slot_allocator.h"
 #include "slots/slot_node.h"
-#include "base/token_view.h"
 
 namespace kvpage {
 
@@ -65,7 +65,7 @@ class SlotTree {
   // one that is found stale is withdrawn for good. InvalidArgument if the allocator has no such slot.
   SlotMatch find(const TokenView& tokens, const SlotAllocator* allocator);
 
-  // As find, and pins what it finds, to be released by those tokens. No tokens take no pin.
+  // Finds as `find` does, and pins the result, to be released by those tokens. No tokens take no pin.
   SlotMatch pin(const TokenView& tokens, const SlotAllocator* allocator);
 
   // Gives back one pin that ends exactly at the end of the tokens. InvalidArgument if there is none.

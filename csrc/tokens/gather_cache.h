@@ -1,4 +1,4 @@
-// Reading the keys and values of sequences out of the blocks of a cache in host memory, one token after the other.
+// gather_cache: reads the keys and values of sequences from the blocks of a cache in host memory, token after token.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct GatherCache {
   int num_parts;
   BlockTables tables;
   const int64_t* seq_starts;  // [num_seqs]: the first token of each sequence that is read
-  const int64_t* seq_lens;    // [num_seqs]: how many from there
+  const int64_t* seq_lens;  // [num_seqs]: how many from there
   const int64_t* row_offsets[2];  // of each part, [num_seqs]: bytes from rows.data to the row of the first token
   int64_t num_heads;
   int max_threads;

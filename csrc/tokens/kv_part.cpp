@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 #include "base/prefetch.h"
-#include "simd/transpose.h"
+#include "simd/transpose_kernel.h"
 
 namespace kvpage {
 namespace {
@@ -45,20 +45,20 @@ void scatter(const KVPart& part, std::byte* place, int64_t count, int64_t size, 
   });
 }
 
-// --- by way of the first-level cache ---------------------------------------------------------------------------------
+// --- by way of the first-level cache -------------------------------------------------------------------------------
 //
-// What is written past the cache has to be written in whole lines, one after the other. So a tile is turned around in
-// the first-level cache, and copied from there. Whoever reads blocks in any order waits for memory, unless as much as
-// is turned around is asked for meanwhile of what comes next: a few lines at a time, since many at once have to wait.
+// Writes past the cache have to be whole lines, one after the other. So a tile is transposed in the first-level cache
+// and copied from there. Blocks come in any order, and reading them waits for memory. So each tile fetches as many
+// bytes of the next block: a few lines at a time, since many at once have to wait.
 //
 //   collect     cache ── runs ──► tile: rows, a line more than their length apart ── each row ──► out
-//   scatter     in ── rows ──► tile: as it lies in the cache ── in one piece ──► cache
+//   scatter     in ── rows ──► tile: in the cache's order ── one run ──► cache
 //
-// A tile is all tokens' elements [d, d + num): one dense piece of a block that is written as a whole.
+// A tile is all tokens' elements [d, d + num): one dense run of a block that is written as a whole.
 
 constexpr int64_t kLine = 64, kTileBytes = 2 << 10, kMostTokens = 256;
 // At least a line of each token; and the lines between rows, for without them rows would share few sets of the cache.
-constexpr int64_t kBufferBytes = std::max(kTileBytes, kMostTokens * kLine) + kMostTokens * kLine;
+constexpr int64_t kBufferBytes = std::max(kTileBytes, kMostTokens* kLine) + kMostTokens * kLine;
 
 struct Tile {
   alignas(kLine) std::byte bytes[kBufferBytes];

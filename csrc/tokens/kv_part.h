@@ -29,15 +29,16 @@ struct KVPart {
   }
 };
 
-// How much is moved besides. `past_cache`: what is written goes past the processor's cache, where it lies dense, and the
-// caller fences. `next`: as many bytes as are moved, that are read soon after; they are asked for meanwhile. Or null.
+// How tokens pass the processor's cache. `past_cache`: dense writes go past it, and the caller fences. `next`: as many
+// bytes as are moved, which are read soon after and fetched meanwhile; or null.
 struct Streaming {
   bool past_cache = false;
   const std::byte* next = nullptr;
 };
 
-// The first `size` elements of one head of `count` tokens that follow each other in a block, whose first is at `place`
-// (KVPart::at): to rows of `out_stride` bytes, or from such rows. What lies behind them in the cache stays.
+// Copy the first `size` elements of one head of `count` tokens that follow each other in a block: to rows of
+// `out_stride` bytes, or from such rows. The first token is at `place` (KVPart::at). The rest of each head in the cache
+// stays.
 void collect_tokens(const KVPart& part, const std::byte* place, int64_t count, int64_t size, std::byte* out,
                     int64_t out_stride, const Streaming& streaming);
 void scatter_tokens(const KVPart& part, std::byte* place, int64_t count, int64_t size, const std::byte* in,

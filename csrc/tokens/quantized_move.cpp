@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <vector>
 
-#include "copy/host/host_copy.h"
-#include "tokens/kv_part.h"
+#include "base/copy_bytes.h"
 #include "base/prefetch.h"
+#include "quantize/quantize_kernel.h"
+#include "tokens/kv_part.h"
 
 namespace kvpage {
 namespace {
@@ -14,29 +16,18 @@ namespace {
 constexpr int64_t kLine = 64, kScaleBytes = sizeof(float);
 constexpr int64_t kCodesAtOnce = 64 << 10;  // bytes that a thread turns around in its second-level cache
 constexpr int64_t kRowsAhead = 4 << 10;  // bytes; nearer it comes too late, a block further no better, or worse
-constexpr int64_t kTabledElements = 16 << 10;  // of a scale: a few times what making its table costs
 
-float head_scale(const TokenMove& move, int64_t head) {
-  return move.head_scales ? move.head_scales[head * move.head_scale_stride] : 1.0f;
-}
-
-int64_t num_scales(const TokenMove& move, int64_t num_heads) {
-  return move.head_scales && move.head_scale_stride != 0 ? num_heads : 1;
-}
-
-bool is_fp8(Codec codec) { return codec == Codec::kE4m3 || codec == Codec::kE5m2; }
-
-// Of this thread, until it asks again; begins with a line.
+// Returns memory of this thread, valid until its next call. Begins at a cache line.
 std::byte* scratch(int64_t bytes) {
   thread_local std::vector<std::byte> buffer;
   if (static_cast<int64_t>(buffer.size()) < bytes + kLine) buffer.resize(static_cast<size_t>(bytes + kLine));
   return buffer.data() + (-reinterpret_cast<intptr_t>(buffer.data()) & (kLine - 1));
 }
 
-// How rows and codes pass by. `past_cache`: what is written goes past the processor's cache. `ahead`: so many bytes
-// behind what is read lies what is read soon after, which is asked for meanwhile; 0 asks for nothing. Blocks come in
-// any order, which the processor cannot foresee. Rows that are read one after the other it foresees better by itself,
-// unless a block's codes are turned around in between, or int8 reads each row twice.
+// How rows and codes pass the processor's cache. `past_cache`: writes go past it. `ahead`: the distance in bytes from
+// the row that is read to the one that is read soon after, which is fetched meanwhile; 0 fetches nothing. Blocks come
+// in any order, which the processor cannot foresee. It foresees rows in a row by itself, unless a block's codes are
+// transposed in between, or int8 reads each row twice.
 struct Flow {
   bool past_cache = false;
   int64_t ahead = 0;
@@ -46,9 +37,9 @@ struct Flow {
   }
 };
 
-// Heads that lie side by side on both ends and share one scale are one head, many times as long.
+// Heads that are adjacent on both sides and share one scale become one head, many times as long.
 TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
-  const bool shares_scale = is_fp8(move.codec) && num_scales(move, num_heads) == 1;
+  const bool shares_scale = is_fp8(move.code_type) && move.num_scales(num_heads) == 1;
   const bool dense = move.cache.head_stride == move.size && move.rows.head_stride == move.row_bytes();
   if (!shares_scale || !dense || !is_one_run(move)) return move;
   move.size *= num_heads;
@@ -57,7 +48,7 @@ TokenMove with_merged_heads(TokenMove move, int64_t& num_heads) {
   return move;
 }
 
-// body(head, first token, number of tokens), in the order in which what is read lies in memory, with these strides.
+// Calls body(head, first token, number of tokens) in the order of the memory that is read, with these strides.
 template <typename Body>
 void for_each_head(int64_t head_stride, int64_t token_stride, int64_t num_heads, int64_t count, const Body& body) {
   if (num_heads > 1 && head_stride < token_stride) {
@@ -71,33 +62,33 @@ void for_each_head(int64_t head_stride, int64_t token_stride, int64_t num_heads,
 // One head of `count` tokens: rows to codes in rows of `stride` bytes.
 void encode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
                    const std::byte* rows, std::byte* codes, int64_t stride, const Flow& flow) {
-  const RowCodec& codec = row_codec();
+  const QuantizeKernel& kernel = quantize_kernels().best();
   const EncodeTable* table = move.encode_tables ? move.encode_tables + head * move.head_scale_stride : nullptr;
   for (int64_t token = 0; token < count; ++token, rows += move.rows.token_stride, codes += stride) {
     flow.ask(rows, move.row_bytes());
     if (table) {
-      codec.encode_by_table(*table, rows, move.size, codes, flow.past_cache);
+      kernel.encode_by_table(*table, rows, move.size, codes, flow.past_cache);
       continue;
     }
-    const float scale = codec.encode(move.codec, move.row_type, rows, move.size, head_scale(move, head), codes,
-                                     flow.past_cache);
-    if (move.codec == Codec::kInt8) *move.cache.scale_at(block_id, offset + token, head) = scale;
+    const float scale =
+        kernel.encode(move.code_type, move.row_type, rows, move.size, move.head_scale(head), codes, flow.past_cache);
+    if (move.code_type == CodeType::kInt8) *move.cache.scale_at(block_id, offset + token, head) = scale;
   }
 }
 
 void decode_tokens(const TokenMove& move, int64_t head, int64_t block_id, int64_t offset, int64_t count,
                    const std::byte* codes, int64_t stride, std::byte* rows, const Flow& flow) {
-  const RowCodec& codec = row_codec();
+  const QuantizeKernel& kernel = quantize_kernels().best();
   const DecodeTable* table = move.decode_tables ? move.decode_tables + head * move.head_scale_stride : nullptr;
   for (int64_t token = 0; token < count; ++token, codes += stride, rows += move.rows.token_stride) {
     flow.ask(codes, move.size);
     if (table) {
-      codec.decode_by_table(*table, codes, move.size, rows, flow.past_cache);
+      kernel.decode_by_table(*table, codes, move.size, rows, flow.past_cache);
       continue;
     }
-    const float scale = move.codec == Codec::kInt8 ? *move.cache.scale_at(block_id, offset + token, head)
-                                                   : head_scale(move, head);
-    codec.decode(move.codec, move.row_type, codes, move.size, scale, rows, flow.past_cache);
+    const float scale = move.code_type == CodeType::kInt8 ? *move.cache.scale_at(block_id, offset + token, head)
+                                                          : move.head_scale(head);
+    kernel.decode(move.code_type, move.row_type, codes, move.size, scale, rows, flow.past_cache);
   }
 }
 
@@ -109,7 +100,7 @@ void encode_batch(const TokenMove& move, int64_t head, int64_t block_id, int64_t
   std::byte* place = reinterpret_cast<std::byte*>(move.cache.scale_at(block_id, offset, head));
   for (int64_t first = 0; first < batch.num_rows; first += kAtOnce) {
     const int64_t num = std::min(kAtOnce, batch.num_rows - first);
-    row_codec().encode_int8_bf16(batch.part(first, num), scales);
+    quantize_kernels().best().encode_int8_bf16(batch.part(first, num), scales);
     for (int64_t i = 0; i < num; ++i) std::memcpy(place + (first + i) * scale_stride, &scales[i], sizeof(float));
   }
 }
@@ -134,7 +125,7 @@ void write_int8_run(const TokenMove& move, int64_t num_heads, int64_t block_id, 
 
 void write_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                    const std::byte* row, const Flow& flow) {
-  if (move.codec == Codec::kInt8 && move.row_type == RowType::kBfloat16)
+  if (move.code_type == CodeType::kInt8 && move.row_type == RowType::kBfloat16)
     return write_int8_run(move, num_heads, block_id, offset, count, row, flow);
   const TokenMove merged = with_merged_heads(move, num_heads);
   const RowView& rows = move.rows;
@@ -155,17 +146,17 @@ void read_one_run(const TokenMove& move, int64_t num_heads, int64_t block_id, in
   });
 }
 
-// --- int8 past the cache ---------------------------------------------------------------------------------------------
+// --- int8 past the cache -------------------------------------------------------------------------------------------
 //
-// A head's codes and the scale behind them are seldom whole lines, but those of all heads of a few tokens mostly are:
+// A head's codes and the scale after them are seldom whole lines, but those of all heads of a few tokens mostly are:
 // they are put together in the first-level cache, and go past it from there.
 //
 //   NHD   [ codes | scale ][ codes | scale ] ... of a token's heads, then of the next token's
 
-// Whether heads and tokens lie like that, nothing between them.
+// Returns whether heads and tokens are arranged like that, nothing between them.
 bool is_dense_with_scales(const TokenMove& move, int64_t num_heads) {
   const KVPart& cache = move.cache;
-  return move.codec == Codec::kInt8 && cache.head_stride == move.size + kScaleBytes &&
+  return move.code_type == CodeType::kInt8 && cache.head_stride == move.size + kScaleBytes &&
          cache.token_stride == num_heads * cache.head_stride && cache.scales == cache.data + move.size &&
          cache.scale_block_stride == cache.block_stride && cache.scale_token_stride == cache.token_stride &&
          cache.scale_head_stride == cache.head_stride;
@@ -184,13 +175,13 @@ void write_dense_with_scales(const TokenMove& move, int64_t num_heads, int64_t b
   }
 }
 
-// A token's codes of all heads lie dense; from one token to the next is a line more, for without it 16 tokens would
+// A token's codes of all heads are dense. From one token to the next is a line more: without it 16 tokens would
 // share few sets of the processor's cache.
 int64_t code_stride(const TokenMove& move, int64_t num_heads) {
   return (num_heads * move.size + kLine - 1) / kLine * kLine + kLine;
 }
 
-// The move with codes that lie token by token, in place of the cache's from the token at `offset` on. Scales are still
+// Returns the move with codes token by token, in place of the cache's from the token at `offset` on. Scales are still
 // the cache's.
 TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_t offset, std::byte* codes) {
   KVPart& cache = move.cache;
@@ -201,7 +192,7 @@ TokenMove with_codes(TokenMove move, int64_t num_heads, int64_t block_id, int64_
   return move;
 }
 
-// The scales of a block that is written as a whole lie dense in the backend "paged": they are put together, too, and go
+// The scales of a block that is written as a whole are dense in the backend "paged": they are put together, too, and go
 // past the cache from there.
 class StagedScales {
  public:
@@ -210,7 +201,7 @@ class StagedScales {
 
   static bool fit(const TokenMove& move, int64_t num_heads, int64_t count) {
     const KVPart& cache = move.cache;
-    return move.codec == Codec::kInt8 && cache.scale_token_stride == kScaleBytes &&
+    return move.code_type == CodeType::kInt8 && cache.scale_token_stride == kScaleBytes &&
            cache.scale_head_stride == count * kScaleBytes && num_heads * count <= kMost;
   }
 
@@ -232,46 +223,19 @@ class StagedScales {
   alignas(kLine) float scales_[kMost];
 };
 
-// body(first token, number of tokens, codes) for pieces of a block's tokens whose codes fit into the scratch.
+// body(first token, number of tokens, codes) for parts of a block's tokens whose codes fit into the scratch.
 template <typename Body>
-void for_each_piece(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
+void for_each_part(const TokenMove& move, int64_t num_heads, int64_t count, const Body& body) {
   const int64_t token_codes = code_stride(move, num_heads);
   const int64_t at_once = std::clamp<int64_t>(kCodesAtOnce / token_codes, 1, count);
   std::byte* codes = scratch(at_once * token_codes);
   for (int64_t first = 0; first < count; first += at_once) body(first, std::min(at_once, count - first), codes);
 }
 
-bool is_worth_tables(const TokenMove& move, int64_t num_heads, int64_t num_tokens) {
-  return is_fp8(move.codec) && num_tokens * num_heads * move.size >= kTabledElements * num_scales(move, num_heads);
-}
-
-// One a scale, or none.
-std::vector<EncodeTable> encode_tables(const TokenMove& move, int64_t num_heads, int64_t num_tokens) {
-  std::vector<EncodeTable> tables;
-  const bool has_them = row_codec().encode_by_table && move.row_type == RowType::kBfloat16;
-  if (!has_them || !is_worth_tables(move, num_heads, num_tokens)) return tables;
-  for (int64_t head = 0; head < num_scales(move, num_heads); ++head) {
-    const std::optional<EncodeTable> table = make_encode_table(move.codec, head_scale(move, head));
-    if (!table) return {};
-    tables.push_back(*table);
-  }
-  return tables;
-}
-
-std::vector<DecodeTable> decode_tables(const TokenMove& move, int64_t num_heads, int64_t num_tokens) {
-  std::vector<DecodeTable> tables;
-  const bool has_them =
-      row_codec().decode_by_table && (move.row_type == RowType::kBfloat16 || move.row_type == RowType::kFloat16);
-  if (!has_them || !is_worth_tables(move, num_heads, num_tokens)) return tables;
-  for (int64_t head = 0; head < num_scales(move, num_heads); ++head)
-    tables.push_back(make_decode_table(move.codec, move.row_type, head_scale(move, head)));
-  return tables;
-}
-
-// By way of codes that lie token by token.
+// Writes by way of codes that are arranged token by token.
 void write_runs(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
                 const std::byte* row, bool streaming) {
-  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
+  for_each_part(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
     write_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride,
                   {false, streaming ? kRowsAhead : 0});
@@ -288,7 +252,7 @@ void write_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id,
   if (is_one_run(move)) {
     if (streaming && is_dense_with_scales(move, num_heads))
       return write_dense_with_scales(move, num_heads, block_id, offset, count, row);
-    const int64_t ahead = streaming && move.codec == Codec::kInt8 ? kRowsAhead : 0;
+    const int64_t ahead = streaming && move.code_type == CodeType::kInt8 ? kRowsAhead : 0;
     return write_one_run(move, num_heads, block_id, offset, count, row, {streaming, ahead});
   }
   if (streaming && StagedScales::fit(move, num_heads, count)) {
@@ -305,7 +269,7 @@ void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, 
     const int64_t ahead = move.cache.at(next_block_id, 0, 0) - move.cache.at(block_id, offset, 0);
     return read_one_run(move, num_heads, block_id, offset, count, row, {streaming, streaming ? ahead : 0});
   }
-  for_each_piece(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
+  for_each_part(move, num_heads, count, [&](int64_t first, int64_t num, std::byte* codes) {
     for (int64_t head = 0; head < num_heads; ++head) {
       if (streaming) prefetch(move.cache.at(next_block_id, 0, head) + first * move.size, num * move.size);
       collect_tokens(move.cache, move.cache.at(block_id, offset + first, head), num, move.size,
@@ -314,24 +278,6 @@ void read_quantized(const TokenMove& move, int64_t num_heads, int64_t block_id, 
     const TokenMove encoded = with_codes(move, num_heads, block_id, offset + first, codes);
     read_one_run(encoded, num_heads, 0, 0, num, row + first * move.rows.token_stride, {streaming, 0});
   });
-}
-
-TabledMoves TabledMoves::for_writes(const TokenMove* moves, int num_moves, int64_t num_heads, int64_t num_tokens) {
-  TabledMoves tabled(moves, num_moves);
-  for (TokenMove& move : tabled.moves_) {
-    tabled.encode_tables_.push_back(encode_tables(move, num_heads, num_tokens));
-    if (!tabled.encode_tables_.back().empty()) move.encode_tables = tabled.encode_tables_.back().data();
-  }
-  return tabled;
-}
-
-TabledMoves TabledMoves::for_reads(const TokenMove* moves, int num_moves, int64_t num_heads, int64_t num_tokens) {
-  TabledMoves tabled(moves, num_moves);
-  for (TokenMove& move : tabled.moves_) {
-    tabled.decode_tables_.push_back(decode_tables(move, num_heads, num_tokens));
-    if (!tabled.decode_tables_.back().empty()) move.decode_tables = tabled.decode_tables_.back().data();
-  }
-  return tabled;
 }
 
 }  // namespace kvpage

@@ -1,12 +1,12 @@
 #include "tokens/raw_move.h"
 
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 
 namespace kvpage {
 namespace {
 
-// Runs of bytes of one token's heads or of one head's tokens: as few copies as lie dense on both ends, in the order in
-// which what is read lies in memory.
+// Runs of bytes of one token's heads or of one head's tokens: as few copies as are dense on both sides, in the order of
+// the memory that is read.
 //   copy(cache offset, row offset, bytes), both from the first token's first head
 template <typename Copy>
 void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, bool reads_rows, const Copy& copy) {
@@ -29,7 +29,8 @@ void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, boo
     copy(token * cache.token_stride + head * cache.head_stride,
          token * move.rows.token_stride + head * move.rows.head_stride, bytes);
   };
-  const bool by_token = reads_rows ? move.rows.head_stride < move.rows.token_stride : cache.head_stride < cache.token_stride;
+  const bool by_token =
+      reads_rows ? move.rows.head_stride < move.rows.token_stride : cache.head_stride < cache.token_stride;
   if (by_token) {
     for (int64_t token = 0; token < count; ++token)
       for (int64_t head = 0; head < num_heads; ++head) copy_one(token, head);
@@ -39,8 +40,9 @@ void for_each_dense(const TokenMove& move, int64_t num_heads, int64_t count, boo
   }
 }
 
-// One head's share of the rows that mostly come next: those behind `count` tokens, in the order of memory.
-const std::byte* next_rows(const TokenMove& move, int64_t num_heads, int64_t count, const std::byte* row, int64_t head) {
+// Returns one head's share of the rows that mostly come next: those after `count` tokens, in the order of memory.
+const std::byte* next_rows(const TokenMove& move, int64_t num_heads, int64_t count, const std::byte* row,
+                           int64_t head) {
   const bool by_token = num_heads == 1 || move.rows.head_stride < move.rows.token_stride;
   return row + count * move.rows.token_stride + head * (by_token ? count * move.row_bytes() : move.rows.head_stride);
 }
@@ -63,8 +65,8 @@ void write_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64
   }
 }
 
-void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-              std::byte* row, int64_t next_block_id, bool streaming) {
+void read_raw(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count, std::byte* row,
+              int64_t next_block_id, bool streaming) {
   const KVPart& cache = move.cache;
   if (is_one_run(move)) {
     const std::byte* place = cache.at(block_id, offset, 0);

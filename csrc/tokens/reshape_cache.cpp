@@ -4,9 +4,10 @@
 #include <vector>
 
 #include "base/check.h"
-#include "copy/host/host_copy.h"
+#include "base/copy_bytes.h"
 #include "base/parallel.h"
-#include "tokens/quantized_move.h"
+#include "tokens/move_tokens.h"
+#include "tokens/tabled_moves.h"
 
 namespace kvpage {
 namespace {

@@ -1,4 +1,4 @@
-// Writing the keys and values of new tokens into the slots of a cache in host memory.
+// reshape_cache: writes the keys and values of new tokens into the slots of a cache in host memory.
 #pragma once
 
 #include <cstdint>

@@ -3,8 +3,6 @@
 #include <limits>
 
 #include "base/check.h"
-#include "tokens/quantized_move.h"
-#include "tokens/raw_move.h"
 
 namespace kvpage {
 namespace {
@@ -12,14 +10,15 @@ namespace {
 constexpr int64_t kMostElementBytes = 16;  // of complex128
 
 void check_kinds(const TokenMove& move) {
-  const auto row_type = static_cast<int>(move.row_type), codec = static_cast<int>(move.codec);
-  check(row_type >= 0 && row_type <= static_cast<int>(RowType::kBits), "row_type must be a RowType, got ", row_type);
-  check(codec >= 0 && codec <= static_cast<int>(Codec::kInt8), "codec must be a Codec, got ", codec);
-  check((move.row_type == RowType::kBits) == (move.codec == Codec::kBits),
-        "rows must be copied as they are exactly where there is no codec, got row_type ", row_type, " and codec ", codec);
-  if (move.codec == Codec::kBits) return;
-  check(move.cache.element_bytes == 1, "a codec's elements must be of 1 byte, got ", move.cache.element_bytes);
-  check(move.codec != Codec::kInt8 || move.cache.scales, "int8 must have scales in its blocks, got none");
+  const auto row_type = static_cast<int>(move.row_type), code_type = static_cast<int>(move.code_type);
+  check(row_type >= 0 && row_type <= static_cast<int>(RowType::kBits), "row_type must be in [0, 3], got ", row_type);
+  check(code_type >= 0 && code_type <= static_cast<int>(CodeType::kInt8), "code_type must be in [0, 3], got ",
+        code_type);
+  check((move.row_type == RowType::kBits) == (move.code_type == CodeType::kBits),
+        "row_type and code_type must both be bits or both be numbers, got ", row_type, " and ", code_type);
+  if (move.code_type == CodeType::kBits) return;
+  check(move.cache.element_bytes == 1, "element_bytes must be 1 for codes, got ", move.cache.element_bytes);
+  check(move.code_type != CodeType::kInt8 || move.cache.scales, "int8 must have scales in its blocks, got none");
 }
 
 }  // namespace
@@ -41,18 +40,6 @@ void check_blocks_of_cache(int64_t num_blocks, int64_t block_size) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   check(num_blocks >= 0 && num_blocks <= kMost, "num_blocks must be in [0, ", kMost, "], got ", num_blocks);
   check(block_size > 0 && block_size <= kMost, "block_size must be in [1, ", kMost, "], got ", block_size);
-}
-
-void write_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                  const std::byte* row, bool streaming) {
-  const auto write = move.row_type == RowType::kBits ? &write_raw : &write_quantized;
-  write(move, num_heads, block_id, offset, count, row, streaming);
-}
-
-void read_tokens(const TokenMove& move, int64_t num_heads, int64_t block_id, int64_t offset, int64_t count,
-                 std::byte* row, int64_t next_block_id, bool streaming) {
-  const auto read = move.row_type == RowType::kBits ? &read_raw : &read_quantized;
-  read(move, num_heads, block_id, offset, count, row, next_block_id, streaming);
 }
 
 }  // namespace kvpage

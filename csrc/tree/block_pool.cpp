@@ -31,8 +31,8 @@ void BlockPool::allocate(std::span<int32_t> ids) {
 }
 
 void BlockPool::check_id(int64_t block_id) const {
-  check(block_id >= 0 && block_id < num_blocks(), "block id must be between 0 and num_blocks - 1 = ",
-        num_blocks() - 1, ", got ", block_id);
+  check(block_id >= 0 && block_id < num_blocks(), "block id must be between 0 and num_blocks - 1 = ", num_blocks() - 1,
+        ", got ", block_id);
 }
 
 uint32_t BlockPool::count_or_zero(int32_t block_id) const {
@@ -74,7 +74,7 @@ void BlockPool::release_locked(std::span<const int32_t> ids) {
       continue;
     }
     const uint32_t count = count_or_zero(ids[i]);
-    num_free_ = num_free_before;  // what was pushed lies above the stack again
+    num_free_ = num_free_before;  // the pushed ids are above the stack again
     for (size_t done = i + 1; done < ids.size(); ++done) ++counts_[ids[done]];
     refuse(ids[i], count, "release");
   }
@@ -95,7 +95,7 @@ void BlockPool::check_adoptable(std::span<const int32_t> fresh, std::span<const 
   std::lock_guard lock(mutex_);
   const int64_t num_free_before = num_free_;
   adopt_locked(fresh, surplus);
-  num_free_ = num_free_before;  // what was pushed lies above the stack again
+  num_free_ = num_free_before;  // the pushed ids are above the stack again
   for (int32_t id : surplus) ++counts_[id];
   for (int32_t id : fresh) counts_[id] = 1;
 }

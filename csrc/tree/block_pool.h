@@ -9,8 +9,8 @@
 // A fresh pool hands out ascending ids. What is released together comes back in the same order when it is allocated
 // again, so that runs of neighbouring blocks, which copies merge, survive.
 //
-// A cached block has exactly one reference, its tree's. Nobody else can share or release it (pin a Match instead),
-// so evicting it is certain to free it, and a caller who releases a block twice cannot pull it from under the tree.
+// A cached block has exactly one reference, its tree's. No caller can share or release it (pin a Match instead). So
+// evicting it is certain to free it, and a caller who releases a block twice cannot take it from the tree.
 //
 // Every call holds the pool's mutex and is all or nothing: one that throws has changed nothing.
 #pragma once
@@ -61,7 +61,7 @@ class BlockPool {
   // The tree's references end; the last block ends up deepest in the stack. The ids are cached ones, unchecked.
   void drop(std::span<const int32_t> ids) noexcept;
 
-  // Whether each block is cached. For the tree's own check.
+  // Returns whether each block is cached. For the tree's own check.
   bool all_cached(std::span<const int32_t> ids) const;
 
  private:

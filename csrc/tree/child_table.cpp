@@ -43,7 +43,7 @@ void ChildTable::insert(TreeNode* node) noexcept {
 void ChildTable::erase(const TreeNode* node) noexcept {
   size_t hole = home(node->hash);
   while (entries_[hole].node != node) hole = next(hole);
-  // An entry further on may fill the hole if its home does not lie behind the hole, cyclically.
+  // An entry further on may fill the hole unless its home is after the hole, cyclically.
   for (size_t slot = next(hole); entries_[slot].node; slot = next(slot)) {
     const size_t mask = entries_.size() - 1;
     if (((slot - home(entries_[slot].hash)) & mask) < ((slot - hole) & mask)) continue;

@@ -7,7 +7,7 @@
 //
 // (d: has device blocks, h: has host blocks.) Lower priorities go first. Both orders are orders of last use and nothing
 // else: a block that moves from the device to the host keeps its place. That costs O(1) since it is the first on the
-// device: all that stands before it is on the host, so its place in `host_use` is behind its neighbour.
+// device: all before it are on the host, so its place in `host_use` is right after its neighbour.
 //
 // "First on device" only moves forward, since nodes get device blocks while they are pinned and are then the newest:
 // each node is passed once.
@@ -33,7 +33,7 @@ class EvictionOrder {
     return nullptr;
   }
 
-  // Whether listed node `a` loses its blocks before listed node `b`.
+  // Returns whether listed node `a` loses its blocks before listed node `b`.
   static bool before(const TreeNode* a, const TreeNode* b) {
     return a->priority != b->priority ? a->priority < b->priority : a->used_at < b->used_at;
   }

@@ -3,7 +3,7 @@
 //      oldest                                        newest
 //      | leaf of a | leaf of b | trunk of a and b |  ...
 //
-// A node always stands before its ancestors, so the oldest one has no descendant that could still be used: evicting
+// A node is always before its ancestors, so the oldest one has no descendant that could still be used: evicting
 // is taking the first.
 #pragma once
 

@@ -1,4 +1,4 @@
-// PrefixTree: which tokens have their K and V in which blocks. A radix tree whose edges are runs of whole blocks.
+// PrefixTree: finds the blocks that hold the K and V of tokens. A radix tree whose edges are runs of whole blocks.
 //
 //      namespace ""                         block_size 2; each edge: tokens / block ids
 //        |-- [1 2 3 4 / 7 8] --+-- [5 6 / 9]
@@ -16,7 +16,7 @@
 // The tree moves no bytes. What has to be copied comes back as pairs of block ids; the caller orders these copies, one
 // list after the other, before anything else is written.
 //
-// Pins. Every live Match pins the nodes from its end to its root. A pinned node stays as it is; an unpinned one stands
+// Pins. Every live Match pins the nodes from its end to its root. A pinned node stays as it is; an unpinned one is
 // in the order of last use (EvictionOrder) and loses its blocks from its end.
 //
 // A split leaves the lower half at the node's address, because matches point at the node where they end; the upper
@@ -39,11 +39,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/token_view.h"
 #include "tree/block_pool.h"
 #include "tree/child_table.h"
 #include "tree/eviction_order.h"
 #include "tree/sibling_index.h"
-#include "base/token_view.h"
 #include "tree/tree_entry.h"
 #include "tree/tree_log.h"
 #include "tree/tree_node.h"
@@ -76,7 +76,8 @@ class Match {
 // From one tier's block to the other's.
 using TierPair = std::pair<int32_t, int32_t>;
 
-// What a match shares with the block that follows it: the first tokens of a block of another path, which is pinned.
+// The part that a match shares with the block that follows it: the first tokens of a block of another path, which is
+// pinned.
 struct PartMatch {
   Match match;
   int64_t num_tokens = 0;  // at least 1, fewer than a block's
@@ -86,8 +87,8 @@ struct PartMatch {
 
 class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
  public:
-  // Throws InvalidArgument unless 0 < block_size < 2^31, and if the two pools are one. Without a host pool there is only
-  // the device tier. `hash_mask` is for tests, see ChildTable.
+  // Throws InvalidArgument unless 0 < block_size < 2^31, and if the two pools are one. Without a host pool there is
+  // only the device tier. `hash_mask` is for tests, see ChildTable.
   PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool = nullptr,
              uint64_t hash_mask = ~uint64_t{0});
   virtual ~PrefixTree();
@@ -105,8 +106,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
   // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
-  // num_left_over is negative, or if the first block that is not cached holds an id outside of 32 bits; later tokens are
-  // not read.
+  // num_left_over is negative, or if the first block that is not cached holds an id outside of 32 bits; later tokens
+  // are not read.
   Match match(const TokenView& tokens, std::string_view name, int priority = 0, int64_t num_left_over = 1);
 
   // The longest part of the block after `match` that the first block of a path below it shares with `tokens`, which are
@@ -120,7 +121,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // Another Match of the same path. InvalidArgument if `match` is released or another tree's.
   Match pin(const Match& match);
 
-  // Unpins the path, from its end to the root; what nobody pins any more becomes the most recently used.
+  // Unpins the path, from its end to the root; nodes without pins become the most recently used.
   // InvalidArgument if `match` is released or another tree's.
   void release(Match& match);
   bool is_released(const Match& match) const;
@@ -128,9 +129,9 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // How many of the path's blocks are on the device: the first ones.
   int64_t num_device_blocks(const Match& match) const;
 
-  // Gives device blocks to the first host-only blocks of the path, one for each of `block_ids`, which become the tree's:
-  // the (host, device) pairs to copy. InvalidArgument for more ids than such blocks, and for an id that is not the
-  // caller's alone.
+  // Gives device blocks to the first host-only blocks of the path, one for each of `block_ids`, which become the
+  // tree's: the (host, device) pairs to copy. InvalidArgument for more ids than such blocks, and for an id that is not
+  // the caller's alone.
   std::vector<TierPair> promote(const Match& match, std::span<const int32_t> block_ids);
 
   // Shortens the match to what of it is on the device; the rest becomes the most recently used.
@@ -142,7 +143,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   // Caches tokens[i * block_size, ...) in block_ids[i], below the end of `after` or the namespace's root. Pins the
   // whole path; `after` is consumed. Where the tokens are on the device already, the caller's block is released and the
-  // tree's stands in the path (it may also be named itself); where they are on the host only, the caller's block becomes
+  // tree's is in the path (the caller may also name it); where they are on the host only, the caller's block becomes
   // their device block. InvalidArgument if the numbers of tokens and blocks do not agree, a token does not fit into 32
   // bits, `after` is released, another tree's, not wholly on the device, or comes with a namespace or a priority, or a
   // block is not the caller's alone.
@@ -150,11 +151,11 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
                int priority = 0);
 
   // Frees up to that many device blocks, lowest priority and least recently used first; of an edge, its last first.
-  // What has no host block is forgotten, with the host-only blocks below it. Returns how many.
+  // A block without a host block is forgotten, with the host-only blocks below it. Returns how many.
   int64_t evict(int64_t num_blocks);
 
-  // As evict, but gives host blocks to those that have none, making room on the host as evict_host does: also returns the
-  // (device, host) pairs to copy before the device blocks are written. What finds no room is forgotten.
+  // Evicts, and gives host blocks to those that have none, making room on the host as evict_host does. Also returns the
+  // (device, host) pairs to copy before the device blocks are written. A block without room is forgotten.
   std::pair<int64_t, std::vector<TierPair>> demote(int64_t num_blocks);
 
   // Frees up to that many host blocks, as evict does. What has no device block is forgotten. Returns how many.
@@ -179,8 +180,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // take_changes is the whole tree. InvalidArgument if negative.
   void log_changes(int64_t max_bytes);
 
-  // What was cached and given up since the last call, in order; or, where that was lost or nobody has asked before, all
-  // that is cached, as a restart. InvalidArgument if no log is kept.
+  // Returns the changes since the last call, in order. The first answer, and one after changes were lost, is all that
+  // is cached, as a restart. Throws InvalidArgument if no log is kept.
   TreeChanges take_changes();
 
   // Makes the next answer a restart.
@@ -227,7 +228,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void append_edge(TreeNode* node, const TokenView& tokens, std::span<const int32_t> fresh) noexcept;
   void link_child(TreeNode* parent, TreeNode* child) noexcept;
   static std::vector<TreeNode*> host_only_path(TreeNode* end);
-  void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids, std::vector<TierPair>* pairs) noexcept;
+  void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids,
+                   std::vector<TierPair>* pairs) noexcept;
 
   int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
@@ -273,8 +275,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_evictable_ = 0;
   int64_t num_matches_ = 0;  // live ones
   std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
-  std::unique_ptr<TreeLog> log_;             // null unless it is asked for
-  uint64_t log_begin_ = 0;                   // on the steady clock
+  std::unique_ptr<TreeLog> log_;  // null unless changes are logged
+  uint64_t log_begin_ = 0;  // on the steady clock
 };
 
 inline int64_t Match::num_tokens() const { return num_blocks_ * tree_->block_size(); }

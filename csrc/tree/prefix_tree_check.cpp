@@ -49,7 +49,8 @@ void PrefixTree::check_nodes() {
     below[node.parent].num_children += 1;
     require(node.parent->is_live, "a node's parent is gone");
     require(node.num_blocks > 0, "a node has no block");
-    require(node.priority <= node.parent->priority || node.parent->is_root(), "a node's priority is above its parent's");
+    require(node.priority <= node.parent->priority || node.parent->is_root(),
+            "a node's priority is above its parent's");
     require(node.tokens.size() == node.num_blocks * block_size_, "an edge has ", node.tokens.size(), " tokens and ",
             node.num_blocks, " blocks");
     require(!is_wasteful(node.tokens) && !is_wasteful(node.device_ids) && !is_wasteful(node.host_ids),
@@ -58,7 +59,8 @@ void PrefixTree::check_nodes() {
     require(node.hash == children_.hash(node.parent, tokens, 0), "a node's hash is not that of its first block");
     require(children_.find(node.parent, tokens, 0) == &node, "a node is not found by its first block");
   });
-  require(num_edges == children_.size(), "the child table has ", children_.size(), " entries for ", num_edges, " nodes");
+  require(num_edges == children_.size(), "the child table has ", children_.size(), " entries for ", num_edges,
+          " nodes");
   arena_.for_each([&](const TreeNode& node) {
     const Below& sum = below[&node];
     require(node.num_children == sum.num_children, "a node counts ", node.num_children, " children of ",
@@ -72,7 +74,8 @@ void PrefixTree::check_tiers() {
     if (node.is_root()) return;
     require(node.num_device_blocks() <= node.num_blocks && node.host_ids.size() <= node.num_blocks,
             "an edge has more block ids than blocks");
-    require(node.num_device_blocks() == 0 || node.parent->is_on_device(), "a block on the device follows one that is not");
+    require(node.num_device_blocks() == 0 || node.parent->is_on_device(),
+            "a block on the device follows one that is not");
     const auto host_ids = node.host_ids.span();
     require(host_ids.empty() || host_ids.back() != kNoBlock, "an edge's host ids end in none");
     int64_t num_host_blocks = 0;

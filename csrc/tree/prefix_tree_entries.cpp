@@ -1,4 +1,4 @@
-// PrefixTree: what somebody who looks on is shown.
+// PrefixTree: its entries, as an onlooker sees them.
 #include "base/check.h"
 #include "tree/prefix_tree.h"
 

@@ -1,4 +1,4 @@
-// PrefixTree: what somebody who follows it is told.
+// PrefixTree: its changes, as a follower sees them.
 #include <chrono>
 
 #include "base/check.h"

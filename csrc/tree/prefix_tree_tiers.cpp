@@ -1,4 +1,4 @@
-// PrefixTree: what leaves the device, what leaves the host, and what comes back.
+// PrefixTree: blocks that leave the device, blocks that leave the host, and blocks that come back.
 #include <algorithm>
 #include <array>
 #include <new>

@@ -9,7 +9,7 @@ uint64_t rank(const TreeNode* node) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(node) >> 6) * 0x9e3779b97f4a7c15ull;
 }
 
-// Where a node hangs in the treap: the link that leads to it and the node that has the link.
+// The place of a node in the treap: the link that leads to it and the node that has the link.
 struct Place {
   TreeNode* above;  // null at the top
   TreeNode** link;
@@ -46,7 +46,7 @@ void SiblingIndex::insert(TreeNode* parent, TreeNode* child) const noexcept {
     TreeNode* above = *place.link;
     place = {above, less(child, above) ? &above->left : &above->right};
   }
-  // What stood here is parted into what comes before the child and what comes after it.
+  // The treap here is parted into the nodes before the child and the nodes after it.
   TreeNode* rest = *place.link;
   place.put(child);
   Place before{child, &child->left}, after{child, &child->right};

@@ -1,4 +1,4 @@
-// TreeEntry: an edge of the prefix tree as somebody sees it who looks on; a copy, which holds no block.
+// TreeEntry: an edge of the prefix tree, as a copy for an onlooker. It holds no block.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace kvpage {
 
 struct TreeEntry {
   std::string name;      // the namespace
-  int64_t parent = -1;   // where the entry that it goes on from stands in the answer; -1: it begins the namespace
+  int64_t parent = -1;   // index in the answer of the entry that it goes on from; -1: it begins the namespace
   int64_t start = 0;     // tokens before its own
   int64_t num_pins = 0;  // live matches that go through it or end at it
   int64_t priority = 0;

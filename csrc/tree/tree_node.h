@@ -4,11 +4,11 @@
 //        |  blocks      0  1  2  3  4         num_blocks = 5
 //        |  tokens     [.. .. .. .. ..]       [num_blocks * block_size]
 //        |  device_ids [ 7  2  9      ]       of the first blocks: what has left the device has left it from the end
-//        |  host_ids   [ 4  -  1  8  3]       of any, and of every block that is not on the device; -: kNoBlock, never last
+//        |  host_ids   [ 4  -  1  8  3]       of any block, of each that is not on the device; -: kNoBlock, never last
 //      node
 //      /  \                        children: a treap by their first block's tokens, and ChildTable
 //
-// What the eviction and the matching of a device-only tree touch stands in the first two cache lines.
+// The fields that eviction and matching touch in a device-only tree are in the first two cache lines.
 #pragma once
 
 #include <cstdint>
@@ -59,9 +59,7 @@ struct alignas(64) TreeNode {
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }
   bool is_on_device() const { return device_ids.size() == num_blocks; }
-  bool has_host_block(int64_t block) const {
-    return block < host_ids.size() && host_ids.data()[block] != kNoBlock;
-  }
+  bool has_host_block(int64_t block) const { return block < host_ids.size() && host_ids.data()[block] != kNoBlock; }
 
   // To the first `size` entries, and then to those up to the last block.
   void shorten_host_ids(int64_t size) noexcept {

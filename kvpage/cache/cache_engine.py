@@ -27,6 +27,7 @@ from kvpage.layout.config import (
     check_configs,
 )
 from kvpage.layout.kv_scales import KVScales
+from kvpage.ops.bound_cache import BoundCache
 from kvpage.ops.token_args import check_scales
 
 
@@ -88,6 +89,7 @@ class CacheEngine:
         self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
         self.layer_ids = model_config.attention_layers(parallel_config)
         self._layout: CacheLayout | None = None
+        self._bound_caches: tuple[BoundCache, ...] | None = None
         self._block_bytes = 0  # in all layers
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
@@ -110,6 +112,20 @@ class CacheEngine:
         if self._layout is None:
             raise ValueError("layout needs a stage with attention layers, this one has none")
         return self._layout
+
+    @property
+    def bound_caches(self) -> tuple[BoundCache, ...]:
+        """The device tier's caches, each bound to its layout and scales when they are first asked for.
+
+        ValueError where the backend defines neither split_kv nor kv_views.
+        """
+        if self._bound_caches is None:
+            each_scales = self.kv_scales or (None,) * len(self.gpu_cache)
+            self._bound_caches = tuple(
+                BoundCache(cache, self.layout, scales)
+                for cache, scales in zip(self.gpu_cache, each_scales, strict=True)
+            )
+        return self._bound_caches
 
     @overload
     def swap_in(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...

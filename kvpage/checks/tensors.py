@@ -78,9 +78,11 @@ def check_writable(name: str, tensor: Any) -> None:
 
 def readable(name: str, tensor: Any) -> torch.Tensor:
     """Return `tensor`, or a copy that holds the numbers that torch sees in it. Raise as check_dense does."""
-    check_dense(name, tensor)
+    is_usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_usual or (tensor.is_cpu and tensor.data_ptr() == 0):  # one call for the usual tensor, not three
+        check_dense(name, tensor)
     found: torch.Tensor = tensor
-    if not _is_lazy(found):
+    if not (found.is_neg() or found.is_conj()):
         return found
     try:
         return found.resolve_conj().resolve_neg()

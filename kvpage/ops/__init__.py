@@ -1,9 +1,9 @@
-"""Every operation, under one roof: blocks are moved (block_copy), tokens written and read (token_ops),
-blended (blend_ops).
+"""The door to every operation: blocks are moved, rows written and gathered, attended over, blended.
 
-Each validates what it is given and picks the implementation; nothing else of kvpage comes near a kernel. In code that
-torch.compile or a dispatch mode of torch's (fake tensors) traces, each stands for its operation in torch.ops.kvpage
-(torch_ops), which does the same at run time; blending's are not traced.
+Each operation validates its arguments and picks the implementation: `cpu`, `cuda`, or the plain torch of `reference`.
+No other package of kvpage comes near a kernel. In code that torch.compile or a dispatch mode of torch (fake tensors)
+traces, each operation stands for its operator in torch.ops.kvpage (`traced`), which does the same at run time. The
+operations of blending are not traced.
 """
 
 import functools
@@ -12,20 +12,29 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from kvpage.layout.attention import Attention as Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.rotation import Rotation as Rotation
-from kvpage.ops import chunks as chunk_ops
-from kvpage.ops import rows as token_ops
-from kvpage.ops import traced as torch_ops
+from kvpage.ops import attention as _blocks
+from kvpage.ops import chunks as _chunks
+from kvpage.ops import layer as _layer
+from kvpage.ops import rows as _rows
+from kvpage.ops import traced as _traced
 from kvpage.ops.blend import mix_rows as mix_rows
 from kvpage.ops.blend import row_deviation as row_deviation
+from kvpage.ops.bound_cache import BoundCache as BoundCache
 from kvpage.ops.copies import BlockCopier
 from kvpage.ops.cuda.attention import attends_in_place as attends_in_place
 from kvpage.ops.cuda.rows import check_device as check_device
+from kvpage.ops.sequences import Sequences as Sequences
 
 __all__ = [
+    "Attention",
     "BlockCopier",
+    "BoundCache",
     "Rotation",
+    "Sequences",
+    "attend",
     "attends_in_place",
     "check_device",
     "copy_blocks",
@@ -38,6 +47,7 @@ __all__ = [
     "store_chunk",
     "swap_blocks",
     "swap_blocks_layers",
+    "write_and_attend",
 ]
 
 _Given = ParamSpec("_Given")
@@ -60,14 +70,16 @@ def _or_traced(
     return choose
 
 
-reshape_and_cache = _or_traced(torch_ops.reshape_and_cache)(token_ops.reshape_and_cache)
-gather_cache = _or_traced(torch_ops.gather_cache)(token_ops.gather_cache)
-paged_attention = _or_traced(torch_ops.paged_attention)(token_ops.paged_attention)
-store_chunk = _or_traced(torch_ops.store_chunk)(chunk_ops.store_chunk)
-load_chunk = _or_traced(torch_ops.load_chunk)(chunk_ops.load_chunk)
+reshape_and_cache = _or_traced(_traced.reshape_and_cache)(_rows.reshape_and_cache)
+gather_cache = _or_traced(_traced.gather_cache)(_rows.gather_cache)
+paged_attention = _or_traced(_traced.paged_attention)(_blocks.paged_attention)
+attend = _or_traced(_traced.attend)(_blocks.attend)
+write_and_attend = _or_traced(_traced.write_and_attend)(_layer.write_and_attend)
+store_chunk = _or_traced(_traced.store_chunk)(_chunks.store_chunk)
+load_chunk = _or_traced(_traced.load_chunk)(_chunks.load_chunk)
 
 
-@_or_traced(torch_ops.swap_blocks)
+@_or_traced(_traced.swap_blocks)
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
     """Copies blocks of one layer: dst's block d becomes src's block s, for each row (s, d) of `block_mapping`.
 
@@ -77,7 +89,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
     BlockCopier([src], [dst], layout).run(block_mapping)
 
 
-@_or_traced(torch_ops.swap_blocks_layers)
+@_or_traced(_traced.swap_blocks_layers)
 def swap_blocks_layers(
     srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout
 ) -> None:
@@ -85,7 +97,7 @@ def swap_blocks_layers(
     BlockCopier(srcs, dsts, layout).run(block_mapping)
 
 
-@_or_traced(torch_ops.copy_blocks)
+@_or_traced(_traced.copy_blocks)
 def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
     """Copies blocks within one tier, in all layers with one plan: block d becomes block s, for each row (s, d).
 

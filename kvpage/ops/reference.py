@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView
@@ -223,49 +224,59 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     layout: CacheLayout,
-    scale: float | None = None,
+    attention: Attention | None = None,
+    *,
     query_lens: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    value_size: int | None = None,
     scales: KVScales | None = None,
-    query_positions: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Softmax attention of query_lens[i] tokens of each sequence, its last ones or those at query_positions, to what
-    they see of its seq_lens[i] tokens, all in fp32.
+    """Softmax attention of query_lens[i] tokens of each sequence to the keys that they see of its seq_lens[i] tokens.
+
+    All in fp32. The options are those of `attention`, or are given by name.
     """
-    _, num_heads, key_size = query.shape
-    group_size = num_heads // layout.num_kv_heads
+    attention = Attention.of(attention, options)
     query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
-    outputs = [query.new_empty(0, num_heads, value_size or layout.head_size)]
-    counts = query_lens.tolist()
-    if query_positions is None:
-        ends = zip(seq_lens.tolist(), counts, strict=True)
-        last = [torch.arange(length - count, length) for length, count in ends]
-        query_positions = torch.cat([torch.empty(0, dtype=torch.int64), *last])
-    queries, places = query.float().split(counts), query_positions.to(query.device).split(counts)
-    for rows, positions, table, length in zip(queries, places, block_tables, seq_lens.tolist(), strict=True):
+    counts, lengths = query_lens.tolist(), seq_lens.tolist()
+    outputs = [query.new_empty(0, query.shape[1], attention.value_size or layout.head_size)]
+    queries, places = query.float().split(counts), _query_positions(attention, lengths, counts)
+    for rows, positions, table, length in zip(queries, places, block_tables, lengths, strict=True):
         key, value = gather_cache(
             cache, table[None], torch.tensor([length]), layout, scales=scales, dtype=torch.float32
         )
         value = key if value is None else value  # latents: V is the first part of K
-        key = key[..., :key_size].float().repeat_interleave(group_size, 1)  # [length, num_heads, key_size]
-        value = value[..., :value_size].float().repeat_interleave(group_size, 1)
-        scores = torch.einsum("qhd,khd->hqk", rows, key) * (key_size**-0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        keys = torch.arange(length, device=query.device)
-        seen = keys <= positions[:, None]
-        if sliding_window is not None:
-            seen &= keys > positions[:, None] - sliding_window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            sink = sinks.float()[:, None, None].expand(-1, len(rows), 1)
-            scores = torch.cat([scores, sink], 2)
-        weights = scores.softmax(2)[..., :length]
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype))
+        output = _attend(rows, key, value[..., : attention.value_size], positions.to(query.device), attention)
+        outputs.append(output.to(query.dtype))
     return torch.cat(outputs)
+
+
+def _query_positions(attention: Attention, lengths: list[int], counts: list[int]) -> Sequence[torch.Tensor]:
+    """The position of each query in its sequence, a tensor a sequence."""
+    if attention.query_positions is not None:
+        return attention.query_positions.split(counts)
+    return [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, attention: Attention
+) -> torch.Tensor:
+    """Attention of one sequence: query [num_queries, num_heads, key_size]; key, value [num_keys, num_kv_heads, ...]."""
+    num_keys, num_kv_heads, _ = key.shape
+    num_heads, key_size = query.shape[1:]
+    key, value = (rows.repeat_interleave(num_heads // num_kv_heads, 1) for rows in (key[..., :key_size], value))
+    scale = key_size**-0.5 if attention.scale is None else attention.scale
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    keys = torch.arange(num_keys, device=query.device)
+    seen = keys <= positions[:, None]
+    if attention.sliding_window is not None:
+        seen &= keys > positions[:, None] - attention.sliding_window
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if attention.sinks is not None:
+        sink = attention.sinks.float()[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat([scores, sink], 2)
+    weights = scores.softmax(2)[..., :num_keys]
+    return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 def mix_rows(

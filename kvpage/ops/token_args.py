@@ -4,7 +4,6 @@ Everything is checked but what lies in memory: slots and block ids are the nativ
 """
 
 import itertools
-import numbers
 import operator
 from collections.abc import Sequence
 
@@ -19,15 +18,16 @@ from kvpage.layout.kv_view import KVView
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
 
-ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/quantize/row_codec.h, as ElementType
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # RowType of csrc/quantize/code_type.h, as ElementType
 BITS = 3  # the RowType of rows that are copied as they are
-CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # Codec of csrc/quantize/row_codec.h; 0 for any other
+CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}  # CodeType of csrc/quantize/code_type.h; 0 for any other
 
 
 def native_blocks(view: KVView) -> tuple[int, ...]:
     """K's or V's blocks as the extension takes them: KVPart of csrc/tokens/kv_part.h."""
-    item, strides = view.rows.element_size(), view.rows.stride()
-    blocks = view.rows.data_ptr(), *(stride * item for stride in strides[:4]), view.run_size, item
+    item = view.rows.element_size()
+    block, offset, head, run, _ = view.rows.stride()
+    blocks = view.rows.data_ptr(), block * item, offset * item, head * item, run * item, view.run_size, item
     if view.scales is None:
         return *blocks, 0, 0, 0, 0
     return *blocks, view.scales.data_ptr(), *(stride * 4 for stride in view.scales.stride())
@@ -92,16 +92,6 @@ def row_dtypes(layout: CacheLayout) -> tuple[torch.dtype, ...]:
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-
-
-def check_rows(name: str, rows: torch.Tensor, num_tokens: int | None, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """`rows` must be [num_tokens, num_kv_heads, 1..head_size], with its last dimension contiguous."""
-    if rows.dim() != 3:
-        raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
-    check_size(name, rows, layout)
-    check_dtype(name, rows, row_dtypes(layout))
-    expected = (rows.shape[0] if num_tokens is None else num_tokens, layout.num_kv_heads, rows.shape[2])
-    check_tensor(name, rows, rows.dtype, expected, cache.device)
 
 
 def check_pair(name: str, key: object, value: object, has_values: bool) -> None:
@@ -189,15 +179,6 @@ def _integers(name: str, lengths: Sequence[int]) -> list[int]:
         return [operator.index(length) for length in lengths]
     except TypeError as error:
         raise TypeError(f"{name} must be integers, got {lengths!r}") from error
-
-
-def fp32_number(name: str, value: float) -> float:
-    """`value` as a float. TypeError unless it is a real number, ValueError unless fp32 holds it and it is finite."""
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must be a finite number of fp32, got {value}")
-    return float(value)
 
 
 def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bool) -> None:

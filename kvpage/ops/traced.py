@@ -1,31 +1,37 @@
 """torch.ops.kvpage: the operations as torch knows them, so that compiled code and captured graphs may contain them.
 
-    eager            ops.reshape_and_cache ────────────────────────────────────────► token_ops
-    torch.compile    ops.reshape_and_cache ─► torch.ops.kvpage.reshape_and_cache ──► token_ops, when the code runs
+    eager            ops.reshape_and_cache ────────────────────────────────────────► rows
+    torch.compile    ops.reshape_and_cache ─► torch.ops.kvpage.reshape_and_cache ──► rows, when the code runs
 
 What an operation writes is declared as mutated, so a compiler neither drops a call nor moves one past another. Layouts
-travel as their `spec`, scales as tensors, lengths as tensors; every result is written into a tensor that is given, so
-that no shape depends on values. The operations check what kvpage.ops checks, at run time. They have no derivatives.
+travel as their `spec`, scales and lengths as tensors, the options of attention as the fields of Attention. Every result
+is written into a tensor that is given, so that no shape depends on values. The operations bind their cache and check
+what kvpage.ops checks, at run time. They have no derivatives.
 
 The functions here have the signatures of kvpage.ops, which calls them while something compiles.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from kvpage.checks.tensors import check_dense
+from kvpage.layout.attention import OPTIONS, Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
-from kvpage.ops import chunks as chunk_ops
-from kvpage.ops import rows as token_ops
+from kvpage.ops import attention as attention_ops
+from kvpage.ops import chunks, rows
+from kvpage.ops.bound_cache import BoundCache
 from kvpage.ops.copies import BlockCopier
+from kvpage.ops.sequences import Sequences
 from kvpage.ops.token_args import Lengths, row_dtypes
 
 _library = torch.library.Library("kvpage", "DEF")
 
 SCALES = "Tensor? key_scale=None, Tensor? value_scale=None"
+SCHEMA_TYPES = {float | None: "float?", int | None: "int?", torch.Tensor | None: "Tensor?"}
+ATTENTION = ", ".join(f"{SCHEMA_TYPES[kind]} {name}=None" for name, kind in get_type_hints(Attention).items())
 LAYER_SCALES = "Tensor[]? key_scales=None, Tensor[]? value_scales=None"
 
 
@@ -63,7 +69,7 @@ def _reshape_and_cache(
     value_scale: torch.Tensor | None = None,
 ) -> None:
     scales = _scales(key_scale, value_scale)
-    token_ops.reshape_and_cache(key, value, cache, slot_mapping, CacheLayout.from_spec(layout), scales)
+    rows.reshape_and_cache(key, value, cache, slot_mapping, CacheLayout.from_spec(layout), scales)
 
 
 @_operation(
@@ -82,13 +88,12 @@ def _gather_cache(
     value_scale: torch.Tensor | None = None,
 ) -> None:
     known, scales = CacheLayout.from_spec(layout), _scales(key_scale, value_scale)
-    token_ops.gather_cache(cache, block_tables, seq_lens, known, seq_starts, (key, value), scales)
+    rows.gather_cache(cache, block_tables, seq_lens, known, seq_starts, (key, value), scales)
 
 
 @_operation(
     "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, "
-    "Tensor(a!) out, str layout, float? scale=None, int? sliding_window=None, float? softcap=None, "
-    f"Tensor? sinks=None, {SCALES}, int? max_query_len=None, int? max_seq_len=None)"
+    f"Tensor(a!) out, str layout, {SCALES}, int? max_query_len=None, int? max_seq_len=None, *, {ATTENTION})"
 )
 def _paged_attention(
     query: torch.Tensor,
@@ -98,34 +103,29 @@ def _paged_attention(
     query_lens: torch.Tensor | None,
     out: torch.Tensor,
     layout: str,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    **options: Any,
 ) -> None:
     check_dense("out", out)
     if out.dim() != 3:
         raise ValueError(f"out must be [num_tokens, num_heads, value_size], got shape {tuple(out.shape)}")
-    token_ops.paged_attention(
+    if options.get("value_size") is None:
+        options["value_size"] = out.shape[2]
+    attention_ops.paged_attention(
         query,
         cache,
         block_tables,
         seq_lens,
         CacheLayout.from_spec(layout),
-        scale,
-        query_lens,
-        sliding_window,
-        softcap,
-        sinks,
-        out.shape[-1],
-        out,
-        _scales(key_scale, value_scale),
-        max_query_len,
-        max_seq_len,
+        Attention(**options),
+        query_lens=query_lens,
+        out=out,
+        scales=_scales(key_scale, value_scale),
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
     )
 
 
@@ -160,7 +160,7 @@ def _store_chunk(
     value_scales: list[torch.Tensor] | None = None,
 ) -> None:
     scales = _layer_scales(key_scales, value_scales)
-    chunk_ops.store_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
+    chunks.store_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
 
 
 @_operation(
@@ -177,7 +177,7 @@ def _load_chunk(
     value_scales: list[torch.Tensor] | None = None,
 ) -> None:
     scales = _layer_scales(key_scales, value_scales)
-    chunk_ops.load_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
+    chunks.load_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
 
 
 def _scales(key: torch.Tensor | None, value: torch.Tensor | None) -> KVScales | None:
@@ -203,31 +203,33 @@ def _layer_scales(keys: list[torch.Tensor] | None, values: list[torch.Tensor] | 
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor | None,
-    cache: torch.Tensor,
+    cache: torch.Tensor | BoundCache,
     slot_mapping: torch.Tensor,
-    layout: CacheLayout,
+    layout: CacheLayout | None = None,
     scales: KVScales | None = None,
 ) -> None:
-    torch.ops.kvpage.reshape_and_cache(key, value, cache, slot_mapping, layout.spec, *_tensors(scales))
+    tensor, known, scales = _unbound(cache, layout, scales)
+    torch.ops.kvpage.reshape_and_cache(key, value, tensor, slot_mapping, known.spec, *_tensors(scales))
 
 
 def gather_cache(
-    cache: torch.Tensor,
+    cache: torch.Tensor | BoundCache,
     block_tables: torch.Tensor,
     seq_lens: Lengths,
-    layout: CacheLayout,
+    layout: CacheLayout | None = None,
     seq_starts: Lengths | None = None,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     scales: KVScales | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """ValueError without `out` where seq_lens is a tensor: the result's shape would depend on its values."""
+    tensor, known, scales = _unbound(cache, layout, scales)
     if out is None:
         if isinstance(seq_lens, torch.Tensor):
             raise ValueError("out must be given in compiled code when seq_lens is a tensor")
-        out = _new_rows(sum(seq_lens), cache, layout, dtype)
+        out = _new_rows(sum(seq_lens), tensor, known, dtype)
     lengths, starts = _as_tensor(seq_lens), None if seq_starts is None else _as_tensor(seq_starts)
-    torch.ops.kvpage.gather_cache(cache, block_tables, lengths, starts, *out, layout.spec, *_tensors(scales))
+    torch.ops.kvpage.gather_cache(tensor, block_tables, lengths, starts, *out, known.spec, *_tensors(scales))
     return out
 
 
@@ -242,43 +244,77 @@ def _new_rows(
 
 def paged_attention(
     query: torch.Tensor,
-    cache: torch.Tensor,
+    cache: torch.Tensor | BoundCache,
     block_tables: torch.Tensor,
     seq_lens: Lengths,
-    layout: CacheLayout,
-    scale: float | None = None,
+    layout: CacheLayout | None = None,
+    attention: Attention | None = None,
+    *,
     query_lens: Lengths | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    value_size: int | None = None,
     out: torch.Tensor | None = None,
     scales: KVScales | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
-    query_positions: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    if query_positions is not None:
-        raise ValueError("query_positions must be None where torch traces")
+    tensor, known, scales = _unbound(cache, layout, scales)
+    if attention is not None:
+        if options:
+            raise ValueError(f"options must be given in attention or by name, got both: {', '.join(options)}")
+        options = option_values(attention)
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {name}")
     if out is None:
-        out = query.new_empty(*query.shape[:2], layout.head_size if value_size is None else value_size)
+        value_size = options.get("value_size")
+        out = query.new_empty(*query.shape[:2], known.head_size if value_size is None else value_size)
     torch.ops.kvpage.paged_attention(
         query,
-        cache,
+        tensor,
         block_tables,
         _as_tensor(seq_lens),
         None if query_lens is None else _as_tensor(query_lens),
         out,
-        layout.spec,
-        scale,
-        sliding_window,
-        softcap,
-        sinks,
+        known.spec,
         *_tensors(scales),
         max_query_len,
         max_seq_len,
+        **options,
     )
     return out
+
+
+def attend(
+    query: torch.Tensor,
+    cache: BoundCache,
+    sequences: Sequences,
+    attention: Attention,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return paged_attention(
+        query,
+        cache,
+        sequences.block_tables,
+        sequences.seq_lens,
+        attention=attention,
+        query_lens=sequences.query_lens,
+        out=out,
+        max_query_len=sequences.max_query_len,
+        max_seq_len=sequences.max_seq_len,
+    )
+
+
+def write_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: BoundCache,
+    slot_mapping: torch.Tensor,
+    sequences: Sequences,
+    attention: Attention,
+) -> torch.Tensor:
+    reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, slot_mapping)
+    return attend(query[0].transpose(0, 1), cache, sequences, attention).unsqueeze(0)
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
@@ -319,6 +355,19 @@ def load_chunk(
 ) -> None:
     each = _layer_tensors(scales)
     torch.ops.kvpage.load_chunk(list(caches), block_ids, chunk, layout.spec, start, fmt, *each)
+
+
+def _unbound(
+    cache: torch.Tensor | BoundCache, layout: CacheLayout | None, scales: KVScales | None
+) -> tuple[torch.Tensor, CacheLayout, KVScales | None]:
+    """The parts of a cache, bound or not."""
+    if isinstance(cache, BoundCache):
+        if layout is not None or scales is not None:
+            raise ValueError("layout and scales must be None for a BoundCache, which has its own")
+        return cache.tensor, cache.layout, cache.scales
+    if layout is None:
+        raise TypeError("layout must be a CacheLayout, got NoneType")
+    return cache, layout, scales
 
 
 def _tensors(scales: KVScales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

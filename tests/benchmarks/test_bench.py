@@ -30,6 +30,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
+    "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
     "paged_attention": (["--seconds", "0", *ONCE], {}),
     "paged_attention_cpu": (["--keys", "64", "--queries", "1", *ONCE], {}),
     "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),

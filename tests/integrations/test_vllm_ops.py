@@ -16,7 +16,8 @@ from kvpage.integrations import vllm_ops
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.view_layout import layout_of
 from kvpage.ops import rows as token_ops
-from kvpage.ops.cuda.reshape_memo import Call, ReshapeMemo
+from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.cuda.launches import Launches, Rows
 
 ONE = torch.tensor(1.0)
 SIGNATURES = {
@@ -137,12 +138,12 @@ def test_no_call_keeps_a_cache_alive_and_calls_alike_have_equal_layouts():
 
 
 def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
-    """What a GPU's memo of calls makes of these: layers that are cut alike share a launch, on their own addresses."""
+    """Layers that are cut alike share a launch on a GPU, on their own addresses."""
     calls, launches, error = [], [], torch.zeros(1, dtype=torch.int32)
 
     def capture(key, value, cache, slots, layout, scales):
-        views = layout.views(cache)
-        calls.append((Call(key, value, cache, slots, layout, scales), views, [view.rows.data_ptr() for view in views]))
+        bound = BoundCache(cache, layout, scales)
+        calls.append((Rows(key, value, bound, slots), [view.rows.data_ptr() for view in bound.views]))
 
     monkeypatch.setattr(token_ops, "reshape_and_cache", capture)
     layers = torch.zeros(4, 4, 2, 3, 2, 8).unbind(0)  # [num_blocks, 2, ...] each
@@ -150,10 +151,10 @@ def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
     key, value = filled(2, 1, 2, 8)
     for key_cache, value_cache in [*((layer[:, 0], layer[:, 1]) for layer in layers), apart]:
         vllm_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, torch.tensor([0]), "auto", ONE, ONE)
-    memo = ReshapeMemo()
-    memo.remember(calls[0][0], SimpleNamespace(again=launches.append), calls[0][1], error)
-    assert [memo.repeat(call) for call, *_ in calls[1:]] == [True, True, True, False]
-    assert [list(addresses[2:4]) for addresses in launches] == [where for *_, where in calls[1:4]]
+    known = Launches()
+    known.keep(calls[0][0], SimpleNamespace(again=launches.append))
+    assert [known.repeat(rows, error) for rows, _ in calls[1:]] == [True, True, True, False]
+    assert [list(addresses[2:4]) for addresses in launches] == [where for _, where in calls[1:4]]
 
 
 def test_a_value_smaller_than_its_key():

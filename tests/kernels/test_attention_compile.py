@@ -19,9 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_constants import SEARCH  # noqa: E402
-from kvpage.kernels.attention_launch import Options, Rows, constants_of, sizes_of  # noqa: E402
+from kvpage.kernels.attention_launch import Rows, constants_of, sizes_of  # noqa: E402
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
 from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
+from kvpage.layout.attention import Attention  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
@@ -41,7 +42,7 @@ def case(
         "group": group,
         "queries": queries,
         "value_size": value or size,
-        "options": Options(1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None),
+        "options": Attention(1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None),
     }
 
 

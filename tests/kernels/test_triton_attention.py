@@ -42,6 +42,21 @@ def cpu_as_device(monkeypatch):
     yield state
 
 
+OPTIONS = ("scale", "sliding_window", "softcap", "sinks", "query_positions")
+
+
+def attend_as_on_a_device(case, out, cache="cache"):
+    """What ops.paged_attention does for CUDA devices, on tensors of the CPU."""
+    held = ops.BoundCache(case[cache], case["layout"], case["scales"])
+    held.is_cuda = True
+    query, bounds = case["query"], (case.get("max_query_len"), case.get("max_seq_len"))
+    given = case["query_lens"]
+    sequences = ops.Sequences(held, len(query), case["block_tables"], case["seq_lens"], given, *bounds)
+    options = {name: case.get(name) for name in OPTIONS}
+    options["scale"] = query.shape[2] ** -0.5 if options["scale"] is None else options["scale"]
+    attention_ops_cuda.attend(query, held, sequences, ops.Attention(**options, value_size=out.shape[2]), out)
+
+
 def attend(where, case, out=None, multiprocessors=4, capability=90, state=None):
     """The operation on `where`: (output, whether a block id was reported)."""
     case = {name: value for name, value in case.items() if name not in ("clean",)}
@@ -59,24 +74,10 @@ def attend(where, case, out=None, multiprocessors=4, capability=90, state=None):
             return got.cpu(), True
         return got.cpu(), False
     state["facts"] = (multiprocessors, capability)
-    query, layout, value_size = case["query"], case["layout"], case["value_size"]
+    query, value_size = case["query"], case["value_size"]
     if out is None:
         out = query.new_full((*query.shape[:2], value_size), float("nan"))
-    scale = query.shape[2] ** -0.5 if case.get("scale") is None else case["scale"]
-    options = scale, case.get("sliding_window"), case.get("softcap"), case.get("sinks")
-    attention_ops_cuda.paged_attention(
-        query,
-        case["cache"],
-        case["block_tables"],
-        case["seq_lens"],
-        case["query_lens"],
-        case.get("query_positions"),
-        (case.get("max_query_len"), case.get("max_seq_len")),
-        layout,
-        options,
-        out,
-        case["scales"],
-    )
+    attend_as_on_a_device(case, out)
     reported = state["error"].item()
     state["error"].zero_()
     assert reported in (0, 2)
@@ -521,19 +522,7 @@ def test_bad_lengths_are_refused(match, change):
     case = {**make_case([40, 9], [1, 4]), **change}
     out = torch.zeros(5, 6, 20)
     with pytest.raises(ValueError, match=match):
-        attention_ops_cuda.paged_attention(
-            case["query"],
-            case["cache"],
-            case["block_tables"],
-            case["seq_lens"],
-            case["query_lens"],
-            None,
-            (case.get("max_query_len"), case.get("max_seq_len")),
-            case["layout"],
-            (1.0, None, None, None),
-            out,
-            None,
-        )
+        attend_as_on_a_device(case, out)
     assert not out.any()
 
 
@@ -542,30 +531,11 @@ def test_without_triton_the_reference_answers(monkeypatch):
     case = make_case([40, 9], [1, 4], dtype=E4M3, query_dtype=BF16, scales="head", window=7, sinks=True)
     case["block_tables"] = case["block_tables"].clamp(max=1)  # the reference reads what is then masked
     out = torch.zeros(5, 6, 20, dtype=BF16)
-    attention_ops_cuda.paged_attention(
-        case["query"],
-        case["clean"],
-        case["block_tables"],
-        case["seq_lens"],
-        case["query_lens"],
-        None,
-        (None, None),
-        case["layout"],
-        (0.3, 7, None, case["sinks"]),
-        out,
-        case["scales"],
-    )
+    attend_as_on_a_device({**case, "scale": 0.3, "sliding_window": 7}, out, "clean")
     assert torch.equal(out, expected({**case, "scale": 0.3}))
     case["block_tables"][0, 1] = HUGE
     with pytest.raises(ValueError, match="block_tables must name blocks"):
-        attention_ops_cuda._by_reference(
-            *(case[name] for name in ("query", "clean", "block_tables", "seq_lens", "query_lens")),
-            None,
-            case["layout"],
-            (0.3, 7, None, None),
-            out,
-            None,
-        )
+        attend_as_on_a_device({**case, "scale": 0.3}, out, "clean")
 
 
 def on_cuda(case):

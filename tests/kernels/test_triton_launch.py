@@ -1,6 +1,6 @@
 """How the Triton kernels are launched, without a GPU: a driver that compiles for one, and keeps what it was to launch.
 
-So it is seen what a launch compiles, that another like it compiles nothing, and that ReshapeMemo launches the same.
+So it is seen what a launch compiles, that another like it compiles nothing, and that Launches repeats the same.
 """
 
 import os
@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from kvpage import CacheLayout, KVScales
-from kvpage.ops.cuda.reshape_memo import Call, ReshapeMemo
+from kvpage import CacheLayout, KVScales, ops
+from kvpage.ops.cuda.launches import Launches, Rows
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -71,12 +71,12 @@ def make_call(dtype=BF16, num_tokens=33, scales=None, **names):
     layout = CacheLayout(16, 8, 128, dtype, **names)
     cache = layout.allocate(9, 2, torch.device("cpu"))[1]
     key, value = (torch.zeros(num_tokens, 8, 128, dtype=BF16) for _ in range(2))
-    return Call(key, value, cache, torch.zeros(num_tokens, dtype=torch.int64), layout, scales)
+    return Rows(key, value, ops.BoundCache(cache, layout, scales), torch.zeros(num_tokens, dtype=torch.int64))
 
 
 def launch(call, error):
-    key, value, cache, slots, layout, scales = call
-    return reshape_and_cache(key, value, layout.views(cache), slots, scales, error)
+    key, value, cache, slots = call
+    return reshape_and_cache(key, value, cache.views, slots, cache.scales, error)
 
 
 def launched_on(args):
@@ -87,12 +87,12 @@ def launched_on(args):
 @pytest.mark.parametrize("names", [{}, {"kv_layout": "HND"}, {"backend": "flashinfer"}, {"layer_layout": "packed"}])
 def test_launches_of_plain_rows_move_16_bytes_at_a_time(fake, names):
     call, error = make_call(**names), torch.zeros(1, dtype=torch.int32)
-    views, tables = call.layout.views(call.cache), torch.zeros(2, 3, dtype=torch.int32)
+    views, tables = call.cache.views, torch.zeros(2, 3, dtype=torch.int32)
     launch(call, error)
     gather_cache(views, tables, [0, 5], [30, 3], (call.key, call.value), None, error)
     for to_chunk in (False, True):
         chunk = torch.zeros(1, 2, 8, 20, 128, dtype=BF16).transpose(2, 3)
-        move_chunk([call.cache], views, tables[0], 3, chunk, None, error, to_chunk)
+        move_chunk([call.cache.tensor], views, tables[0], 3, chunk, None, error, to_chunk)
     kernels = [
         kernel for jit in (reshape_and_cache_kernel, gather_cache_kernel, chunk_kernel) for kernel in compiled(jit)
     ]
@@ -106,14 +106,14 @@ def test_what_changes_from_call_to_call_compiles_nothing(fake):
     for num_tokens in (1, 2, 15, 16, 17, 1024):
         call = make_call(num_tokens=num_tokens)
         launch(call, error)
-        views, tables = call.layout.views(call.cache), torch.zeros(num_tokens, 1 + num_tokens % 7, dtype=torch.int32)
+        views, tables = call.cache.views, torch.zeros(num_tokens, 1 + num_tokens % 7, dtype=torch.int32)
         for dims in (3, 4):
             rows = call.key if dims == 3 else torch.zeros(num_tokens, 1, 8, 128, dtype=BF16)
             gather_cache(views, tables, [0] * num_tokens, [1] * num_tokens, (rows, rows), None, error)
         lengths = torch.zeros(num_tokens + 1, dtype=torch.int32)[1:]
         gather_cache_by_device_lengths(views, tables, lengths, lengths, (call.key, call.value), None, error)
         chunk = torch.zeros(1 + num_tokens % 3, 2, num_tokens, 8, 128, dtype=BF16)
-        layers = [call.cache] * len(chunk)
+        layers = [call.cache.tensor] * len(chunk)
         move_chunk(layers, views, tables[0], num_tokens % 5, chunk, None, error, True)
         move_chunk(layers, views, tables[0].long(), num_tokens % 5, chunk, None, error, True, one_by_one=True)
         move_chunk(layers, views, tables[0], num_tokens % 5, chunk, None, error, False)
@@ -125,10 +125,10 @@ def test_what_changes_from_call_to_call_compiles_nothing(fake):
 def test_programs_are_limited_by_powers_of_two_of_tiles(fake):
     """However long the chunk, few kernels are compiled."""
     call, error = make_call(), torch.zeros(1, dtype=torch.int32)
-    views, ids = call.layout.views(call.cache), torch.zeros(200, dtype=torch.int32)
+    views, ids = call.cache.views, torch.zeros(200, dtype=torch.int32)
     for num_tokens in (*range(1, 40), 1000, 3000):
         chunk = torch.zeros(2, 2, num_tokens, 8, 128, dtype=BF16)
-        move_chunk([call.cache] * 2, views, ids, 0, chunk, None, error, False, max_programs=8)
+        move_chunk([call.cache.tensor] * 2, views, ids, 0, chunk, None, error, False, max_programs=8)
         _, (programs, layers, _), _, args = fake.launches[-1]
         turns = args[list(chunk_kernel.arg_names).index("CHUNK")].TURNS
         assert layers == 2 and programs <= 4 and (programs - 1) * turns < -(-num_tokens * 8 // 16) <= programs * turns
@@ -137,11 +137,11 @@ def test_programs_are_limited_by_powers_of_two_of_tiles(fake):
 
 @pytest.mark.parametrize("dtype, scales", [(BF16, None), (INT8, None), (E4M3, KVScales.of(1, [2.0] * 8))])
 @pytest.mark.parametrize("names", [{}, {"backend": "paged", "layer_layout": "packed"}])
-def test_the_memo_launches_what_a_checked_call_launches(fake, dtype, scales, names):
-    memo, error = ReshapeMemo(), torch.zeros(1, dtype=torch.int32)
+def test_a_repeated_launch_is_what_a_new_one_is(fake, dtype, scales, names):
+    launches, error = Launches(), torch.zeros(1, dtype=torch.int32)
     first, second = make_call(dtype, scales=scales, **names), make_call(dtype, scales=scales, **names)
-    memo.remember(first, launch(first, error), first.layout.views(first.cache), error)
-    assert memo.repeat(second)
+    launches.keep(first, launch(first, error))
+    assert launches.repeat(second, error)
     launch(second, error)
     assert len(compiled(reshape_and_cache_kernel)) == 1
     _, again, checked = ((*place, launched_on(args)) for *place, args in fake.launches)
@@ -151,10 +151,11 @@ def test_the_memo_launches_what_a_checked_call_launches(fake, dtype, scales, nam
     assert all(i in absent or one == other for i, (one, other) in enumerate(zip(again[-1], checked[-1], strict=True)))
 
 
-def test_the_memo_launches_latents(fake):
+def test_a_launch_of_latents_is_repeated(fake):
     layout, error = CacheLayout(16, 1, 576, BF16, "mla"), torch.zeros(1, dtype=torch.int32)
-    memo, cache = ReshapeMemo(), layout.allocate(9, 1, torch.device("cpu"))[0]
-    call = Call(torch.zeros(3, 1, 576, dtype=BF16), None, cache, torch.zeros(3, dtype=torch.int64), layout, None)
-    memo.remember(call, launch(call, error), layout.views(cache), error)
-    assert memo.repeat(call) and fake.launches[0][:3] == fake.launches[1][:3]
+    cache = ops.BoundCache(layout.allocate(9, 1, torch.device("cpu"))[0], layout)
+    launches = Launches()
+    call = Rows(torch.zeros(3, 1, 576, dtype=BF16), None, cache, torch.zeros(3, dtype=torch.int64))
+    launches.keep(call, launch(call, error))
+    assert launches.repeat(call, error) and fake.launches[0][:3] == fake.launches[1][:3]
     assert [0 if arg is None else arg for arg in launched_on(fake.launches[0][3])] == list(fake.launches[1][3])

@@ -34,7 +34,7 @@ def test_packed_slab_is_one_piece_and_neighbours_one_extent():
     packed = layout(layer_layout="packed")
     src, dst, copier = two_sides(packed, packed)
     block = 3 * packed.block_bytes
-    assert (copier._native.num_pieces, copier._native.block_bytes) == (1, block)
+    assert (copier._native.num_fragments, copier._native.block_bytes) == (1, block)
     got = extents(copier, pairs((7, 1), (3, 5), (4, 6), (5, 7), (6, 9)))
     at_src, at_dst = src[0].data_ptr(), dst[0].data_ptr()
     assert got == [
@@ -49,7 +49,7 @@ def test_packed_slab_is_one_piece_and_neighbours_one_extent():
 def test_separate_layers_give_each_run_of_memory_once(backend, pieces_a_layer, kv_layout):
     each = layout(backend=backend, kv_layout=kv_layout)
     _, _, copier = two_sides(each, each)
-    assert copier._native.num_pieces == 3 * pieces_a_layer
+    assert copier._native.num_fragments == 3 * pieces_a_layer
     runs = extents(copier, pairs((0, 3), (1, 4), (3, 6)))
     piece = each.block_bytes // pieces_a_layer
     assert sorted(size for _, _, size in runs) == sorted([2 * piece, piece] * (3 * pieces_a_layer))
@@ -59,7 +59,7 @@ def test_pieces_are_what_both_sides_have_in_common():
     nhd, hnd = layout(), layout(kv_layout="HND")
     packed = layout(layer_layout="packed")
     row = 8 * 2
-    assert two_sides(nhd, hnd)[2]._native.num_pieces == 3 * 2 * 4 * 2
+    assert two_sides(nhd, hnd)[2]._native.num_fragments == 3 * 2 * 4 * 2
     assert {size for _, _, size in extents(two_sides(nhd, hnd)[2], pairs((0, 1)))} == {row}
     assert {size for _, _, size in extents(two_sides(packed, nhd)[2], pairs((0, 1), (1, 2)))} == {4 * 2 * row}
 
@@ -99,7 +99,7 @@ def test_no_blocks(num_blocks):
 def test_no_layers():
     copier = BlockCopier([], [], layout())
     copier.run(pairs())
-    assert copier._native.num_pieces == 0
+    assert copier._native.num_fragments == 0
 
 
 def test_views_of_one_slab_that_share_no_byte_are_two_sides():
@@ -221,21 +221,21 @@ def test_vectors_are_as_wide_as_addresses_are_aligned(offset, width, side, what)
 PIECE, PAIR = 40, 8  # bytes of each among a launch's parameters
 
 
-@pytest.mark.parametrize("num_pieces", [0, 1, 2, 3, 64, 500, 8192])
+@pytest.mark.parametrize("num_fragments", [0, 1, 2, 3, 64, 500, 8192])
 @pytest.mark.parametrize("num_pairs", [0, 1, 2, 256, 3760, 3761, 65536])
 @pytest.mark.parametrize("capacity", [96, 4032, 32640])
-def test_launches_cover_the_plan_once_and_fit(num_pieces, num_pairs, capacity):
+def test_launches_cover_the_plan_once_and_fit(num_fragments, num_pairs, capacity):
     if capacity == 96:  # two of each: else there would be millions of launches
-        num_pieces, num_pairs = min(num_pieces, 65), min(num_pairs, 257)
-    tiles = _C._split_for_launches(num_pieces, num_pairs, capacity)
+        num_fragments, num_pairs = min(num_fragments, 65), min(num_pairs, 257)
+    tiles = _C._split_for_launches(num_fragments, num_pairs, capacity)
     assert all(pieces * PIECE + pairs_ * PAIR <= capacity for _, pieces, _, pairs_ in tiles)
     spans = [sorted({tile[i : i + 2] for tile in map(tuple, tiles)}) for i in (0, 2)]
     assert len(tiles) == len(spans[0]) * len(spans[1]) == len({(tile[0], tile[2]) for tile in tiles})
-    for span, total in zip(spans, (num_pieces, num_pairs), strict=True):
+    for span, total in zip(spans, (num_fragments, num_pairs), strict=True):
         if tiles:
             assert [begin for begin, _ in span] == [sum(n for _, n in span[:i]) for i in range(len(span))]
             assert sum(n for _, n in span) == total
-    assert bool(tiles) == (num_pieces > 0 and num_pairs > 0)
+    assert bool(tiles) == (num_fragments > 0 and num_pairs > 0)
 
 
 def test_what_fits_is_one_launch_and_the_rest_few():
@@ -288,7 +288,7 @@ def native(srcs=((1 << 20, (64, 8)),), dsts=((2 << 20, (64, 8)),), **changes):
 
 
 def test_native_validation():
-    assert native().num_pieces == 1
+    assert native().num_fragments == 1
     with pytest.raises(ValueError, match="as many layers, got 1 and 0"):
         native(dsts=())
     with pytest.raises(ValueError, match="31 bits, got 2147483648 blocks"):

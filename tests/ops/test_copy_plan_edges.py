@@ -72,7 +72,7 @@ def test_numbers_that_no_cache_has(changes, message):
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_small_blocks(size):
     copier = native(sizes=(1, size), num_src_blocks=(1 << 31) - 1, dst=(1 << 47, (64, 8)))
-    assert copier.block_bytes == 8 * size and copier.num_pieces == (size > 0)
+    assert copier.block_bytes == 8 * size and copier.num_fragments == (size > 0)
 
 
 def test_fewer_than_no_pairs():
@@ -91,7 +91,7 @@ def test_sides_that_touch_share_nothing(gap, meets, swapped):
         with pytest.raises(ValueError, match="share no memory"):
             native(**sides)
     else:
-        assert native(**sides).num_pieces == 1
+        assert native(**sides).num_fragments == 1
 
 
 @pytest.mark.parametrize("changes", [{"dst": (1 << 20, (128, 8))}, {"num_dst_blocks": 3}])

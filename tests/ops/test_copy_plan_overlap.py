@@ -182,14 +182,14 @@ def test_an_expanded_source_beside_the_destination(gap, src_first):
 def test_neighbours_are_one_piece_in_whatever_order_they_come(order):
     src, dst = ([(8 * i, 24) for i in order], 4), ([(1000 + 8 * i, 24) for i in order], 4)
     copier = copier_of(src, dst, 8)
-    assert copier.num_pieces == 1 and extents(copier, [(1, 2), (2, 3), (0, 0)]) == [(0, 1000, 24), (24, 1048, 48)]
+    assert copier.num_fragments == 1 and extents(copier, [(1, 2), (2, 3), (0, 0)]) == [(0, 1000, 24), (24, 1048, 48)]
 
 
 def test_neighbours_whose_blocks_lie_apart_are_no_piece():
     """In the first block the second layer follows the first one, in the others there is room between."""
     src, dst = ([(0, 16), (8, 32)], 4), ([(1000, 16), (1008, 16)], 4)
     copier, rows = copier_of(src, dst, 8), [(2, 1), (3, 0), (0, 3)]
-    assert copier.num_pieces == 2 and copied(copier, rows) == copied_naively(src, dst, 8, rows)
+    assert copier.num_fragments == 2 and copied(copier, rows) == copied_naively(src, dst, 8, rows)
 
 
 def test_one_source_for_many_destinations_keeps_their_order():
@@ -214,6 +214,6 @@ def test_sizes_of_one_take_no_room():
         "srcs": [(BASE, (64, 8, 8))], "dsts": [(BASE + (1 << 62), (64, 8, 8))],
     }  # fmt: skip
     copier = _C.BlockCopier(sizes=(1, 1, 1 << 59), **arguments)
-    assert (copier.block_bytes, copier.num_pieces) == (1 << 62, 1)
+    assert (copier.block_bytes, copier.num_fragments) == (1 << 62, 1)
     with pytest.raises(ValueError, match="a block must fit into memory"):
         _C.BlockCopier(sizes=(1, 2, 1 << 59), **arguments)

@@ -232,5 +232,5 @@ def test_int8_rounds_ties_to_even_and_keeps_what_is_no_number_one(name, row_dtyp
 
 def test_an_unknown_instruction_set_is_refused():
     rows = torch.zeros(1)
-    with pytest.raises(ValueError, match="codec must be one that this machine has, got sse9"):
+    with pytest.raises(ValueError, match="kernel must be one that this machine has, got sse9"):
         encode("sse9", rows, torch.int8)

@@ -547,12 +547,12 @@ def test_reshape_by_torch(without_triton):
     cache, memory = poisoned(layout, 5)
     slots = random_slots(9, 5, layout)
     key, value = (random_rows(len(slots), layout, size) for size in (10, 6))
-    before = [view.clone() for view in memory]
+    before, bound = [view.clone() for view in memory], ops.BoundCache(cache, layout)
     for bad in (-2, 20):
         with pytest.raises(ValueError, match=f"got {bad}"):
-            token_ops_cuda.reshape_and_cache(key, value, cache, slots.index_fill(0, torch.tensor(3), bad), layout, None)
+            token_ops_cuda.reshape_and_cache(key, value, bound, slots.index_fill(0, torch.tensor(3), bad))
     assert all(torch.equal(view, old) for view, old in zip(memory, before, strict=True))
-    token_ops_cuda.reshape_and_cache(key, value, cache, slots, layout, None)
+    token_ops_cuda.reshape_and_cache(key, value, bound, slots)
     got = [view.clone() for view in memory]
     for view, old in zip(memory, before, strict=True):
         view.copy_(old)
@@ -567,12 +567,12 @@ def test_gather_by_torch(without_triton, padded):
     cache, tables = filled(layout, 12), random_tables(lengths, 12, layout, starts)
     shape = [3, 9, 3] if padded else [13, 3]
     outs = [[torch.full([*shape, size], float("nan")) for size in (10, 6)] for _ in range(2)]
-    token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout, None)
+    token_ops_cuda.gather_cache(ops.BoundCache(cache, layout), tables, lengths, starts, outs[0])
     ops.gather_cache(cache, tables, lengths, layout, starts, outs[1])
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
     tables[2, 1] = 12
     with pytest.raises(ValueError, match="got 12"):
-        token_ops_cuda.gather_cache(cache, tables, lengths, starts, outs[0], layout, None)
+        token_ops_cuda.gather_cache(ops.BoundCache(cache, layout), tables, lengths, starts, outs[0])
     assert all(torch.equal(bits(rows), bits(want)) for rows, want in zip(*outs, strict=True))
 
 

@@ -66,7 +66,7 @@ def calls(layout):
     cache, other, third = (make_caches(layout)[0] for _ in range(3))
     key, value = make_rows(layout, 5)
     out_key, out_value = make_rows(layout, 15)
-    scales, sinks = make_scales(layout), torch.randn(4)
+    scales = make_scales(layout)
     query = torch.randn(5, 4, 8).to(row_dtype(layout))
     each = (None, None) if scales[0] is None else ([scales[0]] * 2, [scales[1]] * 2)
     chunk = torch.zeros(2, 1 if value is None else 2, 7, layout.num_kv_heads, 8, dtype=row_dtype(layout))
@@ -76,7 +76,7 @@ def calls(layout):
         "reshape_and_cache": (key, value, cache, SLOTS, spec, *scales),
         "gather_cache": (cache, TABLES, LENGTHS, STARTS, out_key, out_value, spec, *scales),
         "paged_attention": (
-            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), spec, 0.3, 5, 20.0, sinks, *scales, 3, 10
+            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), spec, *scales, 3, 10
         ),
         "swap_blocks": (cache, other, PAIRS, spec),
         "swap_blocks_layers": ([cache], [other], PAIRS, spec),
@@ -84,6 +84,13 @@ def calls(layout):
         "store_chunk": ([cache, third], ids, chunk, spec, 3, "vllm", *each),
         "load_chunk": ([cache, third], ids, by_head, spec, 2, "huggingface", *each),
     }  # fmt: skip
+
+
+def options(name):
+    """All options of attention, by name."""
+    attends = {"scale": 0.3, "sliding_window": 5, "softcap": 20.0, "sinks": torch.randn(4), "value_size": 8}
+    positions = torch.tensor([4, 7, 8, 0, 5])
+    return {**attends, "query_positions": positions} if name == "paged_attention" else {}
 
 
 NAMES = list(calls(LAYOUTS[0]))
@@ -101,17 +108,18 @@ def test_registration(layout, name):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if layout.dtype == torch.float8_e4m3fn:  # the check of schemas multiplies, which torch does not do for these
         checks.remove("test_schema")
-    torch.library.opcheck(getattr(torch.ops.kvpage, name).default, calls(layout)[name], test_utils=checks)
+    operation = getattr(torch.ops.kvpage, name).default
+    torch.library.opcheck(operation, calls(layout)[name], options(name), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_with_fake_tensors_touches_no_memory(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    real = calls(LAYOUTS[0])[name]
+    real = calls(LAYOUTS[0])[name], options(name)
     with FakeTensorMode() as mode:
-        arguments = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, real)
-        assert getattr(torch.ops.kvpage, name)(*arguments) is None
+        arguments, named = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, real)
+        assert getattr(torch.ops.kvpage, name)(*arguments, **named) is None
 
 
 def test_a_function_called_with_fake_tensors_touches_no_memory():
@@ -240,6 +248,68 @@ def test_a_compiled_layer_is_the_eager_one(layout, dynamic):
         expected = layer(x, other, *rest)
         assert torch.equal(compiled(x, cache, *rest), expected)
         assert equal_bits([cache], [other])
+
+
+EVERY_OPTION = {"value_size": 7, "scale": 0.3, "sliding_window": 5, "softcap": 20.0, "sinks": torch.ones(4)}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("extra", [{}, EVERY_OPTION], ids=["positions", "every option"])
+@torch.no_grad()
+def test_options_of_attention_where_torch_traces(extra, by_name):
+    """Queries at some positions were refused there."""
+    torch._dynamo.reset()
+    layout = LAYOUTS[0]
+    cache, query = make_caches(layout)[0], torch.randn(5, 4, 8)
+    positions = torch.tensor([4, 7, 8, 0, 5])
+    given = {**extra, "query_positions": positions}
+    attention = ops.Attention(**given)
+
+    def attend(query, cache, lengths, positions):
+        if by_name:
+            named = {**given, "query_positions": positions}
+            return ops.paged_attention(query, cache, TABLES, lengths, layout, query_lens=QUERIES, **named) + 1
+        return ops.paged_attention(query, cache, TABLES, lengths, layout, attention, query_lens=QUERIES) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found = compiled(query, cache, LENGTHS, positions)
+    assert torch.equal(found, attend(query, cache, LENGTHS, positions))
+    expected = reference.paged_attention(query, cache, TABLES, LENGTHS, layout, query_lens=QUERIES, **given) + 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_bound_cache_where_torch_traces():
+    torch._dynamo.reset()
+    layout = LAYOUTS[2]
+    scales = KVScales(*make_scales(layout))
+    tensors = [make_caches(layout)[0] for _ in range(2)]
+    tensors[1].view(torch.uint8).copy_(tensors[0].view(torch.uint8))
+    caches = [ops.BoundCache(tensor, layout, scales) for tensor in tensors]
+    (key, value), query, attention = make_rows(layout, 5), torch.randn(5, 4, 8), ops.Attention(softcap=3.0)
+    sequences = ops.Sequences(caches[0], 5, TABLES, LENGTHS, QUERIES)
+
+    def layer(cache, query):
+        ops.reshape_and_cache(key, value, cache, SLOTS)
+        rows = ops.gather_cache(cache, TABLES, [9, 6])
+        return ops.attend(query, cache, sequences, attention) + 1, rows
+
+    expected, expected_rows = layer(caches[0], query)
+    found, rows = torch.compile(layer, fullgraph=True, backend="aot_eager")(caches[1], query)
+    assert torch.equal(found, expected) and equal_bits(rows, expected_rows) and equal_bits(tensors[:1], tensors[1:])
+
+
+def test_an_unknown_option_is_refused_where_torch_traces():
+    torch._dynamo.reset()
+    layout, cache = LAYOUTS[0], make_caches(LAYOUTS[0])[0]
+
+    def attend(query):
+        return ops.paged_attention(query, cache, TABLES, LENGTHS, layout, windw=3)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
+        attend(torch.zeros(2, 4, 8))
+    with pytest.raises(Exception, match="options must be among scale, .*got windw"):
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(torch.zeros(2, 4, 8))
 
 
 @torch.no_grad()

@@ -593,5 +593,5 @@ class CopierWorld(CacheWorld):
         return Case("_C.choose_executor", _C.choose_executor, args)
 
     def split(self) -> Case:
-        args = {"num_pieces": self.rng.randrange(9), "num_pairs": self.rng.randrange(9), "capacity": 200}
-        return Case("_C._split_for_launches", _C._split_for_launches, args, fixed=("num_pieces", "num_pairs"))
+        args = {"num_fragments": self.rng.randrange(9), "num_pairs": self.rng.randrange(9), "capacity": 200}
+        return Case("_C._split_for_launches", _C._split_for_launches, args, fixed=("num_fragments", "num_pairs"))

@@ -20,11 +20,15 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / ".pytest_cache" / "reliability"
 CORE = [
+    "base/copy_bytes",
     "base/token_view",
     "copy/copier/block_copier",
     "copy/host/host_copy",
+    "copy/plan/copy_geometry",
     "copy/plan/copy_plan",
-    "copy/sm_kernel/sm_kernel",
+    "copy/plan/overlap",
+    "copy/sm_kernel/kernel_on_host",
+    "copy/sm_kernel/launch_plan",
     "slots/slot_allocator",
     "slots/slot_tree",
     "slots/slot_tree_check",
@@ -33,6 +37,7 @@ CORE = [
     "tree/prefix_tree",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
+    "tree/prefix_tree_insert",
     "tree/prefix_tree_log",
     "tree/prefix_tree_tiers",
     "tree/sibling_index",

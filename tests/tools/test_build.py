@@ -22,6 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
 BUILD_OUTPUT = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*_cache")
 
+
+def not_in_a_clone(folder: str, names: list[str]) -> set[str]:
+    """Return the names that a build or an editable install has made; the latter links folders into the package."""
+    return BUILD_OUTPUT(folder, names) | {name for name in names if Path(folder, name).is_symlink()}
+
+
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
 pytestmark = pytest.mark.skipif(
     not (ROOT / "CMakeLists.txt").exists() or not shutil.which("cmake") or not shutil.which("ninja"),
@@ -126,11 +132,17 @@ def test_other_words_are_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=BUILD_OUTPUT)
-    make = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+def make_sdist(tree: Path, folder: Path) -> Path:
+    """Build the sdist of a project as a build frontend does, and return the archive."""
+    make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", make], cwd=tree, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("kvpage-*.tar.gz")
+    (archive,) = folder.glob("kvpage-*.tar.gz")
+    return archive
+
+
+def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_in_a_clone)
+    archive = make_sdist(tree, tmp_path)
     with tarfile.open(archive) as sdist:
         sdist.extractall(tmp_path)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
@@ -141,14 +153,53 @@ def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def tree_without_compiling(tmp_path: Path) -> Path:
-    """A copy of the sources whose CMake project touches the extension's file instead of compiling it."""
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=BUILD_OUTPUT)
+def venv_with_what_is_here(folder: Path) -> Path:
+    """Make an environment that finds the packages of this one, kvpage apart; return its Python."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "build.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return folder / "bin" / "python"
+
+
+USE = """
+import importlib.resources, torch, kvpage, kvpage.kernels, kvpage.benchmarks
+from kvpage import ops
+layout = kvpage.CacheLayout(4, 2, 8, torch.float32)
+(cache,) = layout.allocate(3, 1, torch.device("cpu"))
+rows = torch.randn(5, 2, 8)
+ops.reshape_and_cache(rows, rows, cache, torch.arange(4, 9), layout)
+keys, values = ops.gather_cache(cache, torch.tensor([[1, 2]], dtype=torch.int32), [5], layout)
+assert torch.equal(keys, rows) and torch.equal(values, rows)
+folder = importlib.resources.files(kvpage)
+assert all((folder / name).is_file() for name in ("py.typed", "_C.pyi"))
+assert not (folder / "benchmarks" / "results").is_dir(), "recorded figures belong to the project, not to the package"
+print(folder)
+"""
+
+
+def test_an_install_from_an_sdist_works(tmp_path):
+    """The extension is the one that these tests have; another test compiles, wherever the package is installed."""
+    tree = tree_without_compiling(tmp_path, copied=Path(_C.__file__))
+    archive = make_sdist(tree, tmp_path)
+    python = venv_with_what_is_here(tmp_path / "venv")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run([*install, "--ignore-installed", archive], env=environment(), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    env = environment()
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run([python, "-c", USE], cwd=tmp_path, env=env, text=True, capture_output=True)
+    assert done.stdout.strip().startswith(str(tmp_path / "venv")), done.stdout + done.stderr
+
+
+def tree_without_compiling(tmp_path: Path, copied: Path | None = None) -> Path:
+    """Return a copy of the sources whose CMake project compiles nothing: it copies or touches the extension."""
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_in_a_clone)
+    make = "touch" if copied is None else f'copy "{copied}"'
     folder, name = "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}", "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
     (tree / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.24)\nproject(stand_in NONE)\n"
         f'add_custom_target(_C COMMAND ${{CMAKE_COMMAND}} -E make_directory "{folder}"\n'
-        f'                  COMMAND ${{CMAKE_COMMAND}} -E touch "{folder}/{name}")\n'
+        f'                  COMMAND ${{CMAKE_COMMAND}} -E {make} "{folder}/{name}")\n'
     )
     return tree
 
@@ -171,10 +222,7 @@ def test_an_editable_install_finds_new_kernels(tmp_path):
     """With an empty kvpage/__init__.py: this is about finding files."""
     tree = tree_without_compiling(tmp_path)
     (tree / "kvpage" / "__init__.py").write_text("")
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv" / "bin" / "python"
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "build.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    python = venv_with_what_is_here(tmp_path / "venv")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-build-isolation", "--no-deps"]
     done = subprocess.run([*install, "-e", tree], env=environment(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,13 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "copy/sm_kernel/sm_kernel.h"
 #include "copy/host/host_copy.h"
+#include "copy/sm_kernel/launch_plan.h"
 
 #ifdef KVPAGE_HAS_CUDA
-#include "cuda/cuda_devices.h"
 #include "copy/copy_engine/copy_engine.h"
+#include "copy/sm_kernel/sm_kernel.h"
+#include "cuda/cuda_devices.h"
 #else
 namespace kvpage {
 class CopyEngine {};

@@ -1,4 +1,6 @@
-// BlockCopier: a geometry, and the executors that suit where its two sides lie. What block_copy.BlockCopier holds.
+// BlockCopier: a swap or a copy of blocks. It makes the plan, chooses the executor and runs it.
+//
+//   block ids ──► CopyPlan (copy/plan/): which bytes go where ──► choose_executor ──► one of three executors
 //
 //   host ─► host                  threads
 //   device ─► the same device     SM kernel
@@ -10,13 +12,15 @@
 #include <memory>
 #include <mutex>
 
+#include "copy/plan/cache_view.h"
+#include "copy/plan/copy_geometry.h"
 #include "copy/plan/copy_plan.h"
 
 namespace kvpage {
 
 class CopyEngine;
 
-// Where one side lies: a CUDA device's index, or kHost.
+// The place of one side: a CUDA device's index, or kHost.
 constexpr int kHost = -1;
 
 struct Placement {
@@ -26,15 +30,15 @@ struct Placement {
 
 enum class Executor { kHostThreads, kCopyEngine, kKernel };
 
-// How the SM kernel is used between host and device: for extents of up to `max_bytes` on average (0: never), with at
-// most `max_groups` groups of threads, so that it leaves the other multiprocessors to the computation. Where max_bytes
-// should lie has to be measured on the device, for each direction; kvpage.cache.calibration does.
+// The use of the SM kernel between host and device: for extents of up to `max_bytes` on average (0: never), with at
+// most `max_groups` groups of threads. The other multiprocessors stay free for the computation. The best max_bytes is
+// measured on the device, for each direction, by kvpage.cache.calibration.
 struct KernelLimits {
   int64_t max_bytes, max_groups;
 };
 
-// Which executor copies so many extents of so many bytes between these places. The one place to decide it. A single
-// extent is the copy engine's, whatever its size: there is nothing to save.
+// Returns the executor for so many extents of so many bytes between these places. Nothing else decides it. The copy
+// engine takes a single extent of any size: there is nothing to save.
 Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64_t num_extents,
                          int64_t kernel_max_bytes);
 
@@ -49,10 +53,10 @@ class BlockCopier {
 
   const CopyGeometry& geometry() const { return geometry_; }
 
-  // The executor that `run` would take. Throws as CopyPlan does.
+  // Returns the executor that `run` would take. Throws as CopyPlan does.
   Executor executor(const int64_t* pairs, int64_t num_pairs) const;
 
-  // Copies the pairs, [num_pairs, 2], and on the host waits for it; on a device enqueues it on `stream`. Any number of
+  // Copies the pairs, [num_pairs, 2]. On the host it waits; on a device it enqueues the copy on `stream`. Any number of
   // threads may call it. Throws as CopyPlan does, before anything is written, and as the executors do.
   void run(const int64_t* pairs, int64_t num_pairs, uintptr_t stream, int max_threads);
 

@@ -8,16 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "base/check.h"
 #include "cuda/cuda_check.h"
+#include "cuda/cuda_stream.h"
+#include "cuda/device_guard.h"
 
 namespace kvpage {
-
-void check_not_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  KVPAGE_CUDA(cudaStreamIsCapturing, stream, &status);
-  check(status == cudaStreamCaptureStatusNone, "stream must not be capturing a graph when blocks are moved");
-}
 
 namespace {
 
@@ -61,9 +56,10 @@ bool copy_batch(BatchedCopy copy, Extents& extents, cudaStream_t stream) {
                              &attributes, &first, 1, &failed, stream);
   if (code == CUDA_ERROR_NOT_SUPPORTED) return false;
   if (code != CUDA_SUCCESS) {
-    throw CudaError("cuMemcpyBatchAsync", "CUresult " + std::to_string(static_cast<int>(code)),
-                    (failed < extents.sizes.size() ? "extent " + std::to_string(failed) : std::string("no one extent")) +
-                        " of " + std::to_string(extents.sizes.size()));
+    throw CudaError(
+        "cuMemcpyBatchAsync", "CUresult " + std::to_string(static_cast<int>(code)),
+        (failed < extents.sizes.size() ? "extent " + std::to_string(failed) : std::string("no one extent")) + " of " +
+            std::to_string(extents.sizes.size()));
   }
   return true;
 }

@@ -20,8 +20,8 @@ class CopyEngine {
   CopyEngine(int device, bool pinned);
   ~CopyEngine();
 
-  // Enqueues the plan on `stream` (a cudaStream_t) and, where the memory is pinned, does not wait: host memory must stay
-  // until the stream has passed. One thread at a time. Throws InvalidArgument for a stream that is being captured;
+  // Enqueues the plan on `stream` (a cudaStream_t) and, where the memory is pinned, does not wait: host memory must
+  // stay until the stream has passed. One thread at a time. Throws InvalidArgument for a stream that is being captured;
   // CudaError when a call fails, after which the destination blocks are undefined.
   void run(const CopyPlan& plan, uintptr_t stream);
 
@@ -30,7 +30,7 @@ class CopyEngine {
   std::unique_ptr<State> state_;
 };
 
-// Whether this driver has cuMemcpyBatchAsync.
+// Returns whether this driver has cuMemcpyBatchAsync.
 bool has_batched_copy();
 
 }  // namespace kvpage

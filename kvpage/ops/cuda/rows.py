@@ -11,10 +11,9 @@ import warnings
 
 import torch
 
-from kvpage.layout.cache_layout import CacheLayout
-from kvpage.layout.kv_scales import KVScales
 from kvpage.ops import reference
-from kvpage.ops.cuda.reshape_memo import Call, ReshapeMemo
+from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.cuda.launches import Launches, Rows
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
 _ERRORS = {
@@ -24,7 +23,7 @@ _ERRORS = {
     8: "fresh_rows held a row out of range",
 }
 _error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
-_memo = ReshapeMemo()
+_launches = Launches()
 
 
 def check_device(device: torch.device | str = "cuda") -> None:
@@ -75,81 +74,62 @@ def _has_triton() -> bool:
     return False
 
 
-def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    layout: CacheLayout,
-    scales: KVScales | None,
-) -> None:
+def reshape_and_cache(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> None:
+    """Write rows into slots; all but the values of the slots is checked."""
     if not _has_triton():
-        _check_slots(slots, layout.num_blocks(cache) * layout.block_size)
-        reference.reshape_and_cache(key, value, cache, slots, layout, scales)
+        _check_slots(slots, cache.shape[0] * cache.shape[1])
+        reference.reshape_and_cache(key, value, cache.tensor, slots, cache.layout, cache.scales)
+        return
+    error, rows = _error_word(cache.device), Rows(key, value, cache, slots)
+    is_current = torch.cuda.current_device() == cache.device.index
+    if is_current and not _DEBUG and _launches.repeat(rows, error):
         return
     from kvpage.kernels import reshape
 
-    views, error = layout.views(cache), _error_word(cache.device)
     with torch.cuda.device(cache.device):
-        launched = reshape.reshape_and_cache(key, value, views, slots, scales, error)
+        launched = reshape.reshape_and_cache(key, value, cache.views, slots, cache.scales, error)
         _check_if_debugging(cache.device)
-    if launched is not None and not _DEBUG:
-        _memo.remember(Call(key, value, cache, slots, layout, scales), launched, views, error)
-
-
-def reshape_as_before(
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    layout: CacheLayout,
-    scales: KVScales | None,
-) -> bool:
-    """Whether a call of this kind was checked and launched before, and so this one now is."""
-    if torch.cuda.current_device() != cache.device.index:
-        return False
-    return _memo.repeat(Call(key, value, cache, slots, layout, scales))
+    if launched is not None:
+        _launches.keep(rows, launched)
 
 
 def gather_cache(
-    cache: torch.Tensor,
+    cache: BoundCache,
     block_tables: torch.Tensor,
     lengths: list[int],
     starts: list[int],
     out: tuple[torch.Tensor, torch.Tensor | None],
-    layout: CacheLayout,
-    scales: KVScales | None,
 ) -> None:
+    """Copy rows of sequences into `out`; all but ids is checked."""
     if not _has_triton():
-        _check_blocks(block_tables, lengths, starts, layout.num_blocks(cache), layout.block_size)
-        reference.gather_into(cache, block_tables, torch.tensor(lengths), torch.tensor(starts), out, layout, scales)
+        _check_blocks(block_tables, lengths, starts, *cache.shape[:2])
+        spans = torch.tensor(lengths), torch.tensor(starts)
+        reference.gather_into(cache.tensor, block_tables, *spans, out, cache.layout, cache.scales)
         return
     from kvpage.kernels import gather
 
     with torch.cuda.device(cache.device):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("gather_cache must be given lengths on the device where a graph captures, and out")
-        views = layout.views(cache)
-        gather.gather_cache(views, block_tables, starts, lengths, out, scales, _error_word(cache.device))
+        gather.gather_cache(cache.views, block_tables, starts, lengths, out, cache.scales, _error_word(cache.device))
         _check_if_debugging(cache.device)
 
 
 def gather_cache_by_device_lengths(
-    cache: torch.Tensor,
+    cache: BoundCache,
     block_tables: torch.Tensor,
     lengths: torch.Tensor,
     starts: torch.Tensor | None,
     out: tuple[torch.Tensor, torch.Tensor | None],
-    layout: CacheLayout,
-    scales: KVScales | None,
 ) -> None:
+    """Copy rows of sequences whose lengths only the device knows into `out`."""
     if not _has_triton():
         raise ValueError("seq_lens must be on the host where Triton is not installed")
     from kvpage.kernels import gather
 
     with torch.cuda.device(cache.device):
         gather.gather_cache_by_device_lengths(
-            layout.views(cache), block_tables, starts, lengths, out, scales, _error_word(cache.device)
+            cache.views, block_tables, starts, lengths, out, cache.scales, _error_word(cache.device)
         )
         _check_if_debugging(cache.device)
 

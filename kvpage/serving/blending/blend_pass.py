@@ -30,9 +30,9 @@ from kvpage.blend.mixing import mix
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.segments import Reuse
 from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
+from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation
 from kvpage.serving.model.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
-from kvpage.serving.model.dense_attention import AttentionOptions
 from kvpage.serving.model.row_hooks import RowHooks, RowsChosen
 from kvpage.serving.model.step import Piece, Step
 
@@ -115,7 +115,7 @@ class BlendPass:
     # --- a layer -----------------------------------------------------------------------------------------------------
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
     ) -> torch.Tensor:
         """See StepBlend. Raises RowsChosen out of a check layer's first call."""
         index = self._order[layer]
@@ -125,7 +125,7 @@ class BlendPass:
         if index in self._stages and index > self._chose_at:
             self._narrow(index, self._choose(self._stages[index], (index, key, value)))
             raise RowsChosen
-        return attend_rows(query, key, value, layer, self._narrowed, options)
+        return attend_rows(query, key, value, layer, self._narrowed, attention)
 
     def _narrow(self, index: int, selection: Selection) -> None:
         self._chose_at, self._selection = index, selection
@@ -146,7 +146,7 @@ class BlendPass:
     def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the layer's K and V, [num_blocks, block_size, kv heads, size]; None if rows do not fit in."""
         layout, rows = self._step.layout, self._reuses[0].segment.k
-        key, value = layout.views(self._step.caches[layer])
+        key, value = self._step.caches[layer].views
         is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
         if not is_plain or value is None or key.rows.shape[3] > 1 or value.rows.shape[3] > 1:
             return None

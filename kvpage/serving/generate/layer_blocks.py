@@ -5,23 +5,19 @@ from dataclasses import dataclass
 import torch
 
 from kvpage import ops
-from kvpage.layout.cache_layout import CacheLayout
-from kvpage.layout.kv_scales import KVScales
-from kvpage.ops.token_args import COMPUTE_DTYPES
+from kvpage.ops import BoundCache
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
     """The blocks of one layer. K and V are [num_rows, num_heads, num_tokens, size] here, as in transformers' caches.
 
-    cache: the layer's tensor of the device tier.
+    cache: the layer's cache of the device tier.
     is_latent: the layout has no value part. A row then holds a token's latent, followed by its rotary part.
     num_heads, key_size, value_size: those of the K and V that the model hands over.
     """
 
-    cache: torch.Tensor
-    layout: CacheLayout
-    scales: KVScales | None
+    cache: BoundCache
     is_latent: bool
     num_heads: int
     key_size: int
@@ -31,9 +27,7 @@ class LayerBlocks:
         """Write the tokens of all rows into their slots, one row after the other."""
         parts = (torch.cat([key, value], dim=3),) if self.is_latent else (key, value)
         rows = [part.to(self._row_dtype(key.dtype)).transpose(1, 2).flatten(0, 1) for part in parts]
-        ops.reshape_and_cache(
-            rows[0], None if self.is_latent else rows[1], self.cache, slot_mapping, self.layout, self.scales
-        )
+        ops.reshape_and_cache(rows[0], None if self.is_latent else rows[1], self.cache, slot_mapping)
 
     def read(
         self, block_tables: torch.Tensor, num_tokens: int, dtype: torch.dtype
@@ -55,20 +49,20 @@ class LayerBlocks:
         lengths = [keys.shape[2]] * keys.shape[0]
         if not self.is_latent:
             out = keys.transpose(1, 2), values.transpose(1, 2)
-            ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=out, scales=self.scales)
+            ops.gather_cache(self.cache, block_tables, lengths, out=out)
             return
         latent_size = keys.shape[3]
         latents = keys.new_empty(*keys.shape[:3], latent_size + values.shape[3])
         rows_out = latents.transpose(1, 2), None
-        ops.gather_cache(self.cache, block_tables, lengths, self.layout, out=rows_out, scales=self.scales)
+        ops.gather_cache(self.cache, block_tables, lengths, out=rows_out)
         keys.copy_(latents[..., :latent_size])
         values.copy_(latents[..., latent_size:])
 
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether a read returns, bit by bit, rows of `dtype` that were written."""
-        return self.layout.dtype == dtype and not self.layout.is_quantized
+        layout = self.cache.layout
+        return layout.dtype == dtype and not layout.is_quantized
 
     def _row_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if not self.layout.is_quantized:
-            return self.layout.dtype
-        return dtype if dtype in COMPUTE_DTYPES else torch.float32
+        dtypes = self.cache.row_dtypes
+        return dtype if dtype in dtypes else dtypes[0]

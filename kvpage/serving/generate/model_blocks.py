@@ -36,11 +36,9 @@ class ModelBlocks:
         max_working_bytes: int | None = None,
     ) -> None:
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
-        scales = engine.kv_scales or [None] * len(shape.layer_ids)
-        layers = zip(shape.layer_ids, engine.gpu_cache, scales, shape.layer_sizes, strict=True)
+        layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_sizes, strict=True)
         self.layers = {
-            layer_id: LayerBlocks(cache, engine.layout, scale, shape.is_latent, shape.num_heads, *sizes)
-            for layer_id, cache, scale, sizes in layers
+            layer_id: LayerBlocks(cache, shape.is_latent, shape.num_heads, *sizes) for layer_id, cache, sizes in layers
         }
         self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Callable[[], None]] = deque()

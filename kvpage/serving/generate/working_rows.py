@@ -69,7 +69,7 @@ class WorkingRows:
 
         Tokens before `start` that are not here yet are read from blocks. tables: returns RowSlots.block_tables.
         """
-        end, dtype = start + new[0].shape[2], self._layers[layer_id].layout.dtype
+        end, dtype = start + new[0].shape[2], self._layers[layer_id].cache.layout.dtype
         kept = self._kv.get(layer_id)
         if kept is None or kept[0].shape[2] < end:
             kept = self._grown(layer_id, new, start, dtype, tables)

@@ -6,14 +6,16 @@ all, and causality and window are decided here, by the positions in each sequenc
 """
 
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
 from kvpage import ops
+from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
-from kvpage.serving.model.dense_attention import AttentionOptions, attend
+from kvpage.serving.model.dense_attention import attend
 from kvpage.serving.model.step import Step
 
 IMPLEMENTATION = "kvpage"
@@ -55,31 +57,48 @@ def paged_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
-    options = AttentionOptions(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # each [num_tokens, heads, size]
+    attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
+    cache, is_plain = step.caches[layer], step.blend is None and step.latents is None
+    if is_plain and step.takes_all_rows and query.dtype == key.dtype == value.dtype and key.dtype in cache.row_dtypes:
+        _check_heads(key.shape[1], cache)
+        return ops.write_and_attend(query, key, value, cache, step.slot_mapping, step.sequences, attention), None
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if step.blend is not None:
-        return step.blend.attend(query, key, value, layer, options).unsqueeze(0), None
+        return step.blend.attend(query, key, value, layer, attention).unsqueeze(0), None
     if step.latents is not None:
-        return step.latents.attend(module, query, key, value, layer, options).unsqueeze(0), None
+        return step.latents.attend(module, query, key, value, layer, attention).unsqueeze(0), None
     write_rows(key, value, layer, step, step.slot_mapping)
-    return attend_rows(query, key, value, layer, step, options).unsqueeze(0), None
+    return attend_rows(query, key, value, layer, step, attention).unsqueeze(0), None
 
 
-def write_rows(key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, slots: torch.Tensor) -> None:
-    """Row i of key and value goes into slots[i] of the layer's blocks."""
-    layout = step.layout
-    if key.shape[1] != layout.num_kv_heads:
-        raise ValueError(f"every layer must have {layout.num_kv_heads} KV heads, got one with {key.shape[1]}")
-    key, value = (rows.to(row_dtype(rows.dtype, layout)) for rows in (key, value))
-    ops.reshape_and_cache(key, value, step.caches[layer], slots, layout, step.scales.get(layer))
+def write_rows(key: torch.Tensor, value: torch.Tensor | None, layer: int, step: Step, slots: torch.Tensor) -> None:
+    """Write row i of key and value, [rows, kv heads, size], into slots[i] of the layer's blocks."""
+    cache = step.caches[layer]
+    _check_heads(key.shape[1], cache)
+    if key.dtype not in cache.row_dtypes:
+        key = key.to(cache.row_dtypes[0])
+    if value is not None and value.dtype != key.dtype:
+        value = value.to(key.dtype)
+    ops.reshape_and_cache(key, value, cache, slots)
+
+
+def _check_heads(num_heads: int, cache: ops.BoundCache) -> None:
+    if num_heads != cache.layout.num_kv_heads:
+        raise ValueError(f"every layer must have {cache.layout.num_kv_heads} KV heads, got one with {num_heads}")
 
 
 def attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, attention: Attention
 ) -> torch.Tensor:
     """Attention of the step's rows, whose K and V are written, over their sequences: [rows, heads, value size]."""
-    attend_over_blocks = _attend_in_place if _reads_in_place(query, step) else _attend_gathered
-    return attend_over_blocks(query, key, value, layer, step, options)
+    if step.device_query_positions is not None:
+        attention = replace(attention, query_positions=step.device_query_positions)
+    if query.dtype not in IN_PLACE_DTYPES or not step.attends_in_place:
+        return _attend_gathered(query, key, value, layer, step, attention)
+    cache = step.caches[layer]
+    rows = query if query.dtype in cache.row_dtypes else query.float()
+    output = ops.attend(rows, cache, step.sequences, attention)
+    return output if rows is query else output.to(query.dtype)
 
 
 def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
@@ -89,48 +108,13 @@ def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
     return dtype if dtype in IN_PLACE_DTYPES else torch.float32
 
 
-def _reads_in_place(query: torch.Tensor, step: Step) -> bool:
-    """Whether ops.paged_attention does it. On a CPU it does not lose to gathering and SDPA even for whole prompts."""
-    knows_cache = step.layout.is_quantized or step.layout.dtype in IN_PLACE_DTYPES
-    return ops.attends_in_place(query.device) and query.dtype in IN_PLACE_DTYPES and knows_cache
-
-
-def _attend_in_place(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    step: Step,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """All sequences in one call, whose K and V stay where they are."""
-    output = ops.paged_attention(
-        query if query.dtype == row_dtype(query.dtype, step.layout) else query.float(),
-        step.caches[layer],
-        step.block_tables,
-        step.device_seq_lens,
-        step.layout,
-        scale=options.scale,
-        query_lens=step.device_query_lens,
-        sliding_window=options.window,
-        softcap=options.softcap,
-        sinks=options.sinks,
-        value_size=value.shape[-1],
-        scales=step.scales.get(layer),
-        max_query_len=max(step.query_lens),
-        max_seq_len=max(step.seq_lens),
-        query_positions=step.device_query_positions,
-    )
-    return output.to(query.dtype)
-
-
 def _attend_gathered(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layer: int,
     step: Step,
-    options: AttentionOptions,
+    attention: Attention,
 ) -> torch.Tensor:
     """Sequence by sequence, over K and V copied out of the blocks as far as the window reaches; those of a sequence
     that begins are at hand.
@@ -143,20 +127,18 @@ def _attend_gathered(
         if num_keys > num_queries or layout.dtype != key.dtype:
             tables, dtype = step.block_tables[index : index + 1], row_dtype(key.dtype, layout)
             first = num_keys - num_queries if positions is None else int(positions[0])
-            start = 0 if options.window is None else max(first - options.window + 1, 0)
+            start = 0 if attention.sliding_window is None else max(first - attention.sliding_window + 1, 0)
             positions = None if positions is None else positions - start
-            gathered = ops.gather_cache(
-                step.caches[layer], tables, [num_keys - start], layout, [start], None, step.scales.get(layer), dtype
-            )
+            gathered = ops.gather_cache(step.caches[layer], tables, [num_keys - start], seq_starts=[start], dtype=dtype)
             found = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
             keys, values = (
                 part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)
             )
-        outputs.append(attend(query[rows], keys, values, options, positions))
+        outputs.append(attend(query[rows], keys, values, attention, positions))
         begin += num_queries
     return torch.cat(outputs)
 
 
 def register() -> None:
-    """Makes the name "kvpage" known to transformers; as often as one likes."""
+    """Make the name "kvpage" known to transformers; it may be called any number of times."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -15,13 +15,14 @@ apply.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+from kvpage.layout.attention import Attention
 
 MAX_MASK_ENTRIES = 1 << 20  # of one tile, [queries, keys]
 MAX_SCORES = 1 << 22  # of one tile in fp32, [heads, queries, keys]: 16 MiB
@@ -30,26 +31,11 @@ MAX_TILE_ROWS = 256
 Positions = range | npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """scale: of the scores. window: how many last keys a query sees, itself included; None for all. softcap: c turns a
-    score s into c * tanh(s / c). sinks: [num_heads], a score a head that takes part in the softmax and has no value."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def needs_products(self) -> bool:
-        return self.softcap is not None or self.sinks is not None
-
-
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    options: AttentionOptions,
+    attention: Attention,
     positions: npt.NDArray[np.int64] | None = None,
 ) -> torch.Tensor:
     """Attention of queries to the keys up to their own positions: [num_queries, num_heads, value size], in query's
@@ -62,15 +48,19 @@ def attend(
     num_kv_heads = key.shape[1]
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
     keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (key, value))  # [kv heads, 1, keys, size]
-    one_tile = _by_products if options.needs_products else _by_sdpa
+    one_tile = _by_products if _needs_products(attention) else _by_sdpa
     where = range(len(key) - len(query), len(key)) if positions is None else positions
-    tiles = _tiles(where, len(key), query.shape[1], options, query.device)
+    tiles = _tiles(where, len(key), query.shape[1], attention, query.device)
     outputs = [
-        one_tile(grouped[:, :, tile.rows], keys[:, :, tile.span], values[:, :, tile.span], tile, options)
+        one_tile(grouped[:, :, tile.rows], keys[:, :, tile.span], values[:, :, tile.span], tile, attention)
         for tile in tiles
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _needs_products(attention: Attention) -> bool:
+    return attention.softcap is not None or attention.sinks is not None
 
 
 class Tile(NamedTuple):
@@ -84,21 +74,25 @@ class Tile(NamedTuple):
 
 
 def _tiles(
-    positions: Positions, num_keys: int, num_heads: int, options: AttentionOptions, device: torch.device
+    positions: Positions, num_keys: int, num_heads: int, attention: Attention, device: torch.device
 ) -> Iterator[Tile]:
     is_whole = len(positions) == num_keys
-    if is_whole and not options.needs_products and (options.window is None or options.window >= num_keys):
+    if (
+        is_whole
+        and not _needs_products(attention)
+        and (attention.sliding_window is None or attention.sliding_window >= num_keys)
+    ):
         yield Tile(slice(None), slice(None), None, is_causal=True)
         return
     num_rows = MAX_MASK_ENTRIES // num_keys
-    if options.needs_products:
+    if _needs_products(attention):
         num_rows = min(num_rows, MAX_SCORES // (num_heads * num_keys))
     num_rows = max(1, min(num_rows, MAX_TILE_ROWS))
     for begin in range(0, len(positions), num_rows):
         some = positions[begin : begin + num_rows]
-        low = 0 if options.window is None else max(0, int(some[0]) - options.window + 1)
+        low = 0 if attention.sliding_window is None else max(0, int(some[0]) - attention.sliding_window + 1)
         span = slice(low, int(some[-1]) + 1)
-        mask = _mask(some, span, options.window, device) if len(some) > 1 else None
+        mask = _mask(some, span, attention.sliding_window, device) if len(some) > 1 else None
         yield Tile(slice(begin, begin + len(some)), span, mask)
 
 
@@ -111,27 +105,29 @@ def _mask(positions: Positions, span: slice, window: int | None, device: torch.d
 
 
 def _by_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, attention: Attention
 ) -> torch.Tensor:
     # One head size for all: the fused kernels know no other. Expanding gives a stride of 0, no copy.
     value_size, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    output = F.scaled_dot_product_attention(query, key, value, tile.mask, is_causal=tile.is_causal, scale=options.scale)
+    output = F.scaled_dot_product_attention(
+        query, key, value, tile.mask, is_causal=tile.is_causal, scale=attention.scale
+    )
     return output[..., :value_size]
 
 
 def _by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, attention: Attention
 ) -> torch.Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) * options.scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = (query.to(dtype) * attention.scale) @ key.to(dtype).transpose(-1, -2)  # [kv heads, group, queries, keys]
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
     if tile.mask is not None:
         scores = scores.masked_fill(~tile.mask, float("-inf"))
-    if options.sinks is not None:
-        sinks = options.sinks.to(dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    if attention.sinks is not None:
+        sinks = attention.sinks.to(dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
     return (weights @ value.to(dtype)).to(query.dtype)

@@ -13,6 +13,7 @@ A layer of DeepSeek's kind makes K and V of all heads out of one small row a tok
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 
 from kvpage import ops
-from kvpage.serving.model.attention import attend_rows, row_dtype
+from kvpage.layout.attention import Attention
+from kvpage.serving.model.attention import attend_rows, row_dtype, write_rows
 from kvpage.serving.model.attribute_patch import AttributePatch
-from kvpage.serving.model.dense_attention import AttentionOptions, attend
+from kvpage.serving.model.dense_attention import attend
 from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
 from kvpage.serving.model.step import Step
 
@@ -73,7 +75,7 @@ class LatentPass:
         key: torch.Tensor,
         value: torch.Tensor,
         layer: int,
-        options: AttentionOptions,
+        attention: Attention,
     ) -> torch.Tensor:
         """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, size of v].
 
@@ -85,17 +87,17 @@ class LatentPass:
         self._write(module, rows, layer)
         self._ways = ways = self._ways or self._choose_ways(heads, key)
         if ways.rows_in_place is None:
-            return self._attend_in_place(query, rows, heads, layer, options, self._step)
+            return self._attend_in_place(query, rows, heads, layer, attention, self._step)
         output = query.new_empty(*query.shape[:2], value.shape[2])
         for index in ways.begun:
             part = self._rows[index]
-            output[part] = attend(query[part], key[part], value[part], options)
+            output[part] = attend(query[part], key[part], value[part], attention)
         for index in ways.expanded:
             part = self._rows[index]
-            output[part] = heads.attend_expanded(query[part], self._gather(index, layer, options, query), options)
+            output[part] = heads.attend_expanded(query[part], self._gather(index, layer, attention, query), attention)
         if ways.in_place:
             at = ways.rows_in_place
-            output[at] = self._attend_in_place(query[at], rows[at], heads, layer, options, ways.step_in_place)
+            output[at] = self._attend_in_place(query[at], rows[at], heads, layer, attention, ways.step_in_place)
         return output
 
     def _choose_ways(self, heads: LatentHeads, key: torch.Tensor) -> _Ways:
@@ -129,18 +131,15 @@ class LatentPass:
                 f"a latent and its rotary part must be {step.layout.head_size} numbers by the model's config, "
                 f"{type(module).__name__} makes {rows.shape[2]}"
             )
-        rows = rows.to(row_dtype(rows.dtype, step.layout))
-        ops.reshape_and_cache(rows, None, step.caches[layer], step.slot_mapping, step.layout, step.scales.get(layer))
+        write_rows(rows, None, layer, step, step.slot_mapping)
 
-    def _gather(self, index: int, layer: int, options: AttentionOptions, query: torch.Tensor) -> torch.Tensor:
+    def _gather(self, index: int, layer: int, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """A sequence's rows, [num_keys, size], as far as the window reaches, in the query's dtype."""
         step = self._step
         num_queries, num_keys = step.query_lens[index], step.seq_lens[index]
-        start = 0 if options.window is None else max(num_keys - num_queries - options.window + 1, 0)
+        start = 0 if attention.sliding_window is None else max(num_keys - num_queries - attention.sliding_window + 1, 0)
         table, dtype = step.block_tables[index : index + 1], row_dtype(query.dtype, step.layout)
-        rows, _ = ops.gather_cache(
-            step.caches[layer], table, [num_keys - start], step.layout, [start], None, step.scales.get(layer), dtype
-        )
+        rows, _ = ops.gather_cache(step.caches[layer], table, [num_keys - start], seq_starts=[start], dtype=dtype)
         return rows.squeeze(1).to(query.dtype)
 
     def _attend_in_place(
@@ -149,11 +148,12 @@ class LatentPass:
         rows: torch.Tensor,
         heads: LatentHeads,
         layer: int,
-        options: AttentionOptions,
+        attention: Attention,
         step: Step,
     ) -> torch.Tensor:
         """All of the step's queries over the rows of their sequences, where these lie."""
-        sums = attend_rows(heads.turned(query), rows, rows[..., : heads.rank], layer, step, options)
+        attention = replace(attention, value_size=heads.rank)
+        sums = attend_rows(heads.turned(query), rows, rows[..., : heads.rank], layer, step, attention)
         return heads.turned_back(sums)
 
 

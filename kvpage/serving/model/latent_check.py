@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.attention import Attention
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.serving.model.dense_attention import AttentionOptions
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
 from kvpage.serving.model.limits import vocab_size
@@ -58,12 +58,12 @@ class _CheckedPass(LatentPass):
         key: torch.Tensor,
         value: torch.Tensor,
         layer: int,
-        options: AttentionOptions,
+        attention: Attention,
     ) -> torch.Tensor:
         heads = LatentHeads.of_layer(module, key.shape[1], value.shape[2])
         self._check_forms(query, key, heads, layer)
-        output = super().attend(module, query, key, value, layer, options)
-        found = heads.expanded(self._gather(0, layer, AttentionOptions(1.0), query))
+        output = super().attend(module, query, key, value, layer, attention)
+        found = heads.expanded(self._gather(0, layer, Attention(1.0), query))
         itemsize = min(query.dtype.itemsize, self._step.layout.dtype.itemsize)
         limit = MAX_ERROR if itemsize >= 4 else MAX_ERROR_HALF
         for name, one, expected in zip("KV", found, (key, value), strict=True):

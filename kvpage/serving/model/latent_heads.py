@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from kvpage.serving.model.dense_attention import AttentionOptions, attend
+from kvpage.layout.attention import Attention
+from kvpage.serving.model.dense_attention import attend
 
 PROJECTION = "kv_b_proj"
 """The name, in every family, of the linear layer that makes K and V of heads out of latents."""
@@ -79,7 +80,7 @@ class LatentHeads:
         expanded_size = self.nope_size + self.value.shape[1]
         return num_queries * (2 * self.rank - expanded_size) > self.rank * expanded_size
 
-    def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Attention of a sequence's last queries [num_queries, heads, size] to its rows [num_keys, size]: [num_queries,
         heads, size of v]. Some heads at a time are expanded.
         """
@@ -89,6 +90,6 @@ class LatentHeads:
         for begin in range(0, num_heads, step):
             some = slice(begin, begin + step)
             heads = LatentHeads(self.key[some], self.value[some])
-            own = options if options.sinks is None else replace(options, sinks=options.sinks[some])
+            own = attention if attention.sinks is None else replace(attention, sinks=attention.sinks[some])
             outputs.append(attend(query[:, some], *heads.expanded(rows), own))
         return torch.cat(outputs, dim=1)

@@ -18,9 +18,10 @@ import torch
 
 from kvpage.blend.segments import Reuse
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
-from kvpage.layout.kv_scales import KVScales
-from kvpage.serving.model.dense_attention import AttentionOptions
+from kvpage.ops import BoundCache, Sequences, attends_in_place
+from kvpage.ops.token_args import COMPUTE_DTYPES
 
 
 class Piece(NamedTuple):
@@ -44,7 +45,7 @@ class StepBlend(Protocol):
         """Inside, the model's layers go on with the rows that were chosen."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, options: AttentionOptions
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
     ) -> torch.Tensor:
         """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
 
@@ -62,14 +63,14 @@ class StepLatents(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         layer: int,
-        options: AttentionOptions,
+        attention: Attention,
     ) -> torch.Tensor:
         """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over `caches`, one cache by layer_idx, and `scales`, those of the layers that have some.
+    """One forward pass over `caches`, one cache by layer_idx, all of one layout.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
@@ -79,9 +80,13 @@ class Step:
         device_query_positions: the same on the caches' device.
     blend: what is done with tokens that have K and V already; None where there are none.
     latents: what is done with latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    attends_in_place: whether ops.attend reads these blocks. On a CPU it does not lose to gathering and SDPA even for
+        whole prompts.
+    takes_all_rows: besides, whether its rows are the last ones of each sequence.
+    sequences: block tables and lengths, checked once for all layers: lengths of the host on a CPU, else of the device.
     """
 
-    caches: dict[int, torch.Tensor]
+    caches: dict[int, BoundCache]
     layout: CacheLayout
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -89,12 +94,29 @@ class Step:
     device_seq_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]
-    scales: dict[int, KVScales] = field(default_factory=dict)
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     query_positions: torch.Tensor | None = None
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
     latents: StepLatents | None = None
+    attends_in_place: bool = field(init=False)
+    takes_all_rows: bool = field(init=False)
+    sequences: Sequences = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_host = self.slot_mapping.device.type == "cpu"
+        knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
+        self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
+        self.takes_all_rows = self.attends_in_place and self.query_positions is None
+        self.sequences = Sequences(
+            next(iter(self.caches.values())),
+            sum(self.query_lens),
+            self.block_tables,
+            self.seq_lens if on_host else self.device_seq_lens,
+            self.query_lens if on_host else self.device_query_lens,
+            max(self.query_lens),
+            max(self.seq_lens),
+        )
 
     @classmethod
     def make(
@@ -108,7 +130,7 @@ class Step:
         """A step that computes the positions [starts[i], ends[i]) of each sequence."""
         query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
         return cls(
-            caches=dict(zip(engine.layer_ids, engine.gpu_cache, strict=True)),
+            caches=dict(zip(engine.layer_ids, engine.bound_caches, strict=True)),
             layout=engine.layout,
             slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
             block_tables=_upload(torch.from_numpy(block_tables), engine.device),
@@ -116,7 +138,6 @@ class Step:
             device_seq_lens=_upload(torch.tensor(ends), engine.device),
             query_lens=query_lens,
             seq_lens=ends,
-            scales=dict(zip(engine.layer_ids, engine.kv_scales or (), strict=False)),
         )
 
     def of_rows(self, rows: torch.Tensor) -> "Step":

@@ -36,7 +36,10 @@ class ModelView:
         self._model: nn.Module = model
         self._copies: dict[nn.Module, Any] = {}
         self._configs: dict[int, tuple[Any, Any]] = {}  # of each config, by its id: itself, and its copy
-        self._children: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
+        self._modules_now: list[
+            dict[str, nn.Module | None]
+        ] = []  # those of the model, and as they were at the last look
+        self._modules_before: list[dict[str, nn.Module | None]] = []
         self._build()
         if _implementation(self._copies[model].config.get_text_config(decoder=True)) != IMPLEMENTATION:
             raise _bypasses_interface(model)
@@ -44,7 +47,7 @@ class ModelView:
     @property
     def module(self) -> Any:
         """The copy of the model. It stays the same object, as do the copies of modules that are not replaced."""
-        if any(now != before for now, before in self._children):
+        if self._modules_now != self._modules_before:
             self._build()
         return self._copies[self._model]
 
@@ -56,7 +59,8 @@ class ModelView:
             held = vars(self._copies[module])
             held.clear()
             held.update(self._state(module))
-        self._children = [(module._modules, dict(module._modules)) for module in modules]
+        self._modules_now = [module._modules for module in modules]
+        self._modules_before = [dict(module._modules) for module in modules]
         self._switch()
 
     def _switch(self) -> None:

@@ -37,26 +37,28 @@ struct Half {
 };
 
 // (T o Operator) o U, where the mutants kFirst, kFirst + 1, ... are other operators.
-#define MUTANTS_HALF(op)                                        \
-  template <typename T, int kFirst>                             \
+#define MUTANTS_HALF(op)                                         \
+  template <typename T, int kFirst>                              \
   Half<T, kFirst> operator op(const T& left, Operator<kFirst>) { \
-    return {left};                                              \
+    return {left};                                               \
   }
-#define MUTANTS_OTHER(offset, other)                                                              \
-  if (is(kFirst + offset)) {                                                                      \
-    if constexpr (requires { { half.left other right } -> std::convertible_to<Result>; }) {       \
-      return static_cast<Result>(half.left other right);                                          \
-    } else {                                                                                      \
-      no_such();                                                                                  \
-    }                                                                                             \
+#define MUTANTS_OTHER(offset, other)                                          \
+  if (is(kFirst + offset)) {                                                  \
+    if constexpr (requires {                                                  \
+                    { half.left other right } -> std::convertible_to<Result>; \
+                  }) {                                                        \
+      return static_cast<Result>(half.left other right);                      \
+    } else {                                                                  \
+      no_such();                                                              \
+    }                                                                         \
   }
-#define MUTANTS_OPERATOR(op, others)                            \
-  MUTANTS_HALF(op)                                              \
-  template <typename T, int kFirst, typename U>                 \
-  auto operator op(Half<T, kFirst> half, const U& right) {      \
-    using Result = std::decay_t<decltype(half.left op right)>;  \
-    others;                                                     \
-    return static_cast<Result>(half.left op right);             \
+#define MUTANTS_OPERATOR(op, others)                           \
+  MUTANTS_HALF(op)                                             \
+  template <typename T, int kFirst, typename U>                \
+  auto operator op(Half<T, kFirst> half, const U& right) {     \
+    using Result = std::decay_t<decltype(half.left op right)>; \
+    others;                                                    \
+    return static_cast<Result>(half.left op right);            \
   }
 
 MUTANTS_OPERATOR(<, MUTANTS_OTHER(0, <=) MUTANTS_OTHER(1, >=))

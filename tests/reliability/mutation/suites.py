@@ -43,8 +43,11 @@ SUITES = {
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
     "csrc/tree/prefix_tree.cpp": TREE,
+    "csrc/tree/prefix_tree_insert.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,
     "csrc/tree/prefix_tree_log.cpp": TREE,
+    "csrc/copy/plan/copy_geometry.cpp": COPIES,
     "csrc/copy/plan/copy_plan.cpp": COPIES,
+    "csrc/copy/plan/overlap.cpp": COPIES,
     "csrc/tokens/token_move.cpp": TOKENS,
 }

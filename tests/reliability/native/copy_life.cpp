@@ -6,8 +6,9 @@
 #include <set>
 
 #include "copy/copier/block_copier.h"
-#include "copy/sm_kernel/sm_kernel.h"
 #include "copy/host/host_copy.h"
+#include "copy/sm_kernel/kernel_on_host.h"
+#include "copy/sm_kernel/launch_plan.h"
 
 using kvpage::CacheView;
 using kvpage::CopyPlan;
@@ -130,7 +131,7 @@ void CopyLife::run(const CopyPlan& plan, const Pairs& pairs) {
   }
   const int64_t widest = kvpage::plan_vector_bytes(plan);
   const int64_t vector_bytes = rng.chance(50) ? widest : std::max<int64_t>(widest / 2, 1);
-  const int64_t capacity = rng.chance(50) ? 32768 : 2 * (sizeof(kvpage::Piece) + sizeof(kvpage::BlockPair));
+  const int64_t capacity = rng.chance(50) ? 32768 : 2 * (sizeof(kvpage::Fragment) + sizeof(kvpage::BlockPair));
   call([&] { kvpage::run_copy_kernel_on_host(plan, vector_bytes, kvpage::kLanes * (1 + rng.below(9)), capacity); });
 }
 

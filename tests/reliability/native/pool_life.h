@@ -1,8 +1,8 @@
 // PoolLife: BlockPool alone beside NaivePool, as a server without a prefix cache uses it, and as PrefixTree does.
 #pragma once
 
-#include "tree/block_pool.h"
 #include "naive_pool.h"
+#include "tree/block_pool.h"
 #include "trial.h"
 
 class PoolLife : public Life {

@@ -13,10 +13,10 @@
 #include <thread>
 #include <vector>
 
-#include "copy/copier/block_copier.h"
 #include "base/parallel.h"
-#include "tree/prefix_tree.h"
+#include "copy/copier/block_copier.h"
 #include "slots/slot_tree.h"
+#include "tree/prefix_tree.h"
 #include "trial.h"
 
 using namespace kvpage;

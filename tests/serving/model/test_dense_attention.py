@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from kvpage.layout.attention import Attention
 from kvpage.serving.model import dense_attention
-from kvpage.serving.model.dense_attention import AttentionOptions, attend
+from kvpage.serving.model.dense_attention import attend
 
 
 def naive(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    options: AttentionOptions,
+    options: Attention,
     positions: list[int] | None = None,
 ) -> torch.Tensor:
     query, key, value = query.double(), key.double(), value.double()
@@ -22,7 +23,7 @@ def naive(
     output = torch.empty(len(query), query.shape[1], value.shape[2], dtype=torch.float64)
     for row in range(len(query)):
         position = first + row if positions is None else positions[row]
-        low = 0 if options.window is None else max(0, position - options.window + 1)
+        low = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
         for head in range(query.shape[1]):
             scores = key[low : position + 1, head // group] @ query[row, head] * options.scale
             if options.softcap is not None:
@@ -42,13 +43,13 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 OPTIONS = {
-    "plain": AttentionOptions(0.3),
-    "window 1": AttentionOptions(0.3, window=1),
-    "window 5": AttentionOptions(0.3, window=5),
-    "window of all": AttentionOptions(0.3, window=23),
-    "softcap": AttentionOptions(0.3, softcap=0.7),
-    "sinks": AttentionOptions(0.3, sinks=SINKS),
-    "all": AttentionOptions(0.3, window=5, softcap=0.7, sinks=SINKS),
+    "plain": Attention(0.3),
+    "window 1": Attention(0.3, sliding_window=1),
+    "window 5": Attention(0.3, sliding_window=5),
+    "window of all": Attention(0.3, sliding_window=23),
+    "softcap": Attention(0.3, softcap=0.7),
+    "sinks": Attention(0.3, sinks=SINKS),
+    "all": Attention(0.3, sliding_window=5, softcap=0.7, sinks=SINKS),
 }
 
 

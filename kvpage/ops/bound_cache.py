@@ -1,0 +1,145 @@
+"""BoundCache: one layer's cache together with its layout and scales, checked once and then taken as it is.
+
+    tensor, layout, scales ─► checked ─► K's and V's views ─► native descriptor
+                                         one look at each call: is the tensor still the same memory?
+
+A step of a model calls the operations once a layer. To derive the layout of the same tensor again at each of these
+calls takes longer than a small step's work.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpage.checks.tensors import check_writable
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.kv_scales import KVScales
+from kvpage.layout.kv_view import KVView
+from kvpage.ops.token_args import BITS, CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
+
+Numbers = tuple[int, ...]
+
+
+class NativeCache(NamedTuple):
+    """K's and V's blocks as the extension takes them; addresses of scales are 0 where there are none.
+
+    The value's are the key's where the cache has no value part.
+    """
+
+    key_blocks: Numbers
+    value_blocks: Numbers
+    key_scale: tuple[int, int]  # address, stride in elements
+    value_scale: tuple[int, int]
+    row_type: int
+    codec: int
+
+
+class BoundCache:
+    """One layer's cache, bound to its layout and scales.
+
+    It keeps the tensor alive and owns no memory. The operations take it in place of a tensor with a layout.
+
+    Args:
+        tensor: The cache, of the layout's generic shape.
+        layout: How the tensor is to be read.
+        scales: Scales of 8-bit floats; None means 1.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: The tensor is not of this layout, or not on a CPU or a CUDA device, or the scales do not fit.
+    """
+
+    __slots__ = (
+        "_geometry",
+        "_place",
+        "device",
+        "host_forms",
+        "is_cuda",
+        "is_writable",
+        "key",
+        "layout",
+        "native",
+        "row_dtypes",
+        "scales",
+        "shape",
+        "tensor",
+        "value",
+    )
+
+    def __init__(self, tensor: torch.Tensor, layout: CacheLayout, scales: KVScales | None = None) -> None:
+        check_cache(tensor, layout)
+        check_scales(scales, tensor, layout)
+        self.tensor, self.layout, self.scales = tensor, layout, scales
+        self.key, self.value = layout.views(tensor)
+        self.device, self.is_cuda = tensor.device, tensor.is_cuda
+        self.row_dtypes = row_dtypes(layout)
+        self.shape = self.key.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_size
+        self._place = tensor.data_ptr(), tensor.shape, tensor.stride()
+        self.native = _native(self)
+        self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
+        self.is_writable = False  # not known yet
+        self._geometry: tuple[Any, ...] | None = None
+
+    @property
+    def views(self) -> tuple[KVView, KVView | None]:
+        """K and V; V is None where the layout has no value part."""
+        return self.key, self.value
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """All but addresses: two caches that are equal in it are read and written by the same launches."""
+        if self._geometry is None:
+            tensors = [tensor for view in self.views if view is not None for tensor in (view.rows, view.scales)]
+            scales = () if self.scales is None else (self.scales.key, self.scales.value)
+            described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
+            self._geometry = self.device, *described
+        return self._geometry
+
+    def check(self) -> None:
+        """Raise ValueError unless the tensor has the memory, shape and strides that it was bound with."""
+        tensor = self.tensor
+        if (tensor.data_ptr(), tensor.shape, tensor.stride()) != self._place:
+            raise ValueError(
+                f"cache must keep the memory, shape and strides that it was bound with, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} in other memory or another form"
+            )
+
+    def check_writable(self) -> None:
+        """Raise ValueError unless each element has memory of its own."""
+        check_writable("cache", self.tensor)
+        self.is_writable = True
+
+
+def bound(cache: torch.Tensor | BoundCache, layout: CacheLayout | None, scales: KVScales | None) -> BoundCache:
+    """Return a cache that was bound before, checked for identity, or a tensor bound now."""
+    if isinstance(cache, BoundCache):
+        if layout is not None or scales is not None:
+            raise ValueError("layout and scales must be None for a BoundCache, which has its own")
+        cache.check()
+        return cache
+    return BoundCache(cache, layout, scales)  # type: ignore[arg-type]  # None is refused there
+
+
+def _host_forms(cache: BoundCache) -> dict[torch.dtype, tuple[int, int]]:
+    """The row type and codec of rows in host memory, by their dtype: those as they are, or all that are quantised."""
+    if not cache.layout.is_quantized:
+        return {cache.tensor.dtype: (BITS, 0)}
+    return {dtype: (row_type, cache.native.codec) for dtype, row_type in ROW_TYPES.items()}
+
+
+def _native(cache: BoundCache) -> NativeCache:
+    key, value = cache.key, cache.value or cache.key
+    scales = (None, None) if cache.scales is None else (cache.scales.key, cache.scales.value)
+    key_scale, value_scale = (_address_and_stride(scale) for scale in scales)
+    return NativeCache(
+        native_blocks(key),
+        native_blocks(value),
+        key_scale,
+        key_scale if cache.value is None else value_scale,
+        ROW_TYPES.get(cache.tensor.dtype, 0),
+        CODECS.get(cache.tensor.dtype, 0),
+    )
+
+
+def _address_and_stride(scale: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scale is None else (scale.data_ptr(), int(len(scale) > 1))

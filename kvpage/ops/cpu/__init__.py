@@ -1,0 +1,1 @@
+"""The operations on tensors in host memory: the C++ core."""

@@ -1,0 +1,27 @@
+"""Rows of tokens in host memory, written and gathered by the C++ core."""
+
+import torch
+
+from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.token_args import BITS, ROW_TYPES, row_view
+
+Numbers = tuple[int, ...]
+Place = tuple[int, int, int]  # address, strides of token and head in bytes
+
+
+def native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | None) -> list[Numbers]:
+    """K's and V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
+    native = cache.native
+    parts = [_part(cache, native.key_blocks, row_view(key), key.dtype, key.shape[-1], native.key_scale)]
+    if value is not None:
+        place = row_view(value)
+        parts.append(_part(cache, native.value_blocks, place, value.dtype, value.shape[-1], native.value_scale))
+    return parts
+
+
+def _part(
+    cache: BoundCache, blocks: Numbers, place: Place, dtype: torch.dtype, size: int, scale: tuple[int, int]
+) -> Numbers:
+    if dtype == cache.tensor.dtype:
+        return (*blocks, *place, BITS, 0, size, 0, 0)
+    return (*blocks, *place, ROW_TYPES[dtype], cache.native.codec, size, *scale)

@@ -1,0 +1,133 @@
+"""Sequences: the blocks and lengths that one call of attention is about, checked once for all layers of a step."""
+
+import torch
+
+from kvpage.checks.tensors import readable
+from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.token_args import Lengths, host_lengths, length_bound, native_tables
+
+
+class Sequences:
+    """Sequences in the blocks of caches on one device, all with the same number of blocks of the same size.
+
+    It keeps its tensors alive. Their contents are read at each call; those of lengths on the host when it is made.
+
+    Args:
+        cache: A layer's cache; the others must have as many blocks of the same size.
+        num_tokens: Rows of the query, of all sequences.
+        block_tables: int32 [num_seqs, max_blocks] on the cache's device.
+        seq_lens: [num_seqs] tokens of each sequence in the cache, those of its queries included: on the host, or int32
+            or int64 on the cache's CUDA device.
+        query_lens: [num_seqs] queries of each sequence, likewise. Default: one each.
+        max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
+        max_seq_len: A bound of seq_lens. Default: the largest, or as many as fit into a table.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, a dtype, a device, a length or a bound is wrong. Block ids are checked at each call.
+    """
+
+    __slots__ = (
+        "_uploaded",
+        "block_tables",
+        "max_query_len",
+        "max_seq_len",
+        "native_tables",
+        "num_tokens",
+        "query_lens",
+        "seq_lens",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        cache: BoundCache,
+        num_tokens: int,
+        block_tables: torch.Tensor,
+        seq_lens: Lengths,
+        query_lens: Lengths | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        self.block_tables = readable("block_tables", block_tables)
+        self.native_tables = native_tables(cache.tensor, self.block_tables, cache.layout)
+        self.num_tokens, self.shape = num_tokens, (cache.device, *cache.shape[:2])
+        num_seqs, capacity = len(block_tables), block_tables.shape[1] * cache.layout.block_size
+        self.seq_lens: list[int] | torch.Tensor
+        self.query_lens: list[int] | torch.Tensor | None
+        if cache.is_cuda:
+            self.seq_lens = _known("seq_lens", seq_lens, num_seqs, capacity, cache.device)
+            self.query_lens = (
+                None if query_lens is None else _known("query_lens", query_lens, num_seqs, num_tokens, cache.device)
+            )
+            _check_counts([1] * num_seqs if query_lens is None else self.query_lens, self.seq_lens, num_tokens)
+        else:  # the native call compares the two
+            self.seq_lens = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
+            given = [1] * num_seqs if query_lens is None else query_lens
+            self.query_lens = host_lengths("query_lens", given, num_seqs, num_tokens)
+        counts = [1] if self.query_lens is None else self.query_lens
+        self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
+        self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
+        self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def num_keys(self) -> int:
+        """The keys of all sequences, or a bound where the host does not know them."""
+        lengths = self.seq_lens
+        return sum(lengths) if isinstance(lengths, list) else len(self.block_tables) * self.max_seq_len
+
+    def check(self, cache: BoundCache, num_tokens: int) -> None:
+        """Raise ValueError unless they are of such a cache and query, and the tables where they were."""
+        if num_tokens != self.num_tokens:
+            raise ValueError(f"query must have {self.num_tokens} rows, those of its sequences, got {num_tokens}")
+        if self.shape != (cache.device, *cache.shape[:2]):
+            raise ValueError(
+                f"cache must be on the device, and have the blocks, that sequences were made for, "
+                f"{self.shape}, got {(cache.device, *cache.shape[:2])}"
+            )
+        if self.block_tables.data_ptr() != self.native_tables[0]:
+            raise ValueError("block_tables must keep the memory that sequences were made with")
+
+    def lengths_on_device(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return seq_lens and query_lens on the device; those of the host are copied once, and not waited for."""
+        if self._uploaded is None:
+            rows = [row for row in (self.seq_lens, self.query_lens) if isinstance(row, list)]
+            if rows and torch.cuda.is_current_stream_capturing():
+                raise ValueError("seq_lens and query_lens must be on the device while a graph captures paged_attention")
+            copies = iter(_upload(rows, self.block_tables.device) if rows else ())
+            seq_lens = next(copies) if isinstance(self.seq_lens, list) else self.seq_lens
+            query_lens = next(copies) if isinstance(self.query_lens, list) else self.query_lens
+            self._uploaded = seq_lens, query_lens
+        return self._uploaded
+
+
+def _listed(lengths: list[int] | torch.Tensor) -> list[int] | None:
+    return lengths if isinstance(lengths, list) else None
+
+
+def _upload(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Lists of one length on the device, in one copy from pinned memory."""
+    return torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+
+
+def _known(name: str, lengths: Lengths, num_seqs: int, most: int, device: torch.device) -> list[int] | torch.Tensor:
+    """Lengths of the host as a list, checked; a tensor on the device as it is, checked for all but its values."""
+    if not isinstance(lengths, torch.Tensor) or lengths.device != device:
+        return host_lengths(name, lengths, num_seqs, most)
+    if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1 or not lengths.is_contiguous():
+        raise ValueError(f"{name} must be one row of int32 or int64, got {lengths.dtype} {tuple(lengths.shape)}")
+    if len(lengths) != num_seqs:
+        raise ValueError(f"{name} must have one entry for each of {num_seqs} block tables, got {len(lengths)}")
+    return lengths
+
+
+def _check_counts(counts: list[int] | torch.Tensor | None, lengths: list[int] | torch.Tensor, num_tokens: int) -> None:
+    """Compare queries with rows and with keys, as far as the host knows them."""
+    if not isinstance(counts, list):
+        return
+    if sum(counts) != num_tokens:
+        raise ValueError(f"query_lens must sum up to the {num_tokens} rows of query, got {sum(counts)}")
+    if isinstance(lengths, list):
+        for seq, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            if count > length:
+                raise ValueError(f"query_lens[{seq}] must be in [0, seq_lens = {length}], got {count}")
