@@ -35,7 +35,7 @@ SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 
 def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[dict[str, Any]]:
-    """Of every method, over the documents of all models."""
+    """Return a row for each method, over the documents of all models."""
     found: dict[Method, list[Answers]] = {}
     for config in configs:
         seed = config.seed
@@ -137,7 +137,7 @@ def speed(
 
 
 def verdicts(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """Of each target whether it is met: quality by every method that is no oracle, speed by the longest prompt."""
+    """Return whether each target is met: quality by every method that is no oracle, speed by the longest prompt."""
     said = {}
     for row in quality_rows:
         if row["ratios"][-1] == TARGET_RATIO and not row["method"].startswith("oracle"):

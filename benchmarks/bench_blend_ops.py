@@ -120,7 +120,7 @@ def eager_turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def check(prompt: Prompt) -> None:
-    """The last layer's blend against fp64, K within what bf16 keeps."""
+    """The last layer's blend compared with fp64: K must be equal within the precision of bf16."""
     k, v = prompt.blend(range(len(prompt.retrieved)))
     chosen = prompt.chosen
     last_k, last_v = prompt.retrieved[-1]

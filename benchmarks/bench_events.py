@@ -1,4 +1,4 @@
-"""What does it cost, for each cached block, that somebody follows the cache?
+"""Measure the cost, for each cached block, of a follower of the cache.
 
 A block is cached and evicted again: without a log, with one, with the log taken, as hashed events, and packed for the
 wire. Beside it, in the same run, what none of the latter can be below in Python: one SHA-256 over a block's tokens and

@@ -1,4 +1,4 @@
-"""What does KVPageCache save `model.generate` where a prefix is found, and what does it cost where none is?
+"""Measure the time that KVPageCache saves `model.generate` where a prefix is found, and its cost where none is.
 
 The bound for a prefix that is found is a DynamicCache that holds it already, contiguous and for nothing: a copy of it
 is made before the clock starts. Beside it `generate` as it is, which computes the prefix. Where nothing is found, that
@@ -74,7 +74,7 @@ def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
 def measure(
     model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Rows that share a prefix, and differ behind it."""
+    """Rows that share a prefix, and differ after it."""
     prefix = torch.randint(1, 2048, (1, num_prefix)).repeat(batch, 1)
     ids = torch.cat([prefix, torch.randint(1, 2048, (batch, TAIL))], dim=1)
     held = DynamicCache()

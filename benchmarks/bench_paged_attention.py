@@ -41,7 +41,7 @@ class Model(NamedTuple):
     block_size: int
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Of K and V in one layer."""
+        """Return the bytes of K and V in one layer."""
         parts = 1 if self.backend == "mla" else 2
         return parts * self.num_kv_heads * self.key_size * dtype.itemsize
 
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V: what has to be read."""
+        """Return the bytes of K and V that the call must read."""
         return self.num_seqs * self.length * self.model.token_bytes(self.layout.dtype)
 
     @property
@@ -139,7 +139,7 @@ def milliseconds(call: Callable[[], object], flush: torch.Tensor, rounds: int) -
 
 
 def launch_seconds(call: Callable[[], object]) -> float:
-    """Of one call on the host, without waiting for the device."""
+    """Return the time of one call on the host, without waiting for the device."""
     torch.cuda.synchronize()
     times = []
     for _ in range(20):

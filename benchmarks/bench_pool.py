@@ -1,4 +1,4 @@
-"""What does a block cost to allocate and to release, the call from Python included?
+"""Measure the cost of allocating and releasing a block, the call from Python included.
 
 Beside it, in the same run:
 - numpy copy: what merely carrying the ids costs in Python: two reads of a property, as empty native calls, and for a

@@ -1,4 +1,4 @@
-"""What does finding a cached prefix cost, and keeping one, the call from Python included?
+"""Measure the cost of finding a cached prefix and of keeping one, the call from Python included.
 
 Matching cannot be faster than reading the tokens once: the bound is memcmp over as many bytes, measured in the same
 run, in the same state of the caches.
@@ -58,7 +58,7 @@ def microseconds(call: Callable[[], object], repeat: int = 200) -> list[float]:
 
 
 def memcmp_us(a: np.ndarray, b: np.ndarray, repeat: int = 200) -> list[float]:
-    """Without what an empty call takes."""
+    """Return the times of memcmp, less the time of an empty call."""
     address_a, address_b, size, call = a.ctypes.data, b.ctypes.data, a.nbytes, libc.memcmp
     assert call(address_a, address_b, size) == 0
     empty = statistics.median(microseconds(lambda: call(address_a, address_b, 0)))

@@ -149,7 +149,7 @@ def run_bound(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> T
 
 
 def num_distinct_prefixes(prompts: Prompts) -> int:
-    """The nodes of a trie of the prompts: tokens that differ in themselves or in what stands before them."""
+    """The nodes of a trie of the prompts: tokens that differ in themselves or in the tokens before them."""
     nodes: dict[tuple[int, int], int] = {}
     for prompt in prompts:
         node = 0
@@ -187,7 +187,7 @@ def check_tokens(model: tf.PreTrainedModel, prompts: Prompts, found: dict[str, T
 
 
 def gap_where_they_part(model: tf.PreTrainedModel, prompt: list[int], first: list[int], second: list[int]) -> float:
-    """How far the logits of the first two tokens that differ lie apart, in a forward of the request alone."""
+    """Return the distance between the logits of the first two tokens that differ, in a forward of the request alone."""
     index = next(index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + first[:index]])).logits[0, -1]

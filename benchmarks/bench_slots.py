@@ -1,4 +1,4 @@
-"""What does a whole-sequence slot cost: to hand out, to find by its tokens, and to fill from another slot?
+"""Measure the cost of a whole-sequence slot: to allocate it, to find it by tokens, and to fill it from another.
 
 Bounds, in the same run: pop and append of a Python list; memcmp over the prompt's tokens, all in cache; one `copy_` of
 as many bytes. Beside them a trie in plain Python with one node a token, which is how the small engines do it. Medians

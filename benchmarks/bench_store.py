@@ -70,7 +70,7 @@ class Moves:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019, there is one, and it lives as long as the measurement
     def views(self) -> list[list[memoryview]]:
-        """Where a chunk's blocks lie, in the order of its payload."""
+        """Return the places of a chunk's blocks, in the order of its payload."""
         layers = [cache.view(torch.uint8).flatten(2).numpy() for cache in self.engine.gpu_cache]
         tables = self.source.reshape(-1, CHUNK_SIZE // BLOCK_SIZE).tolist()
         return [[part[block].data for layer in layers for part in layer for block in table] for table in tables]
@@ -204,7 +204,7 @@ def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, A
 
 
 def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of keys alone: what is stored are chunks of an engine of one small layer."""
+    """Measure keys alone: the stored chunks are those of an engine of one small layer."""
     small = CacheEngine(CacheConfig(BLOCK_SIZE, LOOKUP_TOKENS // BLOCK_SIZE), ModelConfig(8, 1, ("full_attention",)))
     for cache in small.gpu_cache:
         cache.zero_()

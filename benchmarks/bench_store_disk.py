@@ -40,7 +40,7 @@ def key(n: int) -> bytes:
 
 
 def store(tier: DiskTier, name: bytes, source: memoryview, piece_bytes: int) -> bytes:
-    """The checksum of what was stored."""
+    """Store a record and return the checksum of its bytes."""
     checksum = xxhash.xxh3_128()
     writer = tier.create(name, len(source))
     assert writer is not None
@@ -122,7 +122,7 @@ def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound
 
 
 def opening(path: Path, rounds: int) -> dict[str, Any]:
-    """Of segments that are full of large records, as their headers say; their bytes are holes."""
+    """Measure the opening of segments that are full of large records, as their headers say; their bytes are holes."""
     num_slots, number = SEGMENT_BYTES // SLOT_BYTES, 0
     folder = path / "full"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What does a path of 8,192 tokens cost in a token trie, to add and to evict, and does it grow with the depth?
+"""Measure the cost of a path of 8,192 tokens in a token trie, to add and to evict; it must not grow with the depth.
 
 Bounds, in the same run: making as many bare nodes, and cloning as many slices, which owning their bytes asks for.
 Beside them a trie whose every new token stamps all its ancestors, and whose eviction counts the whole trie again for
@@ -46,7 +46,7 @@ class Stamping:
 
 
 def times_ms(make: Callable[[], T], call: Callable[[T], object], repeat: int = 15) -> list[float]:
-    """Milliseconds of each call, on what `make` gives; the collector runs between, not within."""
+    """Return the milliseconds of each call, on a fresh result of `make`; the collector runs between, not within."""
     times = []
     for _ in range(repeat):
         given = make()

@@ -1,4 +1,4 @@
-"""How rows of a blended document may be chosen for recomputing: what bench_blend compares.
+"""How rows of a blended document may be chosen for recomputing; bench_blend compares them.
 
 A method scores the rows of a batch of documents in the check layer, from that layer's Q, and from its K and V, fresh
 and retrieved; the share `ratio` of the rows with the largest scores is computed again. Oracles know what a full
@@ -13,7 +13,7 @@ import torch
 from kvpage.blend.selection import SEAM, seam_weights
 
 KV_SHARE = 0.2
-"""Of the weights of a layer of blend_model's Llama, those of K and V: 2 of 4 + 3 * 2 squares of the hidden size."""
+"""The share of K and V in the weights of a layer of blend_model's Llama: 2 of 4 + 3 * 2 squares of the hidden size."""
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer: [batch, heads, rows, size]."""
@@ -21,7 +21,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a method sees. query: of all rows, those of the questions behind the documents' ones. fresh, retrieved: of
+    """The inputs of a method. query: of all rows, the questions' after the documents'. fresh, retrieved: of
     the documents' rows. number: of the layer. within: of each layer, how the rows of a segment attended to each other
     when it was computed by itself, a mean over heads: [batch, segments, rows, rows]."""
 
@@ -34,7 +34,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What an oracle knows of each document row, and what a method knows without looking at K and V.
+    """Facts about each document row that an oracle knows, and those that a method knows without looking at K and V.
 
     deviation: over all layers. refers: the row's meaning depends on a segment before its own. offset: in its segment.
     sensitivity: behind each probe of blend_probes, how much V changed, as kvpage.blend measures it when a segment is
@@ -57,7 +57,7 @@ def squares(layer: Layer, part: int) -> torch.Tensor:
 
 
 def deviation(layer: Layer, truth: Truth, metric: str) -> torch.Tensor:
-    """As kvpage.blend does it."""
+    """Choose as kvpage.blend does."""
     return sum((squares(layer, "kv".index(part)).mean(dim=1) for part in metric), torch.zeros(()))
 
 
@@ -68,7 +68,7 @@ def balanced(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def largest_head(layer: Layer, truth: Truth) -> torch.Tensor:
-    """V of the head that differs most, each in units of its mean difference: what one head carries counts in full."""
+    """V of the head that differs most, each in units of its mean difference: rows of one head count in full."""
     each = squares(layer, 1)
     return (each / each.mean(dim=2, keepdim=True).clamp(min=1e-12)).amax(dim=1)
 
@@ -79,7 +79,7 @@ def relative(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def attention(layer: Layer, rows: slice) -> torch.Tensor:
-    """Of `rows` to the documents' rows, causal: [batch, heads, rows, document rows]."""
+    """Return the attention of `rows` to the documents' rows, causal: [batch, heads, rows, document rows]."""
     keys = layer.fresh[0]
     scores = layer.query[:, :, rows] @ keys.transpose(2, 3) / keys.shape[-1] ** 0.5
     here = torch.arange(layer.query.shape[2])[rows]
@@ -94,7 +94,7 @@ def asked_for(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def passed_on(layer: Layer, truth: Truth) -> torch.Tensor:
-    """V's difference, and that of the rows a row attends to: what it will have changed in the layer behind."""
+    """V's difference, and that of the rows a row attends to: its change in the next layer."""
     num_rows = layer.fresh[0].shape[2]
     weights = attention(layer, slice(0, num_rows))
     change = weights @ (layer.fresh[1] - layer.retrieved[1])
@@ -104,7 +104,7 @@ def passed_on(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
-    """As kvpage.blend does it by default: V's difference, which counts for more near a segment's begin."""
+    """Choose as kvpage.blend does by default: V's difference, which counts for more near a segment's begin."""
     return deviation(layer, truth, "v") * seam_weights(truth.offset, SEAM)
 
 
@@ -119,7 +119,7 @@ def followed(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def changed_behind(*probes: str) -> Score:
-    """V's change in all layers when the segment was kept and computed once more behind a probe; the mean of several."""
+    """V's change in all layers when the segment was kept and computed once more after a probe; the mean of several."""
     return lambda layer, truth: torch.stack([truth.sensitivity[name] for name in probes]).mean(dim=0)
 
 
@@ -128,7 +128,7 @@ def changed_at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def changed_and_v(layer: Layer, truth: Truth) -> torch.Tensor:
-    """What the segment says of itself, and what the check layer sees here."""
+    """Combine the sensitivity of the segment with the difference that the check layer sees here."""
     return truth.sensitivity["itself"] * deviation(layer, truth, "v").sqrt()
 
 
@@ -151,7 +151,7 @@ def oracle_deviation(layer: Layer, truth: Truth) -> torch.Tensor:
 
 
 def oracle_meaning(layer: Layer, truth: Truth) -> torch.Tensor:
-    """Rows that refer to another segment; among these, and behind them, those that deviate most over all layers."""
+    """Rows that refer to another segment; among these, and after them, those that deviate most over all layers."""
     return truth.deviation + 1e6 * truth.refers
 
 
@@ -188,7 +188,7 @@ METHODS: dict[str, Score] = {
 
 
 KNOWN_BEFORE = {name for name in METHODS if name.startswith("behind ") and name != "behind itself, v"}
-"""What these choose by is known before any layer is computed."""
+"""Methods whose inputs are known before any layer is computed."""
 
 
 def largest(score: torch.Tensor, ratio: float, among: torch.Tensor) -> torch.Tensor:

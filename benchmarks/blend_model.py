@@ -98,7 +98,7 @@ def build(config: TrainingConfig) -> tuple[LlamaForCausalLM, RowSwap]:
 
 
 def _keep_tokens_apart(model: LlamaForCausalLM) -> None:
-    """Begins with a residual stream that is the token, and heads that attend to what is like the asking row (mimetic
+    """Begins with a residual stream that is the token, and heads that attend to rows like the asking row (mimetic
     initialisation, Trockman and Kolter 2023): matching a token with the same one elsewhere is found late otherwise, or
     not at all in a few minutes."""
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _keep_tokens_apart(model: LlamaForCausalLM) -> None:
 
 
 def pack(tokens: torch.Tensor, questions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids and positions of documents with their questions behind them, and what each row may attend to."""
+    """Token ids and positions of documents with their questions after them, and the mask of attention."""
     count, num_tokens = tokens.shape
     num_questions, size = questions.shape[1:]
     ids = torch.cat([tokens, questions.flatten(1)], dim=1)
@@ -124,7 +124,7 @@ def pack(tokens: torch.Tensor, questions: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def some_facts(documents: task.Documents, count: int, draw: torch.Generator) -> torch.Tensor:
-    """Of each document, where `count` facts stand that belong to somebody (some twice where there are fewer)."""
+    """Return places of `count` facts in each document that belong to somebody (some twice if there are fewer)."""
     is_fact = (documents.tokens >= task.FIRST_FACT) & (documents.owners != task.NOBODY)
     return torch.multinomial(is_fact.float() + 1e-9, count, generator=draw)
 

@@ -1,4 +1,4 @@
-"""What segments are computed behind, once more, to measure how much their rows change with what stands before them.
+"""Probes: tokens put before a segment, which is computed once more to measure how much its rows change with them.
 
 A probe must know nothing of the document: of another document, of the segment itself, or of nothing at all.
 """
@@ -25,7 +25,7 @@ def probes(segments: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_another_document(segments: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Of a document some documents further on, whichever of its segments."""
+    """Return a segment of a document some documents further on."""
     count, places, _ = segments.shape
     further = torch.randint(1, count, (count, places), generator=draw)
     others = (torch.arange(count)[:, None] + further) % count

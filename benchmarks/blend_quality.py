@@ -32,7 +32,7 @@ class Method(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of each question: bool [num_documents, num_questions].
+    """Return for each question: bool [num_documents, num_questions].
 
     agrees: it says what a full recompute says. drawn: it is about any fact. cross: about one whose name stands in an
     earlier segment. share_found: of the rows that refer to one, those that were chosen. share_computed: of the
@@ -98,7 +98,7 @@ class Batch:
         return logits[:, self.num_tokens + 1 :: 2].argmax(-1)
 
     def _retrieve(self, tokens: torch.Tensor, segment: int) -> list[Rows]:
-        """K and V of each segment computed by itself from position 0 on, K turned to where the segment stands; and how
+        """K and V of each segment computed by itself from position 0 on, K rotated to the place of the segment; and how
         its rows attended to each other, in `within`."""
         count, num_tokens = tokens.shape
         old, new = torch.arange(num_tokens) % segment, torch.arange(num_tokens)
@@ -144,7 +144,7 @@ class Batch:
             for one in range(count * num_segments)
         ]
         found = torch.stack([one for one in each if one is not None]).unflatten(0, (count, num_segments))
-        found[:, 0] = 0.0  # nothing new stands before it
+        found[:, 0] = 0.0  # it has no new tokens before it
         return found.flatten(1)
 
     def _deviation(self, fresh: Sequence[Rows]) -> torch.Tensor:
@@ -185,7 +185,7 @@ def estimate(right: torch.Tensor, counted: torch.Tensor) -> Estimate:
 
 
 def difference(right: torch.Tensor, other: torch.Tensor, counted: torch.Tensor) -> Estimate:
-    """Of two methods' means over the same questions, resampled together."""
+    """Compare two methods' means over the same questions, resampled together."""
     return _bootstrap(((right.int() - other.int()) * counted).sum(1), counted.sum(1))
 
 
@@ -221,7 +221,7 @@ def methods(num_layers: int) -> Iterator[Method]:
 
 
 def equal_ratio(stages: Sequence[tuple[int, float]], num_layers: int) -> float:
-    """Of one check layer, for as much work as these stages take, of which the first is at that layer.
+    """Measure one check layer, for as much work as these stages take, of which the first is at that layer.
 
     Work behind it: each stage's rows up to the next stage, and K and V of all that is let go, 1 - the last ratio.
     """
@@ -242,7 +242,7 @@ def batches(
 
 
 class Agreement(NamedTuple):
-    """Of answers through the engine with those of this file's blending: shares that are equal, and right in each."""
+    """Compare answers of the engine with those of this file's blending: shares that are equal, and right in each."""
 
     equal: float
     right: float

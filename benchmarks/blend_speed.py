@@ -19,7 +19,7 @@ ONE = SamplingParams(max_tokens=1)
 
 
 class Shape(NamedTuple):
-    """Of a Llama with random weights."""
+    """The shape of a Llama with random weights."""
 
     name: str
     num_layers: int
@@ -34,9 +34,9 @@ LLAMA_3_8B = Shape("Llama-3-8B's shape", 32, 4096, 14336, 32, 8)
 
 
 class Ttft(NamedTuple):
-    """Of one prompt. ratio: None of full recompute and of prefix caching. seconds: by the clock. cpu: of the process's
-    processor time, which on one thread says on a busy machine what the clock does not. speedup: over the full recompute
-    of the same turn, by the clock and by the processor's time.
+    """Times of one prompt. ratio: None for full recompute and prefix caching. seconds: by the clock. cpu: the process's
+    processor time, which on a busy machine is surer than the clock. speedup: over the full recompute of the same turn,
+    by the clock and by the processor's time.
 
     flops: of the products with weights and of attention; those of a full recompute over them are the ceiling of the
     speed-up.
@@ -70,14 +70,14 @@ def make_model(shape: Shape, device: str) -> LlamaForCausalLM:
 
 
 def row_flops(shape: Shape) -> tuple[float, float, float]:
-    """Of one row in one layer: K and V, attention to one key, all else but attention."""
+    """Operations of one row in one layer: K and V, attention to one key, all else but attention."""
     kv = 4 * shape.hidden_size**2 * shape.num_kv_heads // shape.num_heads
     rest = 4 * shape.hidden_size**2 + 6 * shape.hidden_size * shape.intermediate_size
     return float(kv), 4.0 * shape.hidden_size, float(rest)
 
 
 def full_flops(shape: Shape, cached: int, num_tokens: int) -> float:
-    """Of all rows behind `cached` tokens, each of which attends to those before it."""
+    """Return the operations of all rows after `cached` tokens, each of which attends to those before it."""
     kv, key, rest = row_flops(shape)
     return shape.num_layers * (num_tokens - cached) * (kv + rest + key * (cached + num_tokens) / 2)
 
@@ -95,7 +95,7 @@ def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int | N
 
 
 class Prompts:
-    """Segments of tokens, each prompt in an order of its own behind a first token of its own, then a question."""
+    """Segments of tokens, each prompt in an order of its own after a first token of its own, then a question."""
 
     def __init__(self, num_tokens: int, segment_tokens: int, vocab_size: int, seed: int = 0) -> None:
         self._draw = torch.Generator().manual_seed(seed)
@@ -163,7 +163,7 @@ class Warming(NamedTuple):
 
 
 def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
-    """Of a segment of so many tokens. Both take turns."""
+    """Measure the warming of a segment of so many tokens, with and without sensitivity, in turns."""
     model = make_model(shape, device)
     taken: dict[bool, list[float]] = {False: [], True: []}
     draw = torch.Generator().manual_seed(1)

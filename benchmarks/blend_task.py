@@ -20,7 +20,7 @@ FIRST_NAME = 3
 FIRST_FACT = FIRST_NAME + 2 * NUM_NAMES
 VOCAB_SIZE = FIRST_FACT + NUM_FACTS
 NOBODY = -100
-"""Of a token that belongs to nobody yet: the index that torch's cross entropy ignores."""
+"""The label of a token without an owner: the index that torch's cross entropy ignores."""
 
 RECORD_END = 0.3  # a record has 3.3 facts on average
 PRONOUN = 0.3
@@ -38,7 +38,7 @@ class Documents:
     named_at: torch.Tensor
 
     def is_cross(self, segment_tokens: int) -> torch.Tensor:
-        """Facts whose name stands in a segment before their own: bool [num_documents, num_tokens]."""
+        """Facts whose name is in a segment before their own: bool [num_documents, num_tokens]."""
         place = torch.arange(self.tokens.shape[1]) // segment_tokens
         is_fact = (self.tokens >= FIRST_FACT) & (self.owners != NOBODY)
         return is_fact & (self.named_at // segment_tokens < place)
@@ -62,7 +62,7 @@ def write_documents(count: int, num_tokens: int, seed: int) -> Documents:
 
 
 def _named_at(begins: torch.Tensor, is_pronoun: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Where the name stands to which each token belongs: of the last record's kind the last one before; -1 if none."""
+    """Return the place of each token's name: of the last record's kind the last one before; -1 if none."""
     here = torch.arange(begins.shape[1]).expand_as(begins)
     last_begin = here.masked_fill(~begins, -1).cummax(dim=1).values
     of_kind = [here.masked_fill(~(begins & ~is_pronoun & (kinds == kind)), -1).cummax(dim=1).values for kind in (0, 1)]

@@ -34,12 +34,12 @@ class Figure:
 
     @classmethod
     def ratio(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Figure":
-        """Of quotients turn by turn: what slows a whole turn leaves them as they are."""
+        """Return the figure of quotients, turn by turn: a slow turn leaves its quotient as it is."""
         return cls.of(a / b for a, b in zip(numerators, denominators, strict=True))
 
     @classmethod
     def rate(cls, amount: float, seconds: Sequence[float]) -> "Figure":
-        """Of so much a turn, per second."""
+        """Return the figure of an amount a turn, per second."""
         return cls.of(amount / taken for taken in seconds)
 
     def __format__(self, spec: str) -> str:
@@ -50,7 +50,7 @@ class Figure:
 
 
 def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Of one call, the mean of `number` in a loop. Give many of what takes less than a millisecond."""
+    """Return the time of one call, a mean over `number` in a loop. Use many for calls of less than a millisecond."""
     if number == 1:
         before = clock()
         call()
@@ -69,9 +69,9 @@ def in_turns(
     measure: Callable[[Callable[[], object], int], float] = seconds,
     warmups: int = 1,
 ) -> dict[str, list[float]]:
-    """The seconds of each call in each round; all take turns, so that a noisy moment meets them all.
+    """Return the seconds of each call in each round; all take turns, so that a noisy moment meets them all.
 
-    The garbage collector rests meanwhile: it would charge one call for what another has left.
+    The garbage collector is off meanwhile: it would charge one call for the garbage of another.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     was_enabled = gc.isenabled()

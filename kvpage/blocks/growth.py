@@ -10,6 +10,7 @@ from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import SeqId, SequenceState
 from kvpage.blocks.table import Ids
 from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.values import as_integer
 
 
 def begin(
@@ -81,6 +82,21 @@ def fork(space: BlockSpace, sequences: Sequences, seq: SequenceState, new_seq_id
         seq.num_left,
         seq.is_private,
     )
+
+
+def tokens_left_over(num_tokens: int, max_cached_tokens: int | None, num_left_over: int, is_caching: bool) -> int:
+    """Return how many tokens at a sequence's end not to look up: all of them without prefix caching.
+
+    Raises:
+        ValueError: A number is negative.
+        TypeError: A number is no integer.
+    """
+    num_left_over = as_integer("num_left_over", num_left_over)
+    most = num_tokens if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
+    for name, number in (("max_cached_tokens", most), ("num_left_over", num_left_over)):
+        if number < 0:
+            raise ValueError(f"{name} must not be negative, got {number}")
+    return max(num_left_over, num_tokens - most) if is_caching else num_tokens
 
 
 def grow(space: BlockSpace, sequences: Sequences, seq_ids: Sequence[SeqId], counts: list[int]) -> None:

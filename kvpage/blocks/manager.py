@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvpage.blocks import swaps
-from kvpage.blocks.growth import begin, fork, grow
+from kvpage.blocks.growth import begin, fork, grow, tokens_left_over
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.sequences import Sequences
@@ -135,8 +135,8 @@ class BlockManager:
         check_namespace(namespace)
         self._sequences.check_new(seq_id)
         tokens = _some_tokens(tokens)
-        num_left_over = self._num_left_over(len(tokens), max_cached_tokens, num_left_over)
-        parts = self.share_parts
+        is_caching, parts = self.enable_prefix_caching, self.share_parts
+        num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
         num_cached = begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
         return Allocation(num_cached, self.block_ids(seq_id))
 
@@ -308,8 +308,8 @@ class BlockManager:
         # A prefix of whole blocks may have been committed to its last token: none is left over then.
         fewest_left = int(len(tokens) > swapped.num_written)
         most_found = swapped.first_block * self.block_size if swapped.is_private else None
-        num_left_over = self._num_left_over(len(tokens), most_found, fewest_left)
         is_caching = self.enable_prefix_caching
+        num_left_over = tokens_left_over(len(tokens), most_found, fewest_left, is_caching)
         num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching)
         return Allocation(num_written, self.block_ids(seq_id))
 
@@ -378,15 +378,6 @@ class BlockManager:
         self._sequences.check(self.space)
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _num_left_over(self, num_tokens: int, max_cached_tokens: int | None, num_left_over: int) -> int:
-        """Return how many tokens at a sequence's end not to look up: all of them without prefix caching."""
-        num_left_over = as_integer("num_left_over", num_left_over)
-        most = num_tokens if max_cached_tokens is None else as_integer("max_cached_tokens", max_cached_tokens)
-        for name, number in (("max_cached_tokens", most), ("num_left_over", num_left_over)):
-            if number < 0:
-                raise ValueError(f"{name} must not be negative, got {number}")
-        return max(num_left_over, num_tokens - most) if self.enable_prefix_caching else num_tokens
 
     def _is_shared(self, seq: SequenceState) -> bool:
         return self.enable_prefix_caching and not seq.is_private

@@ -8,6 +8,7 @@ A later move may read or overwrite blocks that an earlier one has written. So th
 the next step writes anything. A move that fails is made again before all others: the tree counts on it.
 
 Words: `add_move` puts one into the list, `take_moves` hands the list over, `do_move` makes one, `do_moves` makes all.
+`due_moves` yields them to a loop that makes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -213,7 +213,7 @@ class Transfer:
 
     def _layer_event(self, layer: int) -> TransferEvent:
         if self._layers is None:
-            raise ValueError("by_layer must be True in the swap for calls on layers, it was False")
+            raise ValueError("a layer can be waited for only in a swap made with by_layer=True")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in [0, {len(self._layers)}), got {layer}")
         return self._layers[layer]

@@ -105,6 +105,9 @@ class PrefixCacheManager:
             token_ids: Token ids.
             allocator: As in `find`.
 
+        Returns:
+            The prefix and a slot that holds it, as of `find`.
+
         Raises:
             ValueError: As in `find`.
         """

@@ -53,7 +53,19 @@ class AttentionBackend(Protocol):
     block_dim: int
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]: ...
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return the generic shape of one layer's cache.
+
+        Args:
+            num_blocks: Blocks of the cache.
+            block_size: Tokens of a block.
+            num_kv_heads: Heads of K and V.
+            head_size: Elements of a head, padded, with room for its scale if there is one.
+
+        Returns:
+            The size of each dimension.
+        """
+        ...
 
 
 class FlashBackend:
@@ -64,14 +76,17 @@ class FlashBackend:
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return (2, `num_blocks`, `block_size`, `num_kv_heads`, `head_size`)."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
     def get_kv_cache_stride_order(kv_layout: str) -> tuple[int, ...]:
+        """Return the dimensions of the generic shape for `kv_layout`, the outermost in memory first."""
         return {"NHD": (0, 1, 2, 3, 4), "HND": (0, 1, 3, 2, 4)}[kv_layout]
 
     @staticmethod
     def split_kv(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the views of K and V of `cache`: [num_blocks, block_size, num_kv_heads, head_size] each."""
         return cache[0], cache[1]
 
 
@@ -83,14 +98,17 @@ class FlashInferBackend:
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return (`num_blocks`, 2, `block_size`, `num_kv_heads`, `head_size`)."""
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @staticmethod
     def get_kv_cache_stride_order(kv_layout: str) -> tuple[int, ...]:
+        """Return the dimensions of the generic shape for `kv_layout`, the outermost in memory first."""
         return {"NHD": (0, 1, 2, 3, 4), "HND": (0, 1, 3, 2, 4)}[kv_layout]
 
     @staticmethod
     def split_kv(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the views of K and V of `cache`: [num_blocks, block_size, num_kv_heads, head_size] each."""
         return cache[:, 0], cache[:, 1]
 
 
@@ -108,10 +126,12 @@ class PagedBackend:
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return (2, `num_blocks`, `block_size` * `num_kv_heads` * `head_size`)."""
         return (2, num_blocks, block_size * num_kv_heads * head_size)
 
     @staticmethod
     def padded_head_size(head_size: int, element_bytes: int) -> int:
+        """Return `head_size` rounded up to whole runs of 16 bytes, in elements of `element_bytes`."""
         run_size = RUN_BYTES // element_bytes
         return -(-head_size // run_size) * run_size
 
@@ -119,6 +139,17 @@ class PagedBackend:
     def kv_views(
         cache: torch.Tensor, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[KVView, KVView | None]:
+        """Return the views of K and V of one layer, with scales where the cache has room for them.
+
+        Args:
+            cache: Of the generic shape.
+            block_size: Tokens of a block.
+            num_kv_heads: Heads of K and V.
+            head_size: Elements of a head, padded, without scales.
+
+        Returns:
+            The view of K, and that of V.
+        """
         run_size, num_elements = RUN_BYTES // cache.element_size(), block_size * num_kv_heads * head_size
         key, value = (cache[part, :, :num_elements] for part in (0, 1))
         key = key.unflatten(1, (num_kv_heads, head_size // run_size, block_size, run_size)).permute(0, 3, 1, 2, 4)
@@ -138,10 +169,12 @@ class MlaBackend:
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return (`num_blocks`, `block_size`, `head_size`); `num_kv_heads` is 1."""
         return (num_blocks, block_size, head_size)
 
     @staticmethod
     def split_kv(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the latents of `cache` as [num_blocks, block_size, 1, head_size], and None: there is no V."""
         return cache.unsqueeze(2), None
 
 
@@ -154,8 +187,15 @@ _backends: dict[str, type[AttentionBackend]] = {
 
 
 def register_backend(name: str, backend: type[AttentionBackend]) -> None:
-    """Makes `backend` known as `CacheConfig(backend=name)`. A name is given once; ValueError for a second time,
-    for a class without what AttentionBackend asks for, and for a `block_dim` that does not count blocks.
+    """Make a backend known as `CacheConfig(backend=name)`.
+
+    Args:
+        name: A new name.
+        backend: A class with `get_kv_cache_shape` and `block_dim`.
+
+    Raises:
+        ValueError: The name is taken, the class lacks a name that AttentionBackend asks for, or its `block_dim` does
+            not count blocks.
     """
     if name in _backends:
         raise ValueError(f"backend names must be unique, {name!r} is taken by {_backends[name].__name__}")
@@ -169,7 +209,17 @@ def register_backend(name: str, backend: type[AttentionBackend]) -> None:
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The backend of that name. ValueError, with the names there are, for another."""
+    """Return the backend of this name.
+
+    Args:
+        name: "flash", "flashinfer", "mla", "paged", or a registered one.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: No backend has this name. The message lists those that exist.
+    """
     if name not in _backends:
         raise ValueError(f"backend must be one of {', '.join(sorted(_backends))}, got {name!r}")
     return _backends[name]

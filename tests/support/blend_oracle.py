@@ -1,4 +1,4 @@
-"""Blending in plain torch, as the definition has it: every row of every layer is computed, nothing is narrowed; behind
+"""Blending in plain torch, as the definition has it: every row of every layer is computed, nothing is narrowed; after
 the check layer the K and V of reused rows that were not chosen are overwritten by those of their segments, which were
 computed where they now stand, so that nothing has to be turned. With filters several layers choose, each among what the
 one before has left. Rows of segments that know their sensitivity are chosen by it; rows of both kinds by their rank
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass
 class Recorder:
-    """What the attention of one forward pass does, and has seen."""
+    """The attention of one forward pass, with the rows that it has seen."""
 
     places: list[Place] = field(default_factory=list)
     ratio: float = 0.0
@@ -109,7 +109,7 @@ def _attention(query, key, value, scaling, window, softcap, sinks):  # noqa: ANN
 
 
 def run(model: tf.PreTrainedModel, tokens: list[int], start: int, recorder: Recorder) -> torch.Tensor:
-    """The last token's logits, the first token standing at `start`."""
+    """Return the last token's logits, where the first token is at position `start`."""
     tf.AttentionInterface.register("blend_oracle", partial(Recorder.attend, recorder))
     before = model.config._attn_implementation
     model.set_attn_implementation("blend_oracle")
@@ -124,7 +124,7 @@ def run(model: tf.PreTrainedModel, tokens: list[int], start: int, recorder: Reco
 def place(
     model: tf.PreTrainedModel, context: list[int], tokens: list[int], start: int, is_measured: bool = True
 ) -> Place:
-    """A segment computed behind a context (none: standalone), as it would be if it stood at `start` of a prompt.
+    """A segment computed after a context (none: standalone), as it would be if it were at `start` of a prompt.
     is_measured: its sensitivity is known, if it is standalone."""
     recorder = Recorder(check_layer=10**6)
     run(model, context + tokens, start - len(context), recorder)
@@ -134,7 +134,7 @@ def place(
 
 
 def sensitivity(model: tf.PreTrainedModel, tokens: list[int]) -> list[float]:
-    """How far V of each token differs behind the same tokens, a mean square over that of all; the mean over layers."""
+    """Return V's change of each token after the same tokens, a mean square over that of all; the mean over layers."""
     recorder, size = Recorder(check_layer=10**6), len(tokens)
     run(model, tokens + tokens, 0, recorder)
     each = [(v[:, size:] - v[:, :size]).square().mean((0, 2)) / v[:, :size].square().mean() for v in recorder.v]

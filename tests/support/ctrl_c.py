@@ -12,7 +12,7 @@ import kvpage
 
 ROOT = str(Path(kvpage.__file__).parent)
 # Between whose lines and those of the block, or of the caller, Ctrl-C may come in any Python: a step's outputs are lost
-# with what they are returned to.
+# with the objects to which they are returned.
 HANDING_OVER = {"__enter__", "__exit__", "step"}
 
 

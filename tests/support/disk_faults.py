@@ -67,7 +67,7 @@ def faulty(
 
 
 def replace_os(patch: pytest.MonkeyPatch, fake: object) -> None:
-    """What the disk tier calls from then on. The native writer calls the system by itself: what that calls is replaced
+    """Replace the calls of the disk tier. The native writer calls the system by itself: its calls are replaced
     where the process has begun so, and elsewhere the writer, by a plain one.
     """
     patch.setattr(disk_segment, "os", fake)
@@ -81,7 +81,7 @@ def replace_os(patch: pytest.MonkeyPatch, fake: object) -> None:
 def plain_write_stretches(
     fd: int, offset: int, lead: memoryview, runs: Runs, stretch_bytes: int, tail: memoryview, num_threads: int
 ) -> bytes:
-    """As stretches.write_stretches, in pieces, by what stands for os.pwrite."""
+    """Write as stretches.write_stretches does, in pieces, by the replacement of os.pwrite."""
     data = b"".join(ctypes.string_at(address, count) for address, count in runs.tolist())
     stretches = [data[at : at + stretch_bytes] for at in range(0, len(data), stretch_bytes)]
     end = len(data) - len(tail)
@@ -93,7 +93,7 @@ def plain_write_stretches(
 
 
 class Trial:
-    """Writes, reads and removes, whatever happens, and remembers what must be there and what may be."""
+    """Write, read and remove through all faults, and remember which records must be there and which may be."""
 
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier
@@ -131,7 +131,7 @@ class Trial:
             self.tier.flush(sync=True)
 
     def check(self, tier: DiskTier) -> None:
-        """What is there is what was committed."""
+        """Assert that the records are those that were committed."""
         names = [key(n) for n in range(12)]
         for name, found in zip(names, get(tier, names), strict=True):
             assert found is None or found == self.committed[name]
@@ -264,7 +264,7 @@ class PowerLog:
 
 
 def _torn(writes: list[tuple[int, tuple]], synced: int, length: int, rng: random.Random) -> bytes:
-    """What was synced, and of the rest any sectors in any order."""
+    """Return the synced bytes, with any sectors of the others, in any order."""
     data = bytearray(length)
     for index, (_, _, offset, written) in writes:
         if index < synced:

@@ -14,5 +14,5 @@ def make(path: Path, capacity: int = 4 * SEGMENT_BYTES, **fields) -> DiskTier:
 
 
 def is_right(name: bytes, data: bytes | None) -> bool:
-    """As every reader of records checks it: the key in the header, and the checksum."""
+    """Check a record as every reader does: the key in the header, and the checksum."""
     return is_record(data, name)

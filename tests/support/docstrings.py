@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 SECTIONS = ("Args", "Returns", "Yields", "Raises")
+RESULT_VERBS = ("Return ", "Yield ", "Iterate ")
 NO_RESULT = (None, inspect.Signature.empty, "None", "Never", "NoReturn")
 
 
@@ -45,15 +46,20 @@ def raises(function: Callable) -> bool:
 
 
 def lacking(function: Callable) -> Iterator[str]:
-    """Yield the sections that a public function's docstring lacks, and the arguments that it leaves out."""
-    found = sections(function.__doc__ or "")
-    if not function.__doc__:
+    """Yield the sections that a public function's docstring lacks, and the arguments that it leaves out.
+
+    A summary may do without a section: "Return the length of `tokens`." names the result and an argument.
+    """
+    written = function.__doc__ or ""
+    found, summary = sections(written), inspect.cleandoc(written).partition("\n\n")[0]
+    if not written:
         yield "a docstring"
-    missing = [name for name in parameters(function) if not _mentions(found.get("Args", ""), name)]
+    missing = [name for name in parameters(function) if not _describes(found.get("Args", ""), summary, name)]
     if missing:
         yield f"Args: {', '.join(missing)}"
     result = inspect.signature(function).return_annotation
-    if result not in NO_RESULT and not {"Returns", "Yields"} & found.keys():
+    says_result = {"Returns", "Yields"} & found.keys() or summary.startswith(RESULT_VERBS)
+    if result not in NO_RESULT and not says_result:
         yield "Returns"
     if raises(function) and "Raises" not in found:
         yield "Raises"
@@ -61,7 +67,8 @@ def lacking(function: Callable) -> Iterator[str]:
 
 def lacking_of_class(kind: type) -> Iterator[str]:
     """Yield the arguments of a class that neither its docstring nor that of `__init__` describes."""
-    written = "\n".join([kind.__doc__ or "", vars(kind).get("__init__", object).__doc__ or ""])
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("kvpage")]
+    written = "\n".join(part for base in bases for part in (base.__doc__, base.__init__.__doc__) if part)
     if not kind.__doc__:
         yield "a docstring"
     if getattr(kind, "_is_protocol", False):
@@ -75,6 +82,10 @@ def lacking_of_class(kind: type) -> Iterator[str]:
     missing = [name for name in names if not _mentions(written, name)]
     if missing:
         yield f"Args: {', '.join(missing)}"
+
+
+def _describes(args: str, summary: str, name: str) -> bool:
+    return _mentions(args, name) or f"`{name}`" in summary
 
 
 def _mentions(text: str, name: str) -> bool:

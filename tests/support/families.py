@@ -72,7 +72,7 @@ def report(families: Iterable[Family]) -> list[str]:
 
 
 def differences(table: FamilyTable, path: Path) -> list[str]:
-    """What the file says otherwise."""
+    """Return the lines in which the file differs."""
     written = FamilyTable.parse(path.read_text())
     if written.version != table.version:
         console.print(f"{path} is of transformers {written.version}, this is {table.version}", markup=False)

@@ -1,4 +1,4 @@
-"""One type of decoder: a tiny model of it, and what Engine and KVPageCachePool make of that."""
+"""One type of decoder: a tiny model of it, tried with Engine and KVPageCachePool."""
 
 import dataclasses
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def judge(kind: str) -> Family:
 
 
 def judge_one(kind: str, weight_std: float) -> Family:
-    """What becomes of the model whose weights have this standard deviation."""
+    """Try the model with weights of this standard deviation."""
     try:
         model = make_family_model(kind, weight_std)
     except Exception as error:  # whatever a type that is new to us raises
@@ -89,7 +89,7 @@ def refusal(make: Callable[[], object]) -> str:
     """Why it is refused; empty if it is not."""
     try:
         make()
-    except Exception as error:  # ValueError of ours, or what the model itself raises
+    except Exception as error:  # ValueError of ours, or an error of the model itself
         return words_of(error)
     return ""
 
@@ -105,7 +105,7 @@ def make_engine(model: tf.PreTrainedModel) -> Engine:
 
 
 def make_pool(model: tf.PreTrainedModel) -> KVPageCachePool:
-    """With latents in blocks where the model hands latents to its cache."""
+    """Return a pool, of latents where the model gives latents to its cache."""
     try:
         return KVPageCachePool.from_model(model, CACHE)
     except ValueError as error:
@@ -115,7 +115,7 @@ def make_pool(model: tf.PreTrainedModel) -> KVPageCachePool:
 
 
 def compare(model: tf.PreTrainedModel, family: Family) -> Family:
-    """Tokens beside those of `generate`, from what is cached too."""
+    """Compare tokens with those of `generate`, also from cached blocks."""
     expected = generate_each(model, prompts(), NUM_TOKENS)
     found = dict(engine=family.engine, cache=family.cache)
     if family.engine == LOADS:
@@ -133,7 +133,7 @@ def verdict(rounds: list[list[list[int]]], expected: list[list[int]]) -> str:
 
 
 def generate_cached(model: tf.PreTrainedModel, pool: KVPageCachePool) -> list[list[int]]:
-    """The tokens of `generate` over what the pool holds."""
+    """The tokens of `generate` over the blocks of the pool."""
     outputs = []
     for prompt in prompts():
         row = torch.tensor([prompt])

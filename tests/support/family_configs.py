@@ -123,14 +123,14 @@ def default_parts(config_class: type[tf.PretrainedConfig]) -> dict[str, tf.Pretr
     names = getattr(config_class, "sub_configs", None) or {}
     try:
         default = config_class() if names else None
-    except Exception:  # what a version of transformers raises where parts have to be given
+    except Exception:  # some versions of transformers raise where parts must be given
         return {}
     parts = {name: getattr(default, name, None) for name in names}
     return {name: part for name, part in parts.items() if isinstance(part, tf.PretrainedConfig)}
 
 
 def field_names(config_class: type[tf.PretrainedConfig]) -> set[str]:
-    """What a config of the class can be given."""
+    """Return the arguments that a config of the class takes."""
     names: set[str] = set()
     for parent in config_class.__mro__:
         names |= set(getattr(parent, "__annotations__", {}))

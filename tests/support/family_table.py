@@ -1,4 +1,4 @@
-"""FamilyTable: docs/families.md, written from what was found, and read again."""
+"""FamilyTable: docs/families.md, written from the findings, and read again."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ HEAD = """# Which decoders are served
 
 The table has every decoder type of transformers {version}, tried with a tiny random model: {total} types.
 `Engine` serves {engine}. `KVPageCache` serves {cache}, {only_cache} of which `Engine` refuses.
-Both refuse {neither} when they are made. They raise a ValueError, whose reason is shortened here, or the model itself raises.{untried}
+Both refuse {neither} when they are made. They raise a ValueError, whose reason is shortened here, or the model itself \
+raises.{untried}
 
 - "{equal}": greedy tokens are those of `model.generate`. Two prompts share their beginning, and are computed in parts
   of {chunk} tokens. Then both come again from the cache. Sliding windows are shorter than the prompts.
@@ -65,7 +66,7 @@ class FamilyTable:
 
     @classmethod
     def parse(cls, text: str) -> "FamilyTable":
-        """What `text` makes. ValueError if there is no version in it."""
+        """Return the table that `text` holds. ValueError if there is no version in it."""
         version = re.search(r"decoder type of transformers (\S+),", text)
         if version is None:
             raise ValueError("the text must name the version of transformers")
@@ -97,7 +98,7 @@ def row_of(family: Family) -> tuple[str, str, str]:
 
 
 def shortened(reason: str) -> str:
-    """A refusal in a few words, without what differs from machine to machine."""
+    """A refusal in a few words, without the parts that differ from machine to machine."""
     reason = reason.split(". KVPageCache serves")[0]
     for pattern, words in SHORTER:
         if re.match(pattern, reason):

@@ -23,7 +23,7 @@ class FamilyWorker:
         self._start()
 
     def judge(self, kind: str) -> Family:
-        """What `judge` finds, or which end the process has come to."""
+        """Return the findings of `judge`, or how the process ended."""
         self._connection.send(kind)
         try:
             if self._connection.poll(self._seconds):

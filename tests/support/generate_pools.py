@@ -38,7 +38,7 @@ def model_of(kind: str) -> tf.PreTrainedModel:
 
 @functools.cache
 def hands_latents(kind: str) -> bool:
-    """Whether this version's model gives its cache latents: one head, of other sizes than the attention's."""
+    """Return whether this version's model gives its cache latents: one head, of other sizes than the attention's."""
     model = model_of(kind)
     if not hasattr(model.config, "kv_lora_rank"):
         return False
@@ -100,7 +100,7 @@ def _generated(kind: str, ids: torch.Tensor, **options: object) -> torch.Tensor:
 
 @contextmanager
 def counted(kind: str) -> Iterator[list[int]]:
-    """The tokens of each forward: rows times columns of what the embedding is asked for."""
+    """Return the tokens of each forward: rows times columns of the embedding's argument."""
     counts: list[int] = []
     embedding = model_of(kind).get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].numel()))

@@ -45,7 +45,7 @@ def gather(where, cache, tables, lengths, layout, starts=None, out=None, scales=
 
 
 def gather_by_device_lengths(where, cache, tables, lengths, layout, starts, out, scales=None):
-    """Into `out`. Returns the interpreter's error word."""
+    """Fill `out` and return the interpreter's error word."""
     if where != "interpreter":
         ops.gather_cache(cache, tables, lengths, layout, starts, out, scales)
         return None

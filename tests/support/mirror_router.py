@@ -1,4 +1,4 @@
-"""A router that knows nothing but messages: it reads them with plain msgpack and keeps who holds what.
+"""A router that knows nothing but messages: it reads them with plain msgpack and keeps which server holds which block.
 
 It is strict where real ones are tolerant: what is stored twice, removed without being there, or follows a parent that
 nobody holds is an error.
@@ -74,7 +74,7 @@ def as_map(event: list) -> dict:
 
 
 def expected_hashes(namespace: bytes, path: tuple[int, ...], block_size: int) -> list[int]:
-    """Of each block of a path, by the documented formula."""
+    """Return the hash of each block of a path, by the documented formula."""
     digest = hashlib.sha256(struct.pack("<qq", block_size, len(namespace)) + namespace).digest()
     hashes = []
     for start in range(0, len(path), block_size):
@@ -84,7 +84,7 @@ def expected_hashes(namespace: bytes, path: tuple[int, ...], block_size: int) ->
 
 
 def expected_block(key: Key, block_size: int, loras: dict[bytes, str]) -> tuple[int, tuple]:
-    """The hash of the block that ends a path, and what a router has to know of it."""
+    """The hash of the block that ends a path, and the facts that a router needs of it."""
     namespace, path = key
     *before, block_hash = expected_hashes(namespace, path, block_size)
     tokens = tuple(token % 2**32 for token in path[-block_size:])

@@ -1,4 +1,4 @@
-"""Tiny decoders with random weights, made from configs, and what `model.generate` makes of prompts with them.
+"""Tiny decoders with random weights, made from configs, and the tokens of `model.generate` for prompts.
 
 The initial weights are larger than transformers' own, so that greedy tokens vary; no end-of-sequence token ends a
 sequence early unless a test sets one.
@@ -75,7 +75,7 @@ def make_model(kind: str, **fields: object) -> tf.PreTrainedModel:
 
 
 def spread_sinks(model: tf.PreTrainedModel) -> None:
-    """Sinks that matter: what comes out of the initialisation may be anything, also zero."""
+    """Set sinks that matter: those of the initialisation may be anything, also zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)

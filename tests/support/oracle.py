@@ -18,7 +18,7 @@ Key = tuple[bytes, tuple[int, ...]]  # a namespace and all tokens up to the end 
 class NaivePool:
     def __init__(self, num_blocks: int) -> None:
         self.counts = [0] * num_blocks
-        self.free = list(range(num_blocks))[::-1]  # the next one to hand out stands last
+        self.free = list(range(num_blocks))[::-1]  # the next one to allocate is the last
         self.cached: set[int] = set()
 
     def allocate(self, n: int) -> list[int]:

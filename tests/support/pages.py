@@ -45,7 +45,7 @@ def anchors(text: str) -> set[str]:
 
 
 def inline_code(text: str) -> list[str]:
-    """Return what a page sets in backticks."""
+    """Return the texts that a page sets in backticks."""
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
 
 

@@ -25,7 +25,7 @@ _HOOK = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.POINTER(_Run), ctyp
 
 
 class PWritev:
-    """write: what is called in place of the system's, from any thread; None: the system's. num_calls: of `write`. What
+    """write: the call in place of the system's, from any thread; None: the system's. num_calls: of `write`. What
     it raises, and is no OSError, ends the process: nobody else would hear of it.
     """
 
@@ -74,12 +74,12 @@ def is_loaded() -> bool:
 
 
 def was_asked_for() -> bool:
-    """Whether this process began with environment(): then it is loaded, or cannot be loaded here."""
+    """Return whether this process began with environment(): then it is loaded, or cannot be loaded here."""
     return "pwritev_hook" in os.environ.get("LD_PRELOAD", "")
 
 
 def environment() -> dict[str, str]:
-    """Of this process, and the library: of a process that begins with it."""
+    """Return the environment of a process that begins with the library."""
     library = str(native_build.library("pwritev_hook"))
     return {**os.environ, "LD_PRELOAD": ":".join(filter(None, [library, os.environ.get("LD_PRELOAD")]))}
 

@@ -65,7 +65,7 @@ class RedisServer:
 
 
 class Proxy:
-    """Passes bytes on to a server, and what it says one byte each `delay` seconds, if that is not 0."""
+    """Pass bytes on to a server, and its answer one byte each `delay` seconds, if that is not 0."""
 
     def __init__(self, port: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Schedulers without an engine, step by step: what each step would compute counts as computed."""
+"""Schedulers without an engine, step by step: the tokens of each step count as computed."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ B = 4
 
 
 def request_of(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1, first: int = 0, **fields) -> Request:
-    """Of the tokens first, first + 1, ...; by default none that another request has."""
+    """Return a request of the tokens first, first + 1, ...; by default none that another request has."""
     begin = first or 1000 * (number + 1)
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, n=n, **fields)
     return Request(f"r{number}", np.arange(begin, begin + num_tokens, dtype=np.int32), params, number)

@@ -1,4 +1,4 @@
-"""Two tiers of blocks whose slots remember what was written into them, and in which moves are carried out."""
+"""Two tiers of blocks whose slots remember the tokens written into them, and in which moves are carried out."""
 
 from kvpage.blocks.moves import BlockMoves
 

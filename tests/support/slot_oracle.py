@@ -1,4 +1,4 @@
-"""What PrefixCacheManager means, said slowly: every prefix is a tuple, and every question a search over all of them."""
+"""An oracle of PrefixCacheManager: every prefix is a tuple, and every question a search over all of them."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ class SlotOracle:
         return edge
 
     def path_edges(self, prefix: Prefix) -> list[list[Prefix]]:
-        """From the edge that has `prefix` up."""
+        """Return the edges from the one that has `prefix` upward."""
         while prefix and not self.is_end(prefix):
             prefix = self.children(prefix)[0]
         edges = []
@@ -57,7 +57,7 @@ class SlotOracle:
             self.used.update(dict.fromkeys(edge, self.clock))
 
     def settle(self) -> int:
-        """What neither is held nor pinned goes; joined edges were used when their latest part was; then eviction."""
+        """Remove edges neither held nor pinned; joined edges were used when their latest part was; then eviction."""
         self.used = {p: t for p, t in self.used.items() if self.is_held(p) or self.is_pinned(p)}
         self.pins += Counter()
         for edge in self.edges():
@@ -80,7 +80,7 @@ class SlotOracle:
                 if not left:
                     del self.held[slot]
 
-    # --- what the manager offers ---
+    # --- the methods of the manager ---
 
     @property
     def num_over(self) -> int:

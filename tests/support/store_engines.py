@@ -1,4 +1,4 @@
-"""Engines of random bytes for tests of a store's blocks, and what they hold."""
+"""Engines of random bytes for tests of a store's blocks, and their bytes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Records and keys for tests of tiers, and what is wrong with them."""
+"""Records and keys for tests of tiers, and the faults found in them."""
 
 import hashlib
 import random
@@ -34,7 +34,7 @@ def trailer(head: bytes, payload: bytes, stretch: int = STRETCH) -> bytes:
 
 
 def is_record(data: bytes | None, name: bytes) -> bool:
-    """Whether it is a whole one of `record`, of any length."""
+    """Return whether it is a whole one of `record`, of any length."""
     if data is None or data[16:48] != name:
         return False
     try:
@@ -58,7 +58,7 @@ def put(tier: Tier, records: dict[bytes, bytes], timeout: float | None = None) -
 
 
 def write(writer: Writer, data: bytes, cuts: list[int], runs_at: int | None = None) -> None:
-    """A record in pieces, the one of number `runs_at` in runs, from where it lies, if the writer takes any."""
+    """A record in pieces, the one of number `runs_at` in runs, from its place in memory, if the writer takes any."""
     for number, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
         if number == runs_at and writer.takes_runs and begin < end:
             middle = (begin + end) // 2

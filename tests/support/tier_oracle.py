@@ -82,7 +82,7 @@ class TierTree:
         return self.pinned(namespace, keys, priority)
 
     def match_part(self, match: TierMatch, tokens: Sequence[int]) -> int:
-        """How many tokens of a block behind the match some path shares."""
+        """Return the number of tokens of the block after the match that some path shares."""
         rest = tuple(tokens)[len(match.tokens) : max(len(tokens) - 1, 0)]
         depth, best = len(match.tokens), 0
         for namespace, path in self.blocks:

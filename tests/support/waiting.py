@@ -1,4 +1,4 @@
-"""until: waits for what another thread is about to do."""
+"""until: wait for a change that another thread is about to make."""
 
 import time
 from collections.abc import Callable

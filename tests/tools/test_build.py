@@ -192,7 +192,7 @@ def test_an_install_from_an_sdist_works(tmp_path):
 
 
 def tree_without_compiling(tmp_path: Path, copied: Path | None = None) -> Path:
-    """Return a copy of the sources whose CMake project compiles nothing: it copies an extension, or touches its file."""
+    """Return a copy of the sources whose CMake project compiles nothing: it copies or touches the extension."""
     tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_in_a_clone)
     make = "touch" if copied is None else f'copy "{copied}"'
     folder, name = "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}", "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]

@@ -44,11 +44,11 @@ class TokenTrie:
         return f"{type(self).__name__}({len(self.children)} children{''.join(f', {name}' for name in has)})"
 
     def has_token(self, token_id: int) -> bool:
-        """Return whether there is a child for the token."""
+        """Return whether there is a child for `token_id`."""
         return token_id in self.children
 
     def get_token(self, token_id: int) -> Self:
-        """Return the child of a token.
+        """Return the child of `token_id`.
 
         Raises:
             KeyError: There is no such child.
@@ -56,7 +56,7 @@ class TokenTrie:
         return self.children[token_id]
 
     def add_token(self, token_id: int, logprobs: Any = None) -> Self:
-        """Make a new child, in place of an existing one with all nodes below it.
+        """Return a new child, in place of an existing one with all nodes below it.
 
         Args:
             token_id: The child's token.
