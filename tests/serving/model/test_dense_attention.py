@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpage.serving.model import dense_attention
 from kvpage.layout.attention import Attention
+from kvpage.serving.model import dense_attention
 from kvpage.serving.model.dense_attention import attend
 
 
