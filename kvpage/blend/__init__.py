@@ -1,4 +1,4 @@
-"""CacheBlend (Yao et al., EuroSys 2025): cached segments reused wherever they stand, and repaired."""
+"""CacheBlend (Yao et al., EuroSys 2025): cached segments are reused at any position, and repaired."""
 
 from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.config import BlendConfig

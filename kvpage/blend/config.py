@@ -1,4 +1,4 @@
-"""BlendConfig: how prompts are blended in the serving loop."""
+"""BlendConfig: the configuration of blending in the serving loop."""
 
 import numbers
 from collections.abc import Sequence
@@ -17,30 +17,33 @@ from kvpage.checks.values import as_integer, as_list, check_flag
 
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
-    """Frozen and validated.
+    """The configuration of blending, frozen and validated.
 
-    ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 all of them are, which gives what
-        a full prefill gives.
-    uses_sensitivity: choose those of the largest sensitivity (see SegmentKV) where the segments know it, as those do
-        that Engine.warm_segments computes; it costs computing them twice there, and nothing here. The others are chosen
-        by metric and seam. In a prompt of both kinds the same share of each is.
-    check_layer: the layer that chooses them, from 0. The layers before it, and its own K and V, are computed for every
-        token. None for 0 in prompts whose reused tokens all have a sensitivity: they are chosen before it; and for 1 in
-        others: at layer 0 K and V depend on nothing but the token, and what the metric sees is nothing but rounding.
-        For the metric a later one chooses better, but a larger ratio is the better use of the same work
-        (`kvpage bench blend`).
-    filters: (layer, ratio) of layers before a check layer that is named, which let go of tokens already (gradual
-        filtering): each keeps that share of the reused ones, or `ratio` where it is larger, and what it lets go is not
-        computed behind it. Layers rise, ratios fall. It helped only where the check layer stood far behind.
-    metric: by what they choose without a sensitivity: how far "k", "v" or both, "kv", are from the segment's, as a mean
-        square.
-    seam: how much more the metric counts near a segment's begin, where what stood before it is not what stands there
-        now: at the n-th token the root of it counts 1 + seam / n. 0 for all alike.
-    separator, boundaries: where the segments of requests end that do not name them: behind the separator's tokens,
-        which belong to the segment, or where the text itself says. At most one of them.
-    max_bytes: of the segments' K and V that are kept in host memory; and of those, wherever they are kept, that are on
-        their way there: beyond it, prompts' segments are not kept, and `warm_segments` waits.
-    deadline: seconds that a request waits for its segments.
+    Attributes:
+        ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 the result is that of a full
+            prefill.
+        uses_sensitivity: choose the tokens of the largest sensitivity (see SegmentKV) if their segments have it, as
+            those of Engine.warm_segments do. It costs computing them twice there, and nothing here. Other tokens are
+            chosen by metric and seam. A prompt of both kinds has the same share of each.
+        check_layer: the layer that chooses, from 0. The layers before it, and its own K and V, are computed for every
+            token. None: 0 in prompts whose reused tokens all have a sensitivity, which are chosen before it; 1 in
+            others, since K and V of layer 0 depend on the token alone and differ by rounding only. A later layer
+            chooses better by the metric, but a larger ratio is the better use of the same work (`kvpage bench blend`).
+        filters: (layer, ratio) of layers before a named check layer that drop tokens already (gradual filtering). Each
+            keeps that share of the reused tokens, or `ratio` if it is larger; later layers do not compute the others.
+            Layers rise, ratios fall. It helped only with a late check layer.
+        metric: the choice without a sensitivity: mean square distance of "k", "v" or both, "kv", from the segment's.
+        seam: the extra weight of the metric near a segment's begin, where the text before it has changed. At the n-th
+            token its root counts 1 + seam / n. 0 for equal weights.
+        separator: token ids after which segments end in requests that name none; they belong to the segment.
+        boundaries: cuts such requests by contents. At most one of separator and boundaries is given.
+        max_bytes: of the segments' K and V in host memory, and of those on their way to any place. Beyond it, prompts'
+            segments are not kept, and `warm_segments` waits.
+        deadline: seconds that a request waits for its segments.
+
+    Raises:
+        ValueError: a field breaks a rule.
+        TypeError: a field is of the wrong type.
     """
 
     ratio: float = 0.15
@@ -79,8 +82,17 @@ class BlendConfig:
             raise ValueError("boundaries must be None with a separator")
 
     def stages_of(self, num_layers: int, is_known: bool = False) -> tuple[Stage, ...]:
-        """Filters and check layer of a model of so many layers. is_known: a prompt's reused tokens have a sensitivity.
-        ValueError for a check layer that the model has not.
+        """Return filters and check layer for a model.
+
+        Args:
+            num_layers: of the model.
+            is_known: whether all reused tokens of a prompt have a sensitivity.
+
+        Returns:
+            The stages, the check layer last.
+
+        Raises:
+            ValueError: the model has no such check layer.
         """
         num_layers = as_integer("num_layers", num_layers)
         check_flag("is_known", is_known)
@@ -94,10 +106,20 @@ class BlendConfig:
         return (*filters, Stage(self.check_layer, self.ratio))
 
     def spans(self, tokens: npt.NDArray[np.int32]) -> list[Span]:
-        """The segments of a prompt whose request names none. ValueError without separator and boundaries."""
+        """Return the segments of a prompt whose request names none.
+
+        Args:
+            tokens: int [num_tokens].
+
+        Returns:
+            The spans, in their order.
+
+        Raises:
+            ValueError: there is neither a separator nor boundaries.
+        """
         tokens = as_tokens(tokens)
         if self.boundaries:
-            ends = self.boundaries.cuts(tokens)[:-1]  # what is behind the last boundary goes on in other prompts
+            ends = self.boundaries.cuts(tokens)[:-1]  # the text after the last boundary goes on in other prompts
             return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         if not self.separator:
             raise ValueError("segments must be given where BlendConfig has neither separator nor boundaries")

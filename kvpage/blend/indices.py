@@ -1,4 +1,4 @@
-"""Masks and indices of tokens, and how to take tokens out of any dimension."""
+"""Masks and indices of tokens, and indices that select tokens in any dimension."""
 
 from typing import Any
 
@@ -11,9 +11,18 @@ MAX_DIMS = 64  # of a tensor, in torch
 
 
 def create_index(num_dims: int, dim: int, index: Any) -> tuple[Any, ...]:
-    """What selects `index` in dimension `dim` of a tensor of `num_dims` dimensions, and all of the others.
+    """Return an index of a tensor that selects `index` in one dimension, and all of the others.
 
-    ValueError for a dimension that there is not.
+    Args:
+        num_dims: dimensions of the tensor.
+        dim: the dimension to index; negative ones count from the end.
+        index: any index of one dimension.
+
+    Returns:
+        A tuple for `tensor[...]`.
+
+    Raises:
+        ValueError: the tensor has no such dimension.
     """
     num_dims, dim = as_integer("num_dims", num_dims), as_integer("dim", dim)
     if num_dims > MAX_DIMS:
@@ -26,7 +35,18 @@ def create_index(num_dims: int, dim: int, index: Any) -> tuple[Any, ...]:
 
 
 def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
-    """bool [size], True at the indices. ValueError for one that lies outside."""
+    """Return a mask that is True at the indices.
+
+    Args:
+        indices: int [n], in [0, size).
+        size: length of the mask.
+
+    Returns:
+        bool [size], on the device of the indices.
+
+    Raises:
+        ValueError: an index is outside, or size is negative.
+    """
     indices, size = as_indices("indices", indices), as_integer("size", size)
     if size < 0:
         raise ValueError(f"size must not be negative, got {size}")
@@ -38,12 +58,22 @@ def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
-    """int64, ascending: where a mask of bools or integers is not 0. ValueError unless it is one-dimensional."""
+    """Return the places where a mask is not 0.
+
+    Args:
+        mask: bool or int [n].
+
+    Returns:
+        int64, ascending.
+
+    Raises:
+        ValueError: the mask is not one-dimensional, or of another dtype.
+    """
     return as_mask(mask).nonzero().flatten()
 
 
 def as_mask(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of bools or integers as bools. ValueError unless it is one-dimensional and of these."""
+    """Return a mask of bools or integers as bools. Raises ValueError unless it is one-dimensional and of these."""
     mask = as_numbers("mask", mask)
     if mask.dim() != 1 or mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise ValueError(f"a mask must be [num_tokens] of bools or integers, got {mask.dtype} {list(mask.shape)}")

@@ -12,14 +12,14 @@ from kvpage.layout.rotation import Rotation
 
 
 def check_heads(tensor: torch.Tensor, token_dim: int, head_size: int) -> None:
-    """ValueError unless each token has whole heads, cut as such or not at all."""
+    """Raise ValueError unless each token has whole heads, in a dimension of their own or not."""
     inner = list(tensor.movedim(token_dim, 0).shape[1:])
     if not inner or (len(inner) > 1 and inner[-1] != head_size) or math.prod(inner) % head_size:
         raise ValueError(f"k and v must hold whole heads of {head_size} a token, got shape {list(tensor.shape)}")
 
 
 def as_rows(tensor: torch.Tensor, token_dim: int, head_size: int | None) -> torch.Tensor:
-    """[num_tokens, heads, size], its last dimension contiguous. head_size: None for heads as they are cut, or one."""
+    """Return [num_tokens, heads, size], contiguous in the last dimension. head_size: None for the last size."""
     rows = tensor.movedim(token_dim, 0)
     size = rows.shape[-1] if head_size is None else head_size
     check_heads(tensor, token_dim, size)
@@ -36,7 +36,7 @@ def mix(
     fresh: torch.Tensor | None = None,
     fresh_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A new tensor of the same shape and dtype; see kvpage.ops.mix_rows."""
+    """Return a new tensor of the same shape and dtype; see kvpage.ops.mix_rows."""
     if not tensor.numel():  # such as the V of MLA
         return torch.empty_like(tensor)
     rows = as_rows(tensor, token_dim, head_size)

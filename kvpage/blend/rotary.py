@@ -1,12 +1,13 @@
-"""RotaryTables: K rotated from the positions where it was computed to those where it is used.
+"""RotaryTables: rotate K from the positions where it was computed to those where it is used.
 
 A rotary embedding turns each pair of a head's dimensions by an angle that grows with the position. From old to new:
 
     cos = (cos_new cos_old + sin_new sin_old) / a^2          a: what the model scales its tables by (YaRN)
     sin = (sin_new cos_old - cos_new sin_old) / a^2
 
-composed from the model's own tables, so that what these have been rounded to cancels: cos(difference * frequency) does
-not, and its error grows with the distance. The arithmetic is in fp32, and always begins from the K that was computed.
+Both are composed from the model's own tables, so that the tables' rounding cancels. It would not in
+cos(difference * frequency), whose error grows with the distance. The arithmetic is in fp32, and always begins from the
+K that was computed.
 """
 
 import math
@@ -27,11 +28,19 @@ CosSin = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """How one kind of layer turns its K.
+    """The rotation of K in one kind of layer.
 
-    head_size: of K. rotary_size: how many dimensions of a head are rotated, from `offset` on; even.
-    is_interleaved: pairs are neighbours, (0, 1), (2, 3) ..., instead of (0, rotary_size / 2), (1, rotary_size / 2 + 1).
-    scaling: `a`.
+    Attributes:
+        cos_sin: maps positions int64 [n] to cos and sin, fp32 [n, rotary_size / 2], the model's own.
+        head_size: of K.
+        rotary_size: dimensions of a head that are rotated, from `offset` on; even.
+        is_interleaved: pairs are neighbours, (0, 1), (2, 3), rather than (0, rotary_size / 2) and so on.
+        scaling: the factor `a` of the model's tables.
+        offset: the first dimension that is rotated.
+
+    Raises:
+        ValueError: a size breaks a rule.
+        TypeError: cos_sin cannot be called, or a field is of the wrong type.
     """
 
     cos_sin: CosSin
@@ -60,7 +69,17 @@ class RotaryTables:
     def of_frequencies(
         cls, frequencies: torch.Tensor, head_size: int, scaling: float = 1.0, is_interleaved: bool = False
     ) -> "RotaryTables":
-        """Of plain inverse frequencies, fp32 [rotary_size / 2]."""
+        """Return tables of plain inverse frequencies.
+
+        Args:
+            frequencies: fp32 [rotary_size / 2].
+            head_size: of K.
+            scaling: the factor of the tables.
+            is_interleaved: as the attribute.
+
+        Returns:
+            The tables.
+        """
         frequencies = as_floats("frequencies", frequencies, 1)
 
         def cos_sin(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +89,15 @@ class RotaryTables:
         return cls(cos_sin, head_size, 2 * len(frequencies), is_interleaved, scaling)
 
     def difference(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the rotation from old to new positions: fp32 [n, rotary_size / 2]."""
+        """Return cos and sin of the rotation from old to new positions.
+
+        Args:
+            old: int64 [n].
+            new: int64 [n].
+
+        Returns:
+            (cos, sin), fp32 [n, rotary_size / 2] each.
+        """
         old, new = as_indices("old", old), as_indices("new", new)
         cos_old, sin_old = self.cos_sin(old.long())
         cos_new, sin_new = self.cos_sin(new.long())
@@ -80,7 +107,19 @@ class RotaryTables:
         return cos, sin
 
     def rotation(self, old: torch.Tensor, new: torch.Tensor, device: torch.device | str = "cpu") -> Rotation:
-        """The rotation from old to new positions, int64 [n] each: one for all layers of this kind, on `device`."""
+        """Return the rotation from old to new positions, one for all layers of this kind.
+
+        Args:
+            old: int64 [n].
+            new: int64 [n].
+            device: of the result.
+
+        Returns:
+            The rotation.
+
+        Raises:
+            ValueError: old and new have different lengths.
+        """
         old, new, device = as_indices("old", old), as_indices("new", new), as_device("device", device)
         if len(old) != len(new):
             raise ValueError(f"old and new must be of as many tokens, got {len(old)} and {len(new)}")
@@ -88,10 +127,19 @@ class RotaryTables:
         return Rotation(cos, sin, self.head_size, self.offset, self.is_interleaved)
 
     def rotate(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int = 0) -> torch.Tensor:
-        """A new tensor: each token's K as it would be at its new position, in k's dtype.
+        """Return each token's K as it would be at its new position.
 
-        k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size], its tokens in dimension `token_dim`. old,
-        new: int64 [num_tokens].
+        Args:
+            k: [num_tokens, heads * head_size] or [num_tokens, heads, head_size].
+            old: int64 [num_tokens].
+            new: int64 [num_tokens].
+            token_dim: the dimension of k's tokens.
+
+        Returns:
+            A new tensor of k's shape and dtype.
+
+        Raises:
+            ValueError: shapes do not fit together.
         """
         k, old, new = as_floats("k", k), as_indices("old", old), as_indices("new", new)
         token_dim = as_dim("token_dim", token_dim, k)

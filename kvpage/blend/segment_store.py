@@ -1,4 +1,4 @@
-"""SegmentStore: K and V of segments with the positions they were computed at, found by their tokens alone.
+"""SegmentStore: K and V of segments with their original positions, found by their tokens alone.
 
     put(tokens, kv, positions)                                get(tokens) ─► Segment(kv, positions)
         │                                                          ▲
@@ -6,10 +6,10 @@
     a record    layer 0 .. n - 1    K and V, as computed
                 layer n             of each token: its position, its id, and its sensitivity
 
-It sits on a KVStore, all its tiers included. There each segment is a token sequence of its own, in one of three
-namespaces of the tenant's, one a kind: measured (standalone, and its sensitivity is known), standalone (nothing stood
-before it), and computed in a context, which is an approximation anywhere else. The first of them that there is is
-preferred. What was blended is an approximation already: it must never be put here.
+Segments are kept in a KVStore, in all of its tiers. Each is a token sequence of its own, in one of three namespaces of
+the tenant, one for each kind: measured (standalone, with known sensitivity), standalone (nothing before it), and
+computed in a context, which is an approximation anywhere else. The first kind that exists is preferred. Blended K and V
+are an approximation already, and must never be put here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,11 @@ from kvpage.store.stack.chunk_threads import done
 
 NAMESPACE = b"blend"
 TAG_BYTES = 16
-"""Of a token: position int64, id int32, sensitivity fp32, 0 where it is not known."""
+"""Bytes for each token: position int64, id int32, sensitivity fp32, 0 if unknown."""
 
 
 class Kind(Enum):
-    """Of a segment, the best first. Its value is part of the records' namespace."""
+    """Kinds of segments, the best first. The value is part of the records' namespace."""
 
     MEASURED = b"measured"
     STANDALONE = b"standalone"
@@ -44,25 +44,28 @@ class Kind(Enum):
 
     @classmethod
     def of(cls, is_standalone: bool, is_measured: bool) -> "Kind":
-        """ValueError for one that is measured and not standalone, TypeError for what are no flags."""
+        """Return the kind. Raises ValueError for measured without standalone, TypeError unless both are flags."""
         check_flag("is_standalone", is_standalone)
         check_flag("is_measured", is_measured)
         check_measurable(is_standalone, is_measured)
         return cls.MEASURED if is_measured else cls.STANDALONE if is_standalone else cls.CONTEXT
 
     def better(self) -> "list[Kind]":
+        """Return the kinds before this one."""
         kinds = list(Kind)
         return kinds[: kinds.index(self)]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The leading tokens of a segment, as far as they were found: its own memory.
+    """The leading tokens of a segment, as far as they were found, in memory of their own.
 
-    kv: [layers, parts, num_tokens, heads, size], or [layers, parts, heads, num_tokens, size] in a store of the format
-        "huggingface"; K as rotated when it was computed. positions: int64 [num_tokens] on kv's device, where that
-        was. is_standalone: computed with nothing before it. sensitivity: fp32 [num_tokens] on the CPU, see SegmentKV;
-        None where that is not known.
+    Attributes:
+        kv: [layers, parts, num_tokens, heads, size], or [layers, parts, heads, num_tokens, size] in a store of the
+            format "huggingface"; K as rotated when it was computed.
+        positions: int64 [num_tokens] on kv's device, at which K was computed.
+        is_standalone: computed with nothing before it.
+        sensitivity: fp32 [num_tokens] on the CPU, see SegmentKV; None if unknown.
     """
 
     kv: torch.Tensor
@@ -72,13 +75,19 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens that were found."""
         return len(self.positions)
 
 
 class SegmentStore:
-    """Thread-safe, as the store below it, which it does not close.
+    """Segments in a KVStore, which it does not close. Thread-safe.
 
-    ValueError for a store whose codec is lossy: positions and tokens would not come back.
+    Args:
+        store: the store.
+
+    Raises:
+        ValueError: the store's codec is lossy: positions and tokens would not come back.
+        TypeError: store is not a KVStore.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -100,15 +109,22 @@ class SegmentStore:
         blocking: bool = True,
         sensitivity: torch.Tensor | None = None,
     ) -> "Future[int]":
-        """Keeps a segment that was computed in full. The result of what it returns: how many records were written; none
-        where one that is better is there already.
+        """Keep a segment that was computed in full.
 
-        kv: of all layers, as KVStore.store takes it: for each layer (K, V), or one tensor, a token's row of a head at
-            least 16 bytes. positions: integers [num_tokens], at which K was computed. is_standalone: whether nothing
-            stood before it. namespace: the tenant's. blocking: as of KVStore.store.
-        sensitivity: of each token of a standalone one, see SegmentKV.
+        Args:
+            tokens: int [num_tokens].
+            kv: of all layers, as for KVStore.store; a head's row has at least 16 bytes.
+            positions: int [num_tokens], at which K was computed.
+            is_standalone: whether nothing was before it.
+            namespace: the tenant's.
+            blocking: as of KVStore.store.
+            sensitivity: of each token of a standalone segment, see SegmentKV.
 
-        ValueError or TypeError for what does not fit together, before anything is written.
+        Returns:
+            A future of the number of records that were written; 0 if a better segment is there already.
+
+        Raises:
+            ValueError, TypeError: arguments do not fit together; nothing is written.
         """
         kind = Kind.of(is_standalone, sensitivity is not None)
         array, place = as_tokens(tokens), segment_namespace(namespace, kind)
@@ -124,9 +140,17 @@ class SegmentStore:
         return self.store.store(array, [*parts, tag], blocking=blocking, namespace=place)
 
     def get(self, tokens: Tokens, namespace: bytes = b"", device: torch.device | str = "cpu") -> Segment | None:
-        """The longest leading run of the tokens that is there, of equals the one of the best kind; None for nothing.
+        """Return the longest leading run of the tokens that is there; of several the one of the best kind.
 
-        Runs end where chunks of the store do. Only tokens that equal those asked for count.
+        Runs end where chunks of the store do. Every token is compared.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the tenant's.
+            device: of the result.
+
+        Returns:
+            The segment; None if there is none.
         """
         array, device = as_tokens(tokens), as_device("device", device)
         for kind in self._by_preference(array, namespace):
@@ -136,24 +160,41 @@ class SegmentStore:
         return None
 
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """How many leading tokens `get` would find, or would have a moment ago."""
+        """Return the number of leading tokens that `get` would find.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the tenant's.
+        """
         array = as_tokens(tokens)
         return max(self._counts(array, namespace).values())
 
     def wants(self, tokens: Tokens, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
-        """Whether there is none of these tokens, all of them, of this kind or a better one."""
+        """Return whether there is no segment of all these tokens, of this kind or a better one.
+
+        Args:
+            tokens: int [num_tokens].
+            is_standalone: of the segment that could be put.
+            is_measured: whether its sensitivity is known.
+            namespace: the tenant's.
+        """
         kind = Kind.of(is_standalone, is_measured)
         return not self._has_any(as_tokens(tokens), [*kind.better(), kind], namespace)
 
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> None:
-        """Forgets the segment in every tier, however it was computed."""
+        """Remove the segment of every kind from every tier.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the tenant's.
+        """
         for kind in Kind:
             self.store.remove(as_tokens(tokens), segment_namespace(namespace, kind))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _counts(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> dict[Kind, int]:
-        """How many leading tokens there are of each kind, the best first; no worse one than one that has all."""
+        """Return the number of leading tokens of each kind, the best first, up to the first that has all."""
         counts: dict[Kind, int] = {}
         for kind in Kind:
             counts[kind] = self.store.lookup(tokens, segment_namespace(namespace, kind))
@@ -193,7 +234,7 @@ class SegmentStore:
 
 
 def segment_namespace(namespace: bytes, kind: Kind) -> bytes:
-    """Of the KVStore, for the segments of a tenant. TypeError unless it is bytes."""
+    """Return the KVStore's namespace of a tenant's segments of a kind. Raises TypeError unless it is bytes."""
     check_namespace(namespace)
     return NAMESPACE + b"\0" + kind.value + b"\0" + namespace
 
@@ -216,7 +257,7 @@ def _tag(
     sensitivity: torch.Tensor | None,
     dim: int,
 ) -> list[torch.Tensor]:
-    """One more layer, whose first head holds each token's position, id and sensitivity."""
+    """Return one more layer, whose first head holds each token's position, id and sensitivity."""
     like = parts[0][0]
     row_bytes = like.shape[-1] * like.element_size()
     if row_bytes < TAG_BYTES or like.shape[1 - dim] < 1:

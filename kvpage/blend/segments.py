@@ -1,11 +1,10 @@
-"""Segments: K and V of runs of tokens, kept to be reused wherever the same tokens come again.
+"""Segments: K and V of runs of tokens, kept to be reused where the same tokens come again.
 
     keep(tokens, segment) ─► [ namespace | tokens ] ─► find(tokens): the segment, or None
                                exactly these, compared token by token
 
-One that was computed with nothing before it (standalone) says nothing of a context that is not there: it takes the
-place of one that was computed in a prompt, and is not replaced by one. Of two of a kind the one that knows how its rows
-change with what stands before them is the better one.
+A segment that was computed with nothing before it (standalone) depends on no other context. It replaces one that was
+computed in a prompt, and is not replaced by one. Of two of a kind, one with known sensitivity is better.
 """
 
 from collections import OrderedDict
@@ -27,12 +26,17 @@ TokenIds = npt.NDArray[np.int32]
 class SegmentKV:
     """K and V of a segment's tokens as they were computed.
 
-    k, v: [num_layers, num_tokens, num_kv_heads, head_size], on any device; nobody writes into them.
-    positions: int64 [num_tokens], on the CPU: where each token's K was rotated to.
-    is_standalone: nothing came before its first token.
-    sensitivity: fp32 [num_tokens], on the CPU, finite and not negative: how much V of each token changes with what
-        stands before the segment, see measure_sensitivity. None where that is not known, as of all that are not
-        standalone.
+    Attributes:
+        k: [num_layers, num_tokens, num_kv_heads, head_size], on any device; it must not be written to.
+        v: likewise.
+        positions: int64 [num_tokens] on the CPU, to which each token's K was rotated.
+        is_standalone: nothing came before its first token.
+        sensitivity: fp32 [num_tokens] on the CPU, finite and not negative: the change of each token's V with the text
+            before the segment, see measure_sensitivity. None if unknown, and for segments that are not standalone.
+
+    Raises:
+        ValueError: shapes do not fit together, or the sensitivity breaks a rule.
+        TypeError: a field is of the wrong type.
     """
 
     k: torch.Tensor
@@ -58,22 +62,33 @@ class SegmentKV:
             object.__setattr__(self, "sensitivity", check_sensitivity(self.sensitivity, num_tokens))
 
     def is_better_than(self, other: "SegmentKV") -> bool:
-        """Of the same tokens: standalone where the other is not, or of that kind and its sensitivity known."""
+        """Return whether this segment should replace another one of the same tokens.
+
+        Args:
+            other: the one that is there.
+
+        Returns:
+            True if only this one is standalone, or, of a kind, only this one's sensitivity is known.
+        """
         mine, its = ((one.is_standalone, one.sensitivity is not None) for one in (self, other))
         return mine > its
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens."""
         return len(self.positions)
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of K and V."""
         return self.k.nbytes + self.v.nbytes
 
 
 def check_sensitivity(sensitivity: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The same in fp32 on the CPU. TypeError unless it is a tensor, ValueError unless it has a number for each token,
-    finite and not negative."""
+    """Return the sensitivity in fp32 on the CPU.
+
+    Raises TypeError unless it is a tensor, ValueError unless it has a finite number for each token, not negative.
+    """
     values = as_floats("sensitivity", sensitivity, 1).to("cpu", torch.float32)
     if len(values) != num_tokens:
         raise ValueError(f"sensitivity must be of {num_tokens} tokens, got {len(values)}")
@@ -83,18 +98,25 @@ def check_sensitivity(sensitivity: torch.Tensor, num_tokens: int) -> torch.Tenso
 
 
 def is_sensitivity(values: torch.Tensor) -> bool:
-    """Whether all are finite and not negative."""
+    """Return whether all values are finite and not negative."""
     return bool((values.isfinite() & (values >= 0)).all())
 
 
 def check_measurable(is_standalone: bool, is_measured: bool) -> None:
-    """ValueError for a sensitivity of what was computed in a context: nothing tells what it would be without."""
+    """Raise ValueError for the sensitivity of a segment in a context: it cannot be measured there."""
     if is_measured and not is_standalone:
         raise ValueError("sensitivity must be None of a segment that is not standalone")
 
 
 class Reuse(NamedTuple):
-    """The positions [start, start + num_tokens) of a sequence take K and V of a segment's tokens from `begin` on."""
+    """The positions [start, start + num_tokens) of a sequence take K and V of a segment's tokens from `begin` on.
+
+    Attributes:
+        segment: the segment.
+        begin: its first token that is used.
+        start: the position of that token in the sequence.
+        num_tokens: tokens that are used.
+    """
 
     segment: SegmentKV
     begin: int
@@ -102,24 +124,38 @@ class Reuse(NamedTuple):
     num_tokens: int
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens in one layer, K not rotated: views, [num_tokens, num_kv_heads, head_size]."""
+        """Return K and V of the tokens in one layer, K not rotated.
+
+        Args:
+            layer: its number, from 0.
+
+        Returns:
+            Views, [num_tokens, num_kv_heads, head_size] each.
+        """
         some = slice(self.begin, self.begin + self.num_tokens)
         return self.segment.k[layer, some], self.segment.v[layer, some]
 
     @property
     def is_exact(self) -> bool:
-        """Nothing stands before the segment, as when it was computed: its rows are what they would be."""
+        """Return whether the rows are what a prefill gives: nothing is before the segment, as when it was computed."""
         return self.segment.is_standalone and self.start == self.begin
 
     def sensitivity(self) -> torch.Tensor | None:
-        """Of the tokens, see SegmentKV: fp32 [num_tokens]; 0 where they are exact; None where it is not known."""
+        """Return the tokens' sensitivity, fp32 [num_tokens]; 0 if they are exact; None if unknown. See SegmentKV."""
         if self.is_exact:
             return torch.zeros(self.num_tokens)
         known = self.segment.sensitivity
         return None if known is None else known[self.begin : self.begin + self.num_tokens]
 
     def behind(self, position: int) -> "Reuse | None":
-        """The part of it at `position` and behind it; None if there is none."""
+        """Return the part from `position` on; None if there is none.
+
+        Args:
+            position: in the sequence.
+
+        Returns:
+            The part.
+        """
         num_cut = max(position - self.start, 0)
         if num_cut >= self.num_tokens:
             return None
@@ -127,7 +163,7 @@ class Reuse(NamedTuple):
 
 
 def check_segment(segment: SegmentKV, num_tokens: int) -> None:
-    """TypeError unless it is a SegmentKV, ValueError unless it is of so many tokens."""
+    """Raise TypeError unless it is a SegmentKV, ValueError unless it has `num_tokens`."""
     if not isinstance(segment, SegmentKV):
         raise TypeError(f"segment must be a SegmentKV, got {type(segment).__name__}")
     if segment.num_tokens != num_tokens:
@@ -135,17 +171,19 @@ def check_segment(segment: SegmentKV, num_tokens: int) -> None:
 
 
 class SegmentCache(Protocol):
-    """Where segments come from and go to. Called in other threads; trouble of its own is a miss, never an error."""
+    """A place that keeps segments. Called in other threads; its own trouble is a miss, never an error."""
 
     def find(self, tokens: TokenIds, namespace: bytes) -> SegmentKV | None:
-        """The segment of exactly these tokens, or of some of them, from the first one on."""
+        """Return the segment of exactly these tokens, or of the leading ones."""
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes) -> bool:
-        """Whether `keep` would keep one like this: there is none, or a lesser one. is_measured: its sensitivity is
-        known."""
+        """Return whether `keep` would keep such a segment: there is none, or a lesser one.
+
+        is_measured: its sensitivity is known.
+        """
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes) -> None:
-        """Keeps it, if there is none, or it is better than the one that is there."""
+        """Keep the segment if there is none, or a lesser one."""
 
 
 class _Key(NamedTuple):
@@ -159,9 +197,13 @@ def _key(tokens: TokenIds, namespace: bytes) -> _Key:
 
 
 class MemorySegments:
-    """Segments in host memory, the least recently found forgotten first. One at a time may call it.
+    """Segments in host memory; the least recently found one goes first. Not thread-safe.
 
-    max_bytes: of their K and V together.
+    Args:
+        max_bytes: of their K and V together.
+
+    Raises:
+        ValueError: max_bytes is not positive.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -176,11 +218,12 @@ class MemorySegments:
         return len(self._segments)
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Forget all segments."""
         self._segments.clear()
         self.num_bytes = 0
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
+        """Return the segment of exactly these tokens; None if there is none. See SegmentCache."""
         key = _key(tokens, namespace)
         found = self._segments.get(key)
         if found:
@@ -188,6 +231,7 @@ class MemorySegments:
         return found
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
+        """See SegmentCache."""
         check_flag("is_standalone", is_standalone)
         check_flag("is_measured", is_measured)
         check_measurable(is_standalone, is_measured)
@@ -195,7 +239,7 @@ class MemorySegments:
         return before is None or (is_standalone, is_measured) > (before.is_standalone, before.sensitivity is not None)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
-        """See SegmentCache. What is larger than all of the room is not kept."""
+        """See SegmentCache. A segment larger than max_bytes is not kept."""
         key = _key(tokens, namespace)
         check_segment(segment, len(key.tokens) // 4)
         before = self._segments.get(key)

@@ -1,6 +1,6 @@
-"""Which tokens of a blended prompt are computed again: those whose fresh K or V differ most from the retrieved ones.
+"""Selection: the tokens of a blended prompt to compute again, whose fresh K or V differ most from the retrieved ones.
 
-One layer chooses, or several one after the other, each among what the one before has left (gradual filtering).
+One layer chooses, or several in turn, each among the rows that the one before has left (gradual filtering).
 
 deviation  [ .0  .1  .9  NaN .2 | .3  .8  .1 ]      two requests; the fourth row is invalid
 always              4 (invalid), 5 and 8 (the last of each request)
@@ -26,22 +26,24 @@ SEAM = 32.0
 
 
 class Stage(NamedTuple):
-    """A layer that chooses, and the share of the valid rows, 0 to 1, that goes on behind it."""
+    """A layer that chooses, and the share of the valid rows, 0 to 1, that later layers compute."""
 
     layer: int
     ratio: float
 
 
 def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least: int) -> tuple[Stage, ...]:
-    """The same as Stages. ValueError unless their layers rise from `least` or more to under the check layer, and their
-    ratios fall, or stay."""
+    """Return the filters as stages.
+
+    Raises ValueError unless their layers rise, from `least` on and below the check layer, and their ratios do not rise.
+    """
     stages = tuple(Stage(*as_list("filters", each)) for each in as_list("filters", filters))
     for layer, ratio in stages:
         if isinstance(layer, bool) or not isinstance(layer, int) or not least <= layer < check_layer:
             raise ValueError(f"filters must be of layers from {least} to under {check_layer}, got {layer!r}")
         as_ratio("filters' ratios", ratio)
-    for before, behind in zip(stages, stages[1:], strict=False):
-        if behind.layer <= before.layer or behind.ratio > before.ratio:
+    for before, after in zip(stages, stages[1:], strict=False):
+        if after.layer <= before.layer or after.ratio > before.ratio:
             given = [tuple(stage) for stage in stages]
             raise ValueError(f"filters must have rising layers and ratios that do not rise, got {given}")
     return stages
@@ -49,11 +51,12 @@ def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a layer has chosen, for the layers behind it.
+    """The rows that a layer has chosen for the layers after it.
 
-    indices: int64, the chosen rows, ascending. query_start_loc: int64 [num_requests + 1], where each request's chosen
-        rows begin, and the end. deviation: fp32 [num_tokens], 0 in invalid rows and in those that were not left to
-        choose among. num_tokens: of all rows.
+    Attributes:
+        indices: int64, the chosen rows, ascending.
+        query_start_loc: int64 [num_requests + 1], the begin of each request's chosen rows, and the end.
+        deviation: fp32 [num_tokens], 0 in invalid rows and in those that were not left to choose among.
     """
 
     indices: torch.Tensor
@@ -62,20 +65,32 @@ class Selection:
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of all rows."""
         return len(self.deviation)
 
     @property
     def places(self) -> torch.Tensor:
-        """int64 [num_tokens]: which of the chosen rows each row is, or -1."""
+        """Return for each row its place among the chosen ones, or -1: int64 [num_tokens]."""
         places = torch.full((self.num_tokens,), -1, device=self.indices.device)
         places[self.indices] = torch.arange(len(self.indices), device=self.indices.device)
         return places
 
 
 def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, token_dim: int) -> torch.Tensor:
-    """The mean squared difference of each token, in fp32: [num_tokens]; 0 where `valid` is False, whatever is there.
+    """Return the mean squared difference of each token.
 
-    fresh, retrieved: one shape. valid: bool [num_tokens]. TypeError or ValueError for anything else.
+    Args:
+        fresh: K or V as computed now.
+        retrieved: K or V as retrieved, of the same shape.
+        valid: bool [num_tokens].
+        token_dim: the dimension of the tokens.
+
+    Returns:
+        fp32 [num_tokens]; 0 for tokens that are not valid.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        TypeError: an argument is not a tensor.
     """
     fresh, retrieved = as_floats("fresh", fresh), as_floats("retrieved", retrieved)
     token_dim = as_dim("token_dim", token_dim, retrieved)
@@ -90,18 +105,17 @@ def token_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.T
 
 
 def check_seam(seam: float) -> float:
-    """The same. ValueError unless it is a number, finite and not negative."""
+    """Return the seam as a float. Raises ValueError unless it is a finite number, not negative."""
     if isinstance(seam, bool) or not isinstance(seam, numbers.Real) or not 0 <= seam < float("inf"):
         raise ValueError(f"seam must be finite and not negative, got {seam!r}")
     return float(seam)
 
 
 def seam_weights(offsets: torch.Tensor, seam: float) -> torch.Tensor:
-    """What the mean squared difference of a row counts: fp32, (1 + seam / (1 + offset))^2.
+    """Return the weight of each row's mean squared difference: fp32, (1 + seam / (1 + offset))^2.
 
-    offsets: of rows behind the seam where a segment begins and the context is another one than it was computed in. What
-    a row lacks there, deeper layers miss more than the check layer sees, the sooner it comes: what text refers to is
-    seldom far.
+    offsets: of rows after the seam, where a segment begins and its context is not the one it was computed in. Text
+    seldom refers far back. So deeper layers miss more near the seam than the check layer sees.
     """
     return (1.0 + seam / (1.0 + offsets.float())).square()
 
@@ -109,7 +123,7 @@ def seam_weights(offsets: torch.Tensor, seam: float) -> torch.Tensor:
 def offsets_behind_seams(
     valid: torch.Tensor, original: torch.Tensor, positions: torch.Tensor, query_start_loc: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [num_tokens]: how many rows before each have stood before it already, one after the other.
+    """Return for each row the number of rows before it that were before it already, one after the other: int64.
 
     valid, original, positions: of each row, [num_tokens] on one device. query_start_loc: [num_requests + 1].
     """
@@ -122,11 +136,12 @@ def offsets_behind_seams(
 
 
 def ranks(scores: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Makes scores of several kinds, each in a unit of its own, comparable: of each row the share of the rows of its
-    kind that are not ranked before it (the larger score first, of equals the first): fp32 in (0, 1].
+    """Return for each row the share of the rows of its kind that are not ranked before it: fp32 in (0, 1].
 
-    scores: fp32 [num_rows]. kinds: int64 [num_rows]. The share of the largest ranks is the same of every kind, of each
-    those with the largest scores.
+    Larger scores are ranked first, and of equal ones the first. So scores of several kinds, each in a unit of its own,
+    become comparable, and the largest ranks have the same share of every kind.
+
+    scores: fp32 [num_rows]. kinds: int64 [num_rows].
     """
     order = scores.sort(descending=True, stable=True).indices
     order = order[kinds[order].sort(stable=True).indices]  # by kind, in each by score
@@ -145,12 +160,23 @@ def select_tokens(
     ratios: Sequence[float],
     among: torch.Tensor | None = None,
 ) -> Selection:
-    """Of each request: every invalid row, the last row, and the share `ratio` of the valid rows, those of the largest
-    deviation (of equals the first). A ratio over 0 takes at least one, 1 takes all, 0 takes none.
+    """Choose in each request every invalid row, the last row, and a share of the valid rows with the largest deviation.
 
-    deviation: fp32 [num_tokens]. valid: bool. query_start_loc: [num_requests + 1]. ratios: one a request. among: bool
-    [num_tokens], the rows that are left: only these are taken, still by their share of all valid ones. TypeError or
-    ValueError for anything else.
+    Of equal ones the first is chosen. A ratio over 0 takes at least one row, 1 takes all, 0 takes none.
+
+    Args:
+        deviation: fp32 [num_tokens].
+        valid: bool [num_tokens].
+        query_start_loc: int [num_requests + 1], the begin of each request, and the end.
+        ratios: one for each request, 0 to 1.
+        among: bool [num_tokens], the rows that are left to choose among; the share is still that of all valid rows.
+
+    Returns:
+        The selection.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        TypeError: an argument is of the wrong type.
     """
     deviation, valid = as_floats("deviation", deviation, 1), as_mask(valid)
     left = torch.ones_like(valid) if among is None else as_mask(among)
@@ -175,7 +201,7 @@ def select_tokens(
 
 
 def _largest(deviation: torch.Tensor, valid: torch.Tensor, left: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Indices of the valid rows that differ most, among those that are left."""
+    """Return indices of the valid rows with the largest deviation, among those that are left."""
     num_valid, num_left = int(valid.sum()), int((valid & left).sum())
     count = min(num_left, max(int(num_valid * ratio), 1)) if ratio > 0 else 0
     ranked = deviation.masked_fill(~(valid & left), -1.0).sort(descending=True, stable=True).indices

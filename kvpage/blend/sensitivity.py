@@ -1,11 +1,11 @@
-"""How much the rows of a segment change with what stands before them, measured once, when the segment is kept.
+"""Sensitivity: the change of a segment's rows with the text before it, measured once, when the segment is kept.
 
     computed by itself       [ She  was  born  in  Oslo ]
-    and behind something     [ x x x x x | She  was  born  in  Oslo ]
+    and after other text     [ x x x x x | She  was  born  in  Oslo ]
     V differs                              ##    #    .    .    .          the sensitivity of each token
 
-It is mostly the row's own: what refers to something before the segment changes behind anything, what says all by
-itself changes behind nothing. So the rows that will need recomputing are known before there is a prompt.
+It is mostly a property of the row. A token that refers to something before the segment changes after any text; a token
+that is complete by itself changes after none. So the rows to recompute are known before there is a prompt.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,19 @@ from kvpage.checks.tensors import as_floats
 
 
 def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """Of each token, how far V is from what it was, a mean square over that of the layer's V; the mean over layers.
+    """Measure the mean square change of each token's V, relative to that of the layer's V, as a mean over layers.
 
-    layers: of each layer V of the same tokens, computed with nothing before them and behind something else:
-        [num_tokens, num_kv_heads, head_size] of one dtype and device, contiguous in the last dimension. Each pair is
-        let go of before the next one is taken.
+    Args:
+        layers: for each layer V of the same tokens, computed alone and after other text: [num_tokens, num_kv_heads,
+            head_size] of one dtype and device, contiguous in the last dimension. Each pair is let go of before the
+            next one is taken.
 
-    fp32 [num_tokens], on the CPU; None where V is not finite. ValueError for no layers, and with TypeError for tensors
-    that do not fit each other.
+    Returns:
+        fp32 [num_tokens] on the CPU; None if V is not finite.
+
+    Raises:
+        ValueError: there are no layers, or tensors do not fit together.
+        TypeError: a value is not a tensor.
     """
     total, num_layers = None, 0
     for alone, behind in layers:

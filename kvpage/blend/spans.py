@@ -1,9 +1,9 @@
-"""Where the segments of a prompt begin and end: after each separator, or as the caller says.
+"""Span: one segment of a prompt. Segments end after each separator, or have lengths that the caller names.
 
     tokens     [ 5 6 7 # | 8 9 # | # | 3 4 ]        separator #: three segments, of which one is the separator alone
     given        4         3                        the lengths of the first two: the rest belongs to no segment
 
-What follows the last segment, a question as a rule, is none: it is always computed, and never kept.
+Tokens after the last segment, as a rule a question, are always computed, and never kept.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 def spans_by_separator(tokens: npt.NDArray[np.int32], separator: Sequence[int]) -> list[Span]:
-    """The segments that end with the separator; from left to right, none of which overlap. None for no separator."""
+    """Return the segments that end with the separator, from left to right, without overlap. [] for no separator."""
     width = len(separator)
     if not 0 < width <= len(tokens):
         return []
@@ -35,9 +35,9 @@ def spans_by_separator(tokens: npt.NDArray[np.int32], separator: Sequence[int]) 
 
 
 def spans_of_lengths(lengths: Sequence[int], num_tokens: int) -> list[Span]:
-    """Segments of these lengths, one after the other from the first token on.
+    """Return segments of these lengths, one after the other from the first token on.
 
-    ValueError unless the lengths are positive integers that fit into num_tokens.
+    Raises ValueError unless the lengths are positive integers that fit into num_tokens.
     """
     lengths = list(lengths)
     if not all(isinstance(length, int) and not isinstance(length, bool) and length > 0 for length in lengths):

@@ -1,4 +1,4 @@
-"""StoredSegments: the segments of a serving loop in a KVStore, all of its tiers included.
+"""StoredSegments: the segments of a serving loop in a KVStore, in all of its tiers.
 
 find(tokens) ─► SegmentStore.get ─► K and V by layer, in the store's format ─► views of them by token
 keep(...)    ─► SegmentStore.put, in the background
@@ -15,7 +15,11 @@ from kvpage.store import KVStore
 class StoredSegments:
     """A SegmentCache over a KVStore of the engine's shape and dtype, which it does not close.
 
-    ValueError for a store whose codec is lossy.
+    Args:
+        store: the store.
+
+    Raises:
+        ValueError: the store's codec is lossy.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -23,7 +27,7 @@ class StoredSegments:
         self._is_by_head = store.metadata.fmt == "huggingface"
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
-        """The longest leading run of the tokens that the store has; see SegmentStore.get."""
+        """Return the longest leading run of the tokens that the store has; see SegmentStore.get."""
         found = self._segments.get(tokens, namespace)
         if found is None:
             return None
@@ -35,7 +39,7 @@ class StoredSegments:
         return self._segments.wants(tokens, is_standalone, is_measured, namespace)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
-        """See SegmentCache. Trouble of the store is one segment less."""
+        """See SegmentCache. After trouble of the store there is no segment."""
         check_segment(segment, len(as_tokens(tokens)))
         rows = torch.stack([segment.k, segment.v], dim=1)
         kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows

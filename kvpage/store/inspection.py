@@ -1,4 +1,4 @@
-"""Looking into a store: what lies there, whether it is whole, and making room. `kvpage store ls|stat|verify|gc URL`."""
+"""Inspection of a tier: its records, their wholeness, and freeing space. `kvpage store ls|stat|verify|gc URL`."""
 
 import time
 from collections import Counter
@@ -28,18 +28,19 @@ __all__ = [
 
 
 def view_tier(url: str) -> Tier:
-    """The one tier of a URL, to look into: of a disk beside the process that has it open, if there is one, and without
-    changing anything (see DiskView). ValueError or OSError, with the reason, if it cannot be opened.
+    """Return the tier of a URL, to look into. A disk is read beside the process that has it open, see DiskView.
+
+    Raises ValueError or OSError, with the reason, if it cannot be opened.
     """
     parsed = TierURL.parse(url)
     return DiskView(paths_of(parsed)) if parsed.scheme == "disk" else open_tier(url)
 
 
 def open_tier(url: str) -> Tier:
-    """The one tier of a URL, for oneself. ValueError or OSError, with the reason, if it cannot be opened: a server may
-    have it.
+    """Return the tier of a URL, for this process alone.
 
-    Of a disk the directories are opened as they are: whatever size the URL names, nothing is made or deleted.
+    A disk's directories are opened as they are: whatever size the URL names, nothing is made or deleted. Raises
+    ValueError or OSError, with the reason, if the tier cannot be opened: a server may have it open.
     """
     parsed = TierURL.parse(url)
     if parsed.scheme == "disk":
@@ -48,8 +49,9 @@ def open_tier(url: str) -> Tier:
 
 
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
-    """How many records are whole, and the keys of those that are not. Reads every byte. What is removed by the tier's
-    owner meanwhile is neither.
+    """Return the number of whole records, and the keys of the others. That reads every byte.
+
+    Records that the tier's owner removes meanwhile are neither.
     """
     num_whole, broken = 0, []
     for info in list(tier.infos()):
@@ -65,7 +67,7 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Whether it is the record of the key, to its last byte, and can be read. RecordGone."""
+    """Return whether it is the whole record of the key, and can be read. Raises RecordGone."""
     try:
         verify_record(reader, key)
     except RecordGone:
@@ -76,7 +78,7 @@ def is_whole(reader: Reader, key: bytes) -> bool:
 
 
 def free(tier: Tier, num_bytes: int) -> int:
-    """Removes the records that were not used for the longest time until so many bytes are gone; how many records."""
+    """Remove the least recently used records until `num_bytes` are free; return the number of records."""
     infos = sorted(tier.infos(), key=lambda info: info.last_used or 0.0)
     keys, total = [], 0
     for info in infos:
@@ -88,13 +90,13 @@ def free(tier: Tier, num_bytes: int) -> int:
 
 
 def remove_older(tier: Tier, seconds: float) -> int:
-    """Removes records that were not used for so long; how many. Those whose age nobody knows stay."""
+    """Remove records that were not used for so long; return their number. Records of unknown age stay."""
     limit = time.time() - seconds
     return tier.remove([info.key for info in tier.infos() if info.last_used is not None and info.last_used < limit])
 
 
 def by_model(records: list[RecordSummary]) -> list[tuple[str, int, int, int]]:
-    """(model, records, tokens, bytes) of each, the largest first."""
+    """Return (model, records, tokens, bytes) of each model, the largest first."""
     counts: dict[str, Counter[str]] = {}
     for record in records:
         count = counts.setdefault(record.model if record.model is not None else "(unreadable)", Counter())

@@ -36,7 +36,7 @@ EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
     "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
-    "kvpage.integrations.lmcache.retriever.Piece": "of a task, which a retriever makes",
+    "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",

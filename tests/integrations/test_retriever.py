@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvpage.blend import ContentBoundaries, RotaryTables, SegmentStore
-from kvpage.blend.boundaries import _window_hashes, cut_behind_separators
+from kvpage.blend.boundaries import _window_hashes
 from kvpage.integrations.lmcache import CacheBlendImpl, SegmentBlendRetriever, SPTBlendRetriever
+from kvpage.integrations.lmcache.cuts import cut_after_separators
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 L, H, D, C = 3, 2, 8, 4
@@ -56,7 +57,7 @@ def test_separators_cut_as_a_loop_does(separator):
     rng = random.Random(0)
     texts = [[rng.choice([1, 2, 3]) for _ in range(rng.randrange(0, 12))] for _ in range(300)]
     for tokens in [[], [1], [1, 1], [1, 1, 1], [1, 1, 1, 1], separator, [*separator, *separator], *texts]:
-        found = cut_behind_separators(np.array(tokens, np.int32), np.array(separator, np.int32))
+        found = cut_after_separators(np.array(tokens, np.int32), np.array(separator, np.int32))
         assert found == naive_cuts(tokens, separator), tokens
 
 
@@ -114,7 +115,7 @@ def test_bad_boundaries():
         with pytest.raises(ValueError, match=message):
             ContentBoundaries(**fields)
     with pytest.raises(ValueError, match="separator must have at least one token"):
-        cut_behind_separators(np.array([1], np.int32), np.array([], np.int32))
+        cut_after_separators(np.array([1], np.int32), np.array([], np.int32))
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------

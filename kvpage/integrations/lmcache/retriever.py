@@ -1,11 +1,11 @@
-"""Retrievers: segments of prompts looked up in a store, in the background, wherever they stand.
+"""Retrievers: they look up segments of prompts in a store, in the background, at any position.
 
     input_tokens     [ request 0            | request 1      ]
     segments         [ a      | b     | c   | a      | d     ]      cut by separators, by contents, or by the caller
     the store has      all      part    -     all      all
     valid_mask       [ 1 1 1 1  1 1 0 0 0 0   1 1 1 1  1 1 1 ]      of each segment the leading tokens that were found
 
-Each segment is fetched once, by a few threads; `new_request` only cuts. Nothing crosses from request to request.
+Each segment is fetched once, by a few threads; `new_request` only cuts. Requests share no state.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blend.boundaries import ContentBoundaries, cut_behind_separators, named_cuts
+from kvpage.blend.boundaries import ContentBoundaries
 from kvpage.blend.segment_store import NAMESPACE, Segment, SegmentStore
 from kvpage.checks.tensors import as_bounds, as_device, as_numbers
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list, check_namespace
+from kvpage.integrations.lmcache.cuts import cut_after_separators, named_cuts
 from kvpage.integrations.lmcache.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
 from kvpage.store import KVStore, KVStoreMetadata
 
@@ -28,15 +29,15 @@ R = TypeVar("R", bound="_SegmentRetriever")
 
 
 class SegmentSource(Protocol):
-    """What finds one segment. Called from several threads; what it raises comes out of the task's result."""
+    """Finds one segment. Called from several threads; its errors are raised by the task's result."""
 
     def get(self, tokens: Tokens, namespace: bytes = b"") -> Segment | None:
-        """The leading tokens that it has, in host memory that nobody else writes; None for nothing."""
+        """Return the leading tokens that are there, in host memory that nobody else writes; None for nothing."""
 
 
 class _PlainStore:
-    """A KVStore in which segments lie as sequences of their own, computed standalone, in a namespace, the tenant's name
-    behind it.
+    """A KVStore whose segments are sequences of their own, computed standalone, in a namespace followed by the
+    tenant's name.
     """
 
     def __init__(self, store: KVStore, namespace: bytes) -> None:
@@ -45,7 +46,7 @@ class _PlainStore:
     @property
     def place(self) -> str:
         return (
-            f"namespace {self._namespace!r} of the store, the tenant's name behind it: store them there, or give the "
+            f"namespace {self._namespace!r} of the store, followed by the tenant's name: store them there, or give the "
             "retriever the namespace that they are in"
         )
 
@@ -54,8 +55,8 @@ class _PlainStore:
         return Segment(kv, torch.arange(int(mask.sum())), is_standalone=True) if len(kv) else None
 
 
-class Piece(NamedTuple):
-    """A segment of the input tokens, on its way."""
+class SegmentFetch(NamedTuple):
+    """A segment of the input tokens that is being fetched."""
 
     begin: int
     end: int
@@ -63,26 +64,32 @@ class Piece(NamedTuple):
 
 
 class SegmentRetrieverTask(BlendRetrieverTask):
-    """Segments under way. Results are the caller's own, whichever layer, however often. place: where they are looked
-    for, in words.
-    """
+    """Segments under way. Each result has memory of its own. place: a description of the source, for `reason`."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        fetched: Sequence[SegmentFetch],
         num_tokens: int,
         token_dim: int,
         device: torch.device | str = "cpu",
         place: str = "the store",
     ) -> None:
-        self._pieces, self._num_tokens, self._token_dim, self._device = pieces, num_tokens, token_dim, device
+        self._fetched, self._num_tokens, self._token_dim, self._device = fetched, num_tokens, token_dim, device
         self._place = place
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Waits for the segments. What the store raised is raised here; ValueError for a layer that they do not have,
-        and for segments of several shapes.
+        """Wait for the segments and return one layer of them.
+
+        Args:
+            layer_id: the layer, from 0.
+
+        Returns:
+            K and V at their rows, with the mask of valid rows and their original positions.
+
+        Raises:
+            ValueError: the segments lack the layer, or have several shapes. Errors of the store are raised, too.
         """
-        found = [(piece.begin, segment) for piece in self._pieces if (segment := piece.segment.result()) is not None]
+        found = [(one.begin, segment) for one in self._fetched if (segment := one.segment.result()) is not None]
         shapes = {(len(one.kv), one.kv.shape[1], *self._inner(one)) for _, one in found}
         if len(shapes) > 1:
             raise ValueError(f"all segments must be of one shape, got {sorted(shapes)}")
@@ -97,12 +104,12 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         return BlendRetrieverResult(k, v, valid, positions, (heads, head_size))
 
     def _reason(self) -> str:
-        if not self._pieces:
+        if not self._fetched:
             return "there are no segments, since no tokens were given"
-        return f"of {len(self._pieces)} segments none is in {self._place}"
+        return f"of {len(self._fetched)} segments none is in {self._place}"
 
     def _inner(self, segment: Segment) -> torch.Size:
-        """Of a token's row: heads and their size."""
+        """Return the shape of a token's row: heads and their size."""
         return segment.kv[0, 0].movedim(self._token_dim, 0).shape[1:]
 
     def _rows(self, found: list[tuple[int, Segment]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +121,7 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         return valid.to(self._device), positions.to(self._device)
 
     def _part(self, found: list[tuple[int, Segment]], layer_id: int, part: int) -> torch.Tensor:
-        """[num_tokens, hidden] of K or V; [num_tokens, 0] of a V that the model does not cache (MLA)."""
+        """Return K or V, [num_tokens, hidden]; [num_tokens, 0] for a V that the model does not cache (MLA)."""
         kv = found[0][1].kv
         if part >= kv.shape[1]:
             return torch.empty(self._num_tokens, 0, dtype=kv.dtype, device=self._device)
@@ -128,11 +135,11 @@ SPTBlendRetrieverTask = SegmentRetrieverTask
 
 
 class _SegmentRetriever(BlendRetriever):
-    """What retrievers share: threads that fetch, and the way from tokens to pieces. `close` it, or use it in `with`.
+    """The threads that fetch, and the way from tokens to segments. `close` it, or use it in `with`.
 
-    cache_engine: where segments are: a SegmentStore, a KVStore that holds them in a namespace (and the tenant's name
-        behind that), or another SegmentSource. metadata: what the K and V must be of. device: of results.
-        num_threads: that fetch. namespace: of a KVStore alone; None for b"blend"; b"" for what was stored without one.
+    cache_engine: a SegmentStore, a KVStore with segments in a namespace (followed by the tenant's name), or another
+        SegmentSource. metadata: of K and V. device: of results. num_threads: that fetch. namespace: of a KVStore
+        alone; None for b"blend"; b"" for sequences that were stored without one.
     """
 
     def __init__(
@@ -168,7 +175,7 @@ class _SegmentRetriever(BlendRetriever):
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-blend")
 
     def close(self) -> None:
-        """Waits for what is being fetched; the rest is cancelled, and says so in results. Twice is fine."""
+        """Wait for fetches that have begun and cancel the others, whose results raise. A second call does nothing."""
         self._threads.shutdown(cancel_futures=True)
 
     def __enter__(self: R) -> R:
@@ -184,7 +191,7 @@ class _SegmentRetriever(BlendRetriever):
         namespaces: Sequence[bytes] | None,
         cuts: Callable[[npt.NDArray[np.int32], int], list[int]],
     ) -> SegmentRetrieverTask:
-        """cuts(tokens, begin): where the segments of the request that begins there end, relative to it."""
+        """Begin to fetch. cuts(tokens, begin): the ends of the segments of the request that begins there."""
         tokens = _as_tokens(input_tokens)
         bounds = as_bounds("query_start_loc", query_start_loc, len(tokens))
         tenants = [b""] * (len(bounds) - 1) if namespaces is None else as_list("namespaces", namespaces)
@@ -198,13 +205,13 @@ class _SegmentRetriever(BlendRetriever):
             for first, last in _pairs(cuts(tokens[begin:end], begin))
         ]
         fetches: dict[tuple[bytes, bytes], Future[Segment | None]] = {}
-        pieces = []
+        fetched = []
         for begin, end, tenant in ranges:
             key = tenant, tokens[begin:end].tobytes()
             if key not in fetches:
                 fetches[key] = self._threads.submit(self._source.get, tokens[begin:end].copy(), tenant)
-            pieces.append(Piece(begin, end, fetches[key]))
-        return SegmentRetrieverTask(pieces, len(tokens), self._token_dim, self._device, self._place)
+            fetched.append(SegmentFetch(begin, end, fetches[key]))
+        return SegmentRetrieverTask(fetched, len(tokens), self._token_dim, self._device, self._place)
 
 
 class SPTBlendRetriever(_SegmentRetriever):
@@ -239,7 +246,7 @@ class SPTBlendRetriever(_SegmentRetriever):
     ) -> SegmentRetrieverTask:
         """See BlendRetriever. namespaces: the tenant of each request; None for none. ValueError or TypeError for bad
         arguments."""
-        cut = cut_behind_separators
+        cut = cut_after_separators
         return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: cut(part, self._separator))
 
 
@@ -284,7 +291,7 @@ class SegmentBlendRetriever(_SegmentRetriever):
 
 
 def _as_tokens(tokens: torch.Tensor) -> npt.NDArray[np.int32]:
-    """Out of a tensor, wherever it is. TypeError or ValueError for what are no tokens."""
+    """Return tokens of an array or of a tensor on any device. Raises TypeError or ValueError for other values."""
     return as_tokens(as_numbers("input_tokens", tokens).cpu() if isinstance(tokens, torch.Tensor) else tokens)
 
 

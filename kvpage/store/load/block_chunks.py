@@ -1,4 +1,4 @@
-"""BlockChunks: an engine's blocks as chunks, straight from and to the records' bytes.
+"""BlockChunks: an engine's blocks as chunks, copied straight from and to the records' bytes.
 
 blocks of every layer ◄──► payload [ layer 0: K, V of the tokens | layer 1 | ... ]      a layer is a stretch
 """
@@ -31,7 +31,22 @@ if TYPE_CHECKING:
 def metadata_of(
     engine: "CacheEngine", model_name: str, world_size: int = 1, worker_id: int = 0, fmt: str = "vllm"
 ) -> KVStoreMetadata:
-    """What a store of the engine's blocks has to be told: their dtype, what their rows look like, and their scales."""
+    """Return the metadata of a store of an engine's blocks: their dtype, layout of rows, and scales.
+
+    Args:
+        engine: the engine.
+        model_name: any text that tells models, revisions and adapters apart.
+        world_size: ranks that K and V are split over.
+        worker_id: the number of this rank.
+        fmt: "vllm" or "huggingface", see KVStoreMetadata.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        TypeError: engine is not a CacheEngine.
+        ValueError: another argument breaks a rule of KVStoreMetadata.
+    """
     if not hasattr(engine, "gpu_cache"):
         raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
     layout = engine.layout
@@ -40,13 +55,13 @@ def metadata_of(
     )
 
 
-RUN_BYTES = 4 << 20  # on a GPU's way: larger ones leave the CPU's cache before they are hashed
-MIN_RUN_BYTES = 4096  # of what is written from where it lies; shorter ones are copied into one piece first
+RUN_BYTES = 4 << 20  # copied from or to a GPU at once: more would leave the CPU's cache before it is hashed
+MIN_RUN_BYTES = 4096  # of memory that is written directly; shorter runs are copied into one piece first
 MAX_PLANS = 64
 
 
 def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
-    """int32 on the CPU. ValueError for what are no integers of 32 bits: another block would be meant."""
+    """Return the ids as int32 on the CPU. Raises ValueError for values that are not integers of 32 bits."""
     if isinstance(block_table, torch.Tensor):
         check_plain("block_table", block_table)
         block_table = block_table.cpu() if block_table.is_cuda else block_table
@@ -54,8 +69,9 @@ def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
 
 
 class ChunkPlans:
-    """Plans that were made, a few for each engine, for as long as it lives. Making one takes a fifth of the time that
-    a chunk of 32 MiB is moved in. Thread-safe.
+    """Plans that were made, a few for each engine, as long as it lives. Thread-safe.
+
+    Making one takes a fifth of the time of copying a chunk of 32 MiB.
     """
 
     def __init__(self) -> None:
@@ -63,7 +79,7 @@ class ChunkPlans:
         self._plans: weakref.WeakKeyDictionary[CacheEngine, dict[object, _C.ChunkPlan]] = weakref.WeakKeyDictionary()
 
     def get(self, engine: "CacheEngine", fmt: str, num_tokens: int, make: Callable[[], _C.ChunkPlan]) -> _C.ChunkPlan:
-        """The plan of chunks of so many tokens, made if need be."""
+        """Return the plan for chunks of `num_tokens`, made if need be."""
         key = fmt, num_tokens, tuple(cache.data_ptr() for cache in engine.gpu_cache)
         with self._lock:
             plans = self._plans.setdefault(engine, {})
@@ -75,8 +91,9 @@ class ChunkPlans:
 
 
 class BlockChunks:
-    """The blocks of one sequence. ValueError unless the engine is the one that `metadata` tells of; without a dtype it
-    tells of those of any.
+    """The blocks of one sequence.
+
+    Raises ValueError unless the engine matches the metadata. Metadata without a dtype match any dtype.
     """
 
     def __init__(
@@ -91,13 +108,13 @@ class BlockChunks:
             if getattr(metadata, name) not in (None, getattr(expected, name)):
                 raise ValueError(
                     f"{name} of the store must be the engine's, {getattr(expected, name)!r}, "
-                    f"got {getattr(metadata, name)!r}; kvpage.store.metadata_of tells it"
+                    f"got {getattr(metadata, name)!r}; see kvpage.store.metadata_of"
                 )
         self.ids = _block_ids(block_table)
         self.engine, self.fmt = engine, metadata.fmt
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
-        self._mine: dict[int, _C.ChunkPlan] = {}  # those that were asked for, by number of tokens
+        self._mine: dict[int, _C.ChunkPlan] = {}  # by number of tokens
 
     @property
     def num_layers(self) -> int:
@@ -105,50 +122,50 @@ class BlockChunks:
 
     @property
     def num_tokens(self) -> int:
-        """That there is room for."""
+        """Return the number of tokens that fit into the blocks."""
         return len(self.ids) * self.engine.layout.block_size
 
     def check_room(self, num_tokens: int) -> None:
-        """ValueError if so many tokens need more blocks, or one that the engine has not."""
+        """Raise ValueError if the tokens need more blocks, or one that the engine lacks."""
         if num_tokens > self.num_tokens:
             raise ValueError(f"block_table must have room for {num_tokens} tokens, got {self.num_tokens}")
         self._check_there(0, num_tokens)
 
     def check_writable(self, begin: int, end: int) -> None:
-        """ValueError unless the tokens [begin, end) lie in blocks that are there, each named once."""
+        """Raise ValueError unless the blocks of the tokens [begin, end) exist, and each is named once."""
         ids = self._check_there(begin, end)
         if len(torch.unique(ids)) < len(ids):
             raise ValueError("block_table must name a block once where it is written, got one twice")
 
     def shape(self, num_tokens: int) -> Shape:
-        """Of a chunk of so many tokens."""
+        """Return the shape of a chunk of `num_tokens`."""
         layout = self.engine.layout
         tokens_heads = (num_tokens, layout.num_kv_heads)
         rows, columns = tokens_heads if self.fmt == "vllm" else tokens_heads[::-1]
         return self.num_layers, self._num_parts, rows, columns, self._row_size
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
-        """The tokens [begin, end) as a payload, of which [first, last) are taken back: all, unless told."""
+        """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
         wanted = begin if first is None else first, end if last is None else last
         kind = HostBlockChunk if self.engine.device.type == "cpu" else DeviceBlockChunk
         return kind(self, begin, end, *wanted)
 
     def plan(self, num_tokens: int) -> _C.ChunkPlan:
-        """For chunks of so many tokens in host memory."""
+        """Return the plan for chunks of `num_tokens` in host memory."""
         if num_tokens not in self._mine:
             make = functools.partial(self._make_plan, num_tokens)
             self._mine[num_tokens] = self._plans.get(self.engine, self.fmt, num_tokens, make)
         return self._mine[num_tokens]
 
     def finish(self) -> None:
-        """Waits for what a GPU still does."""
+        """Wait for a GPU's work on the blocks."""
         if self.engine.device.type == "cuda":
             torch.cuda.current_stream(self.engine.device).synchronize()
 
     # --- inside ---
 
     def _check_there(self, begin: int, end: int) -> torch.Tensor:
-        """The ids of the blocks of the tokens [begin, end). ValueError for one that the engine has not."""
+        """Return the ids of the blocks of the tokens [begin, end). Raises ValueError for one that the engine lacks."""
         size, num_blocks = self.engine.layout.block_size, self.engine.layout.num_blocks(self.engine.gpu_cache[0])
         ids = self.ids[begin // size : -(-end // size)]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
@@ -181,15 +198,15 @@ class BlockChunk(ABC):
 
     @abstractmethod
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        """As records.payload.Source has it."""
+        """See kvpage.store.records.payload.Source."""
 
     def runs(self) -> Runs | None:
-        """As records.payload.Source has it."""
+        """See kvpage.store.records.payload.Source."""
         return None
 
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        """As records.payload.Sink has it."""
+        """See kvpage.store.records.payload.Sink."""
 
 
 class HostBlockChunk(BlockChunk):
@@ -217,7 +234,7 @@ class HostBlockChunk(BlockChunk):
 
 
 class DeviceBlockChunk(BlockChunk):
-    """Blocks on a GPU: by way of its memory, since not every tier's is pinned; a few layers at a time."""
+    """Blocks on a GPU, by way of a buffer there, since not every tier's memory is pinned; a few layers at a time."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         digests = []
@@ -240,22 +257,22 @@ class DeviceBlockChunk(BlockChunk):
         return b"".join(digests)
 
     def _runs(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
-        """Some layers' caches and bytes."""
+        """Walk over the caches and bytes of a few layers each."""
         step, first = max(RUN_BYTES // self.stretch_bytes, 1), begin // self.stretch_bytes
         for at in range(0, len(data) // self.stretch_bytes, step):
             run = data[at * self.stretch_bytes : (at + step) * self.stretch_bytes]
             yield self._blocks.engine.gpu_cache[first + at :][: len(run) // self.stretch_bytes], run
 
     def _rows(self, buffer: memoryview) -> torch.Tensor:
-        """[layers, parts, ...]: a view of some layers' bytes."""
+        """Return a view of some layers' bytes: [layers, parts, ...]."""
         array = np.frombuffer(buffer, np.uint8)
-        if not array.flags.writeable:  # torch has no read-only tensors, and nobody writes to this one
+        if not array.flags.writeable:  # torch has no read-only tensors, and this one is only read
             array = np.asarray(_Unlocked(array))
         return torch.from_numpy(array).view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
 
 
 class _Unlocked:
-    """Lets torch see read-only bytes; see DeviceBlockChunk._rows."""
+    """Shows read-only bytes to torch as if they could be written; see DeviceBlockChunk._rows."""
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
@@ -263,7 +280,7 @@ class _Unlocked:
 
 
 def _row_layout(engine: "CacheEngine") -> str:
-    """What the bytes of a row mean, beyond its dtype: nothing but where it is a latent, or a scale stands behind it."""
+    """Return the meaning of a row's bytes beyond its dtype; empty unless it is a latent or a scale follows it."""
     layout = engine.layout
     parts = ["latent"] if layout.backend == "mla" else []
     if layout.has_token_scales:

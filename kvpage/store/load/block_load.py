@@ -1,4 +1,4 @@
-"""BlockLoad: a prompt's chunks on their way into an engine's blocks, at once or layer by layer.
+"""BlockLoad: loads a prompt's chunks into an engine's blocks, at once or layer by layer.
 
 tokens    [ chunk 0 | chunk 1 | chunk 2 | ch]
 wanted          [ start ........... end ]           as far as the blocks reach; start may be within a chunk
@@ -17,14 +17,15 @@ from kvpage.store.tiers.tier import Key, Reader
 
 
 class BlockLoad:
-    """keys: of the chunks that hold wanted tokens. ValueError for a start that is none, and for blocks that are not
-    there or named twice.
+    """One load. keys: of the chunks with wanted tokens.
+
+    Raises ValueError for a start outside the tokens, and for blocks that do not exist or are named twice.
     """
 
     def __init__(
         self, blocks: BlockChunks, kinds: RecordKinds, keys: list[Key], num_tokens: int, start: int, namespace: bytes
     ) -> None:
-        """keys: of all of the prompt's chunks."""
+        """Prepare a load; keys: of all chunks of the prompt."""
         self.start, self.end = start, min(num_tokens, blocks.num_tokens)
         if not 0 <= start <= self.end:
             raise ValueError(f"start must be in [0, {self.end}], got {start}")
@@ -35,24 +36,25 @@ class BlockLoad:
         self._blocks, self._kinds, self._num_tokens, self._namespace = blocks, kinds, num_tokens, namespace
 
     def read(self, index: int, reader: Reader, num_threads: int) -> None:
-        """Takes a chunk from its record; CorruptRecord, as record_io.read_record."""
+        """Load a chunk from its record. Raises CorruptRecord, see read_record."""
         chunk = self._chunk(index)
         read_record(reader, self._kinds.of(self.keys[index], chunk.shape, self._namespace), chunk, num_threads)
 
     def finish(self) -> None:
-        """Waits for what a GPU still does with the blocks."""
+        """Wait for a GPU's work on the blocks."""
         self._blocks.finish()
 
     def end_of(self, num_chunks: int) -> int:
-        """Up to which token the leading chunks bring what is wanted."""
+        """Return the token after the last wanted one of the leading chunks."""
         last = min((self._first + num_chunks) * self._size, self.end)
         return max(last, self.start) if num_chunks else self.start
 
     def by_layers(self, tiers: TierStack, gate: CallGate) -> LayerLoad:
-        """A load that has begun, of the leading chunks whose records' heads are right. It is one of the calls until it
-        has come to its end.
+        """Begin a load of the leading chunks whose records' heads are right.
+
+        It is a call under way, for the gate, until it ends.
         """
-        self.finish()  # what the blocks were before
+        self.finish()  # the work on the blocks' former contents
         opened: list[tuple[Placed, Key, OpenChunk]] = []
         readers = tiers.open_leading(self.keys)
         for index, (placed, reader) in enumerate(readers):

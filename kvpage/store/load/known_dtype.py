@@ -1,9 +1,9 @@
-"""KnownDtype: what the records of one store are, from the start or once the dtype of its K and V is known.
+"""KnownDtype: the dtype of a store's K and V, given from the start or learnt from the first of them.
 
     metadata with a dtype      ─► RecordKinds
     metadata without           ─► the first K and V, the first engine, or the first record that is found ─► RecordKinds
 
-Keys name the dtype, so that nothing of another dtype is ever found: not knowing it costs a look for each that there is.
+Keys name the dtype, so that no record of another dtype is ever found. An unknown dtype costs a look for each one.
 """
 
 import threading
@@ -24,12 +24,13 @@ SOUGHT = (
     torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
     torch.float64,
 )  # fmt: skip
-"""Of records, in this order, by a store that was told no dtype."""
+"""Dtypes that a store without one looks for, in this order."""
 
 
 class KnownDtype:
-    """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then. ValueError, ImportError for
-    a codec that cannot be.
+    """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then.
+
+    Raises ValueError or ImportError for a codec that cannot be made.
     """
 
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
@@ -44,7 +45,7 @@ class KnownDtype:
             self._sought = [(dtype, kinds) for dtype in SOUGHT if (kinds := self._kinds_of(dtype)) is not None]
 
     def of(self, dtype: torch.dtype) -> RecordKinds:
-        """As they are, or would be of this dtype. ValueError if another one is known, or the codec does not take it."""
+        """Return the kinds of this dtype. Raises ValueError if another is known, or the codec does not take it."""
         if self.kinds is None:
             return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
         if self.metadata.kv_dtype != dtype:
@@ -52,7 +53,7 @@ class KnownDtype:
         return self.kinds
 
     def settle(self, dtype: torch.dtype) -> RecordKinds:
-        """Of this dtype from now on. ValueError as `of`."""
+        """Set the dtype, unless it is known, and return its kinds. Raises ValueError as `of`."""
         with self._lock:
             kinds = self.of(dtype)
             if self.kinds is None:
@@ -60,7 +61,7 @@ class KnownDtype:
             return kinds
 
     def find(self, tiers: TierStack, tokens: npt.NDArray[np.int32], namespace: bytes) -> RecordKinds | None:
-        """As known, or of the first record of these tokens that is there and right; None if there is none."""
+        """Return the known kinds, or those of the first right record of these tokens; None if there is none."""
         if self.kinds is not None or not len(tokens):
             return self.kinds
         first = tokens[: self._chunk_size]
@@ -76,12 +77,12 @@ class KnownDtype:
         return self.kinds
 
     def keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> Sequence[Key]:
-        """Under which the tokens' chunks may lie: of every dtype that there may be."""
+        """Return the keys that the tokens' chunks may have, of every dtype that is possible."""
         kinds = [kinds for _, kinds in self._sought] if self.kinds is None else [self.kinds]
         return [key for one in kinds for key in one.keys.of(tokens, namespace)]
 
     def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
-        """None for a dtype that the codec does not take; what is wrong with the codec itself comes through."""
+        """Return None for a dtype that the codec does not take. Raises the errors of the codec itself."""
         try:
             return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
         except ValueError:

@@ -1,11 +1,11 @@
-"""LayerLoad: a prompt on its way into blocks, layer by layer, so that one computes while the next arrives.
+"""LayerLoad: loads a prompt into blocks layer by layer, so that one layer computes while the next arrives.
 
     layer 0 of all chunks ─► layer 1 of all chunks ─► ...        in a thread; each verified before it counts
           wait(0)                  wait(1)                       in the caller's
 
-A record's layers have digests of their own (kvpage.store.records.record), so what `wait` tells of is exactly what was stored.
-Where a chunk turns out to be corrupt in a later layer, fewer tokens are there from that layer on: what was computed
-with more is the caller's to throw away, and only what `result` tells of may be committed.
+Each layer of a record has a digest of its own, so `wait` reports only bytes exactly as stored. If a chunk turns out to
+be corrupt in a later layer, fewer tokens are there from that layer on. The caller throws away computations with more of
+them, and commits only the tokens that `result` reports.
 """
 
 import threading
@@ -23,8 +23,9 @@ from kvpage.store.tiers.tier import Reader
 
 
 class OpenChunk:
-    """A record whose head is right, to be taken layer by layer. CorruptRecord, TierError. end: the token behind its
-    last one that is wanted.
+    """A record whose head is right, to be loaded layer by layer. end: the token after its last wanted one.
+
+    Raises CorruptRecord or TierError.
     """
 
     def __init__(self, reader: Reader, kind: RecordKind, chunk: BlockChunk, end: int) -> None:
@@ -37,7 +38,7 @@ class OpenChunk:
             check_raw(self._head, chunk)
 
     def take(self, layer: int) -> bool:
-        """True. CorruptRecord, TierError: then nothing of this chunk counts, in this layer and any other."""
+        """Load a layer and return True. After CorruptRecord or TierError no layer of this chunk counts."""
         size = self._chunk.stretch_bytes
         begin, end = layer * size, (layer + 1) * size
         if self._codec is None:
@@ -49,16 +50,30 @@ class OpenChunk:
             self.reader.release_piece()
         piece = self._decoded[begin:end]
         if self._chunk.take(begin, piece, 1) != digests_of(piece, size):
-            raise CorruptRecord("a digest is wrong")  # of memory that changed under our hands
+            raise CorruptRecord("a digest is wrong")  # the memory changed meanwhile
         return True
 
 
 class LayerLoad:
-    """Made by KVStore.load_layers; `close` it, or use it in `with`. wait, result and close are for one thread.
+    """A load that KVStore.load_layers has begun. `close` it, or use it in `with`.
 
-    start: the first token asked for. num_tokens: up to which token all layers are expected to come. num_layers.
-    take(layer, number of chunks): takes a layer of the leading chunks; how many of them were right. calls: of the
-    store, which is closed after the thread has ended. RuntimeError if there cannot be one: then the chunks are closed.
+    One thread calls `wait`, `result` and `close`.
+
+    Args:
+        chunks: open records of the leading chunks.
+        start: the first wanted token.
+        num_layers: layers of a chunk.
+        take: take(layer, num_chunks) loads a layer of the leading chunks and returns the number of right ones.
+        loaded: called with the number of tokens when all layers have come.
+        gate: of the store, which closes after the thread has ended.
+
+    Attributes:
+        start: the first wanted token.
+        num_layers: layers to load.
+        num_tokens: the token after the last one that is expected in all layers.
+
+    Raises:
+        RuntimeError: no thread can be started; the chunks are closed.
     """
 
     def __init__(
@@ -87,8 +102,18 @@ class LayerLoad:
             raise
 
     def wait(self, layer: int, timeout: float | None = None) -> int:
-        """Up to which token the layer and all before it are in the blocks: num_tokens, or fewer after a corrupt record;
-        `start` for none. TimeoutError after so many seconds; ValueError for a layer that is none.
+        """Wait until a layer and all before it are in the blocks.
+
+        Args:
+            layer: its number, from 0.
+            timeout: seconds to wait; None for no limit.
+
+        Returns:
+            The token after the last one in the blocks: num_tokens, or fewer after a corrupt record; `start` for none.
+
+        Raises:
+            TimeoutError: the layer has not come in time.
+            ValueError: there is no such layer, or the load is closed.
         """
         if not 0 <= as_integer("layer", layer) < self.num_layers:
             raise ValueError(f"layer must be in [0, {self.num_layers}), got {layer}")
@@ -102,11 +127,22 @@ class LayerLoad:
             raise ValueError("the load is closed")
 
     def result(self, timeout: float | None = None) -> int:
-        """Up to which token all layers are in the blocks."""
+        """Wait until all layers are in the blocks.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Returns:
+            The token after the last one in the blocks, as from `wait`.
+
+        Raises:
+            TimeoutError: they have not come in time.
+            ValueError: the load is closed.
+        """
         return self.wait(self.num_layers - 1, timeout)
 
     def close(self) -> None:
-        """Stops after the layer that is coming; the blocks are not written any more. Twice is fine."""
+        """Stop after the layer that is coming. The blocks are not written any more. A second call does nothing."""
         with self._changed:
             self._is_closed = True
         self._thread.join()
@@ -135,7 +171,7 @@ class LayerLoad:
                     self._ends.append(self._end(num_chunks))
                     self._changed.notify_all()
             self._loaded(self._ends[-1] - self.start)
-        except BaseException as error:  # the caller's, who gets it from `wait`
+        except BaseException as error:  # `wait` raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""TensorLoad: a prompt's chunks on their way into one tensor.
+"""TensorLoad: loads a prompt's chunks into one tensor.
 
 tokens    [ chunk 0 | chunk 1 | chunk 2 | ch]
 wanted          [ skipped .............. end]       may begin within a chunk
@@ -16,7 +16,7 @@ from kvpage.store.tiers.tier import Key, Reader
 
 
 class TensorLoad:
-    """keys: of all of the prompt's chunks. num_skipped: leading tokens that are not wanted."""
+    """One load. keys: of all chunks of the prompt. num_skipped: leading tokens that are not wanted."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TensorLoad:
         self._dim = 2 + token_dim(fmt)
 
     def run(self, tiers: TierStack) -> torch.Tensor | None:
-        """The chunks' K and V from the first wanted token on, as far as tiers have them; None for nothing."""
+        """Return K and V from the first wanted token on, as far as tiers have them; None if they have nothing."""
         keys, skipped = self._keys, self._num_skipped
         shape = tiers.first(keys[0], lambda reader: read_shape(reader, self._kinds, self._namespace)) if keys else None
         if shape is None:

@@ -1,12 +1,12 @@
-"""Codec: how the payload of a record is written.
+"""Codec: the encoding of a record's payload.
 
     raw     bfloat16         as it is; nothing is copied
     zstd    bfloat16:zstd    the first bytes of all elements, then the second ones, .. : one zstd frame.  Lossless
     fp8     bfloat16:fp8     scales float32 [layers, parts, heads], then elements in 8-bit floats (e4m3).  Lossy
 
-The codec's name stands in the record (`RecordHead.codec`), with the dtype of what it gives back. What is decoded may
-come from anywhere: a payload that is not right to the last byte is a CorruptRecord, and none makes the reader allocate
-more than `raw_bytes`, which the reader has checked.
+The record names its codec and the dtype that it decodes to (`RecordHead.codec`). A payload may come from anywhere. One
+that is not right to the last byte is a CorruptRecord, and none makes the reader allocate more than `raw_bytes`, which
+the reader has checked.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-PIECE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
+SLICE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
 LOSSLESS = ("zstd",)  # besides raw
 ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
 
@@ -114,9 +114,9 @@ class Fp8Codec(Codec):
         scales, codes = self._split(out, shape)
         elements = _parts(np.frombuffer(raw, np.uint8), self._dtype, shape)
         for part, scale, code in zip(elements, scales, codes, strict=True):
-            pieces = self._pieces(part)
+            pieces = self._slices(part)
             scale.copy_(_scale_of(pieces, scale.shape))
-            for piece, coded in zip(pieces, self._pieces(code), strict=True):
+            for piece, coded in zip(pieces, self._slices(code), strict=True):
                 # clamped, since older versions of torch make NaN of what is too large
                 coded.copy_((piece.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
         return out.data
@@ -131,17 +131,17 @@ class Fp8Codec(Codec):
         out = np.empty(raw_bytes, np.uint8)
         most = torch.finfo(self._dtype).max
         for part, scale, code in zip(_parts(out, self._dtype, shape), scales, codes, strict=True):
-            for piece, coded in zip(self._pieces(part), self._pieces(code), strict=True):
+            for piece, coded in zip(self._slices(part), self._slices(code), strict=True):
                 piece.copy_(_floats_of(coded).mul_(scale).clamp_(-most, most))
         return out.data
 
-    def _pieces(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _slices(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Runs of tokens, so small that torch keeps to this thread: its others cost ten times as much as they bring
         where the cores have work already.
         """
         axis = 1 - self._head_axis
         of_token = max(part.numel() // max(part.shape[axis], 1), 1)
-        return torch.split(part, max(PIECE_ELEMENTS // of_token, 1), axis)
+        return torch.split(part, max(SLICE_ELEMENTS // of_token, 1), axis)
 
     def _scale_bytes(self, shape: Shape) -> int:
         return 4 * shape[0] * shape[1] * shape[2 + self._head_axis]

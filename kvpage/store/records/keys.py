@@ -1,10 +1,10 @@
-"""Keys: which record holds which tokens of which model.
+"""Keys: the names of records, made from a model's metadata and from tokens.
 
     seed    SHA-256 over the metadata, canonically encoded: model, dtype, layout, ranks, namespace, ...
     key 0   SHA-256 over seed  | how many tokens | tokens of chunk 0, int64
     key 1   SHA-256 over key 0 | how many tokens | tokens of chunk 1          and so on
 
-A key says all about a chunk: its tokens and everything before them. The last chunk may be shorter than the others.
+A key determines a chunk: its tokens and all before them. The last chunk may be shorter than the others.
 """
 
 import hashlib
@@ -30,13 +30,21 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KVStoreMetadata:
-    """What K and V depend on besides the tokens. Two stores share records exactly if all of it is equal.
+    """The facts besides the tokens that K and V depend on. Two stores share records exactly if all fields are equal.
 
-    model_name: any text; it should tell revisions and adapters apart. world_size, worker_id: how many ranks the K and
-        V are split over, and which of them this is, by whatever number the caller knows it: both are names in the key.
-        fmt: "vllm" ([tokens, heads, size] a layer) or "huggingface" ([heads, tokens, size]). kv_dtype: of the elements;
-        None: a KVStore learns it from what it is first given, or finds. row_layout: what rows of quantised caches look
-        like. scales_digest: of the scales of 8-bit floats. extra: whatever else tells caches apart, text by name.
+    Attributes:
+        model_name: any text; it should tell revisions and adapters apart.
+        world_size: ranks that K and V are split over.
+        worker_id: the number of this rank; any numbering will do.
+        fmt: "vllm" ([tokens, heads, size] a layer) or "huggingface" ([heads, tokens, size]).
+        kv_dtype: of the elements. None: a KVStore learns it from the first K and V that it is given, or finds.
+        row_layout: the layout of a quantised cache's rows.
+        scales_digest: of the scales of 8-bit floats.
+        extra: pairs of name and text for any other fact that tells caches apart.
+
+    Raises:
+        ValueError: a field breaks a rule.
+        TypeError: a field is of the wrong type.
     """
 
     model_name: str
@@ -61,10 +69,18 @@ class KVStoreMetadata:
             raise TypeError(f"kv_dtype must be a torch.dtype or None, got {type(self.kv_dtype).__name__}")
 
     def encode(self, chunk_size: int, namespace: bytes, lossy_codec: str = "") -> bytes:
-        """The one encoding of all of it, the record's `meta`: names and values, each behind its length.
+        """Return the canonical encoding, the record's `meta`: names and values, each after its length.
 
-        lossy_codec: the name of one that does not give back what it was given: its records are not those of others.
-        ValueError without a dtype: K and V of several would have one key.
+        Args:
+            chunk_size: tokens of a chunk.
+            namespace: of the tokens.
+            lossy_codec: the name of a codec that does not give back the same bytes; its records have keys of their own.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            ValueError: no dtype is known: K and V of several would have one key.
         """
         if self.kv_dtype is None:
             raise ValueError("kv_dtype must be known before there are keys, got None")
@@ -85,7 +101,7 @@ class KVStoreMetadata:
 
 
 def scales_digest(kv_scales: Iterable[KVScales] | None) -> bytes:
-    """SHA-256 over the scales of all layers; empty for None."""
+    """Return the SHA-256 of the scales of all layers; empty for None."""
     if kv_scales is None:
         return b""
     parts = [part.cpu().numpy().tobytes() for scales in kv_scales for part in (scales.key, scales.value)]
@@ -93,7 +109,7 @@ def scales_digest(kv_scales: Iterable[KVScales] | None) -> bytes:
 
 
 def decode_meta(meta: bytes) -> dict[str, Any]:
-    """The fields of `KVStoreMetadata.encode`: text, but for namespace and scales_digest. ValueError for other bytes."""
+    """Return the fields of `KVStoreMetadata.encode`: text, or bytes for some. Raises ValueError for other bytes."""
     if not meta.startswith(ENCODING):
         raise ValueError("meta must begin as this version writes it")
     fields = dict(_decode(meta[len(ENCODING) :]))
@@ -108,7 +124,7 @@ class ChunkKeys:
     """Makes keys for one metadata and chunk size, and for a codec that loses something: see KVStoreMetadata.encode."""
 
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int, lossy_codec: str = "") -> None:
-        """ValueError for metadata too long for a record."""
+        """Raise ValueError for metadata too long for a record."""
         num_bytes = len(metadata.encode(chunk_size, b"", lossy_codec)) + MAX_NAMESPACE_BYTES
         if num_bytes > MAX_META_BYTES:
             raise ValueError(f"metadata and a namespace must be at most {MAX_META_BYTES} bytes, got {num_bytes}")
@@ -117,11 +133,11 @@ class ChunkKeys:
         self._seeds: dict[bytes, tuple[bytes, bytes]] = {}
 
     def meta(self, namespace: bytes) -> bytes:
-        """What records of the namespace say about themselves."""
+        """Return the meta of the namespace's records."""
         return self._seed(namespace)[0]
 
     def of(self, tokens: Tokens, namespace: bytes = b"") -> list[bytes]:
-        """A key for each chunk of the tokens, the last, shorter one included."""
+        """Return a key for each chunk of the tokens, the last, shorter one included."""
         array, size = as_tokens(tokens), self.chunk_size
         num_whole = len(array) - len(array) % size
         keys = [self._seed(namespace)[1]]
@@ -143,7 +159,7 @@ class ChunkKeys:
 
 
 def _messages(chunks: npt.NDArray[np.int32]) -> Iterator[memoryview]:
-    """What the key of each chunk is made of, with room in front for the key before it. chunks: [chunks, tokens].
+    """Return the bytes to hash for each chunk, with space in front for the key before it. chunks: [chunks, tokens].
 
     All in one array: pieces of a hundred bytes would take longer to hand over than to hash.
     """

@@ -1,4 +1,4 @@
-"""RecordSummary: one record of a tier, as its head tells of it."""
+"""RecordSummary: one record of a tier, by the fields of its head."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,18 @@ from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier
 
 @dataclass(frozen=True, slots=True)
 class RecordSummary:
-    """One record. key: hexadecimal. model and namespace are None where the head cannot be read. num_tokens: of the
-    chunk. age: seconds since it was last used, as far as the tier knows. tier: the tier's name.
+    """One record of a tier.
+
+    Attributes:
+        key: hexadecimal.
+        num_bytes: bytes of the record.
+        model: the model's name; None if the head cannot be read.
+        namespace: of its tokens; None if the head cannot be read.
+        num_tokens: tokens of the chunk.
+        codec: the payload's dtype and codec.
+        fmt: "vllm" or "huggingface".
+        age: seconds since the last use; None if the tier does not know.
+        tier: the tier's name.
     """
 
     key: str
@@ -29,11 +39,12 @@ class RecordSummary:
 
     @property
     def is_readable(self) -> bool:
+        """Return whether the head could be read."""
         return self.model is not None
 
 
 def summaries(tier: Tier) -> Iterator[RecordSummary]:
-    """Of all records, from their heads. TierError comes through, but for records that are gone meanwhile."""
+    """Walk over summaries of all records but those that are gone meanwhile. Raises TierError."""
     now = time.time()
     for info in tier.infos():
         for reader in tier.open([info.key]):

@@ -1,4 +1,4 @@
-"""Breaker: stops asking a server that does not answer, so that a miss costs no waiting.
+"""Breaker: stops calls to a server that does not answer, so that a miss costs no waiting.
 
                    max_failures in a row                cooldown seconds
         closed ──────────────────────────► open ──────────────────────────► half-open: one trial
@@ -6,7 +6,7 @@
           │                                  └──────────── it fails ───────────┘           │
           └──────────────────────────────────────────────── it succeeds ───────────────────┘
 
-Closed, every call goes through; open, none; half-open, one, and the others wait for what comes of it.
+Closed, every call is admitted; open, none; half-open, one trial, whose result decides.
 """
 
 import threading
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """A circuit breaker, thread-safe. Whoever is admitted reports `succeeded` or `failed` once.
+    """A circuit breaker, thread-safe. Each admitted call reports `succeeded` or `failed` once.
 
     max_failures: in a row, until it opens. cooldown: seconds until a trial. clock: seconds, never going back.
     """
@@ -35,12 +35,12 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused, but for one trial after the cooldown."""
+        """Return whether calls are refused, but for one trial after the cooldown."""
         with self._lock:
             return self._opened_at is not None
 
     def admit(self) -> bool:
-        """Whether a call may be made now. The one admitted after the cooldown is the trial."""
+        """Return whether a call may be made now. The one admitted after the cooldown is the trial."""
         with self._lock:
             if self._opened_at is None:
                 return True
@@ -50,15 +50,16 @@ class Breaker:
             return True
 
     def succeeded(self) -> bool:
-        """Closes it: a server that answers is well, also if the call began before it opened. Whether it was open."""
+        """Close it, even if the call began before it opened: the server answers. Return whether it was open."""
         with self._lock:
             was_open = self._opened_at is not None
             self._num_failures, self._opened_at, self._in_trial = 0, None, False
             return was_open
 
     def failed(self) -> bool:
-        """Counts. A failed trial opens it anew; a call that began before it opened changes nothing then. Whether it was
-        closed and is open now.
+        """Count a failure. A failed trial opens it anew; other late failures change nothing.
+
+        Returns whether it was closed and is open now.
         """
         with self._lock:
             self._num_failures += 1

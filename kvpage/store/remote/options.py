@@ -15,10 +15,19 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "": 1}
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """max_record_bytes: of one record; a longer value is no record. max_batch_bytes: of all that one `open` holds;
-    what would exceed it is a miss. mac_key: 32 secret bytes, where others can write to the server too; what they wrote
-    or changed is a miss. timeout: seconds, for calls that name none; None for ever. max_calls: how many go on at once,
-    late ones included. max_failures, cooldown: after so many in a row the server is left alone for so many seconds.
+    """The limits of a remote tier.
+
+    Attributes:
+        max_record_bytes: bytes of one record; a longer value is not a record.
+        max_batch_bytes: bytes of all records that one `open` returns; others are misses.
+        mac_key: 32 secret bytes, for a server that others can write to; values without the right MAC are misses.
+        timeout: seconds of calls that name none; None for no limit.
+        max_calls: calls at once, late ones included.
+        max_failures: failures in a row after which the server is left alone.
+        cooldown: seconds for which it is left alone.
+
+    Raises:
+        ValueError: a field breaks a rule.
     """
 
     max_record_bytes: int = 256 << 20
@@ -54,13 +63,14 @@ class RemoteOptions:
 
     @property
     def max_value_bytes(self) -> int:
-        """Of a record and its MAC."""
+        """Return the largest length of a record with its MAC."""
         return self.max_record_bytes + self.mac_bytes
 
     @classmethod
     def take(cls, given: Mapping[str, str]) -> tuple["RemoteOptions", dict[str, str]]:
-        """What a URL gives, and the rest of it. Lengths as bytes, or with KiB, MiB, GiB; the MAC's key is in a file
-        (mac_key_file, 32 bytes), so that it stands in no URL.
+        """Return the options of a URL, and its other parameters.
+
+        Lengths are bytes, or have KiB, MiB or GiB. The MAC's key is in a file (mac_key_file, 32 bytes), not in the URL.
         """
         rest = dict(given)
         taken: dict[str, Any] = {name: parse(name, rest.pop(name)) for name, parse in _PARSERS.items() if name in rest}

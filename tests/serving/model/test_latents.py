@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
-from kvpage.serving.model import attention, latent_heads
+from kvpage.serving.model import latent_heads
+from kvpage.serving.model import step as step_module
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
 from kvpage.serving.model.probe import relative_error
@@ -252,7 +253,7 @@ def test_which_way_a_piece_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_num_batched_tokens=32)
     monkeypatch.setattr(latent_heads, "MAX_EXPANDED", 1)  # one head at a time
     spy("expanded", LatentHeads, "expanded")
-    spy("in place", ops, "paged_attention")
+    spy("in place", ops, "attend")
     assert tokens_of(engine, PROMPTS[6:7]) == expected("deepseek_v3")[6:7]
     num_layers, num_heads = 3, 4
     names = [name for name, _ in calls]
@@ -261,8 +262,9 @@ def test_which_way_a_piece_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gathering_instead_of_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices for which no operation reads blocks in place."""
-    monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
-    monkeypatch.setattr(ops, "paged_attention", None)
+    monkeypatch.setattr(step_module, "attends_in_place", lambda device: False)
+    for name in ("attend", "write_and_attend"):
+        monkeypatch.setattr(ops, name, None)
     engine = make_engine(max_num_batched_tokens=7)
     assert tokens_of(engine) == expected("deepseek_v3")
     check_drained(engine)

@@ -9,7 +9,7 @@ from support.models import CONFIGS, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, ops
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.model import attention
+from kvpage.serving.model import step as step_module
 
 B = 4
 KINDS = list(CONFIGS)
@@ -93,8 +93,9 @@ def test_scarce_blocks(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gathering_instead_of_reading_in_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices for which no operation reads blocks in place."""
-    monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
-    monkeypatch.setattr(ops, "paged_attention", None)
+    monkeypatch.setattr(step_module, "attends_in_place", lambda device: False)
+    for name in ("attend", "write_and_attend"):
+        monkeypatch.setattr(ops, name, None)
     engine = make_engine(kind, max_num_batched_tokens=7)
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected(kind, "sharing")
@@ -169,7 +170,7 @@ def test_blocks_behind_the_window_are_free_while_a_request_runs(
 ) -> None:
     """Both models see 6 tokens only. Blocks that nobody owns are poisoned before each step."""
     if gather:
-        monkeypatch.setattr(attention, "IN_PLACE_DTYPES", set())
+        monkeypatch.setattr(step_module, "attends_in_place", lambda device: False)
     prompts, max_tokens = make_prompts([3, 9, 14]), 40
     config = CacheConfig(block_size=B, num_gpu_blocks=14, num_cpu_blocks=num_host_blocks)
     engine = Engine.from_model(make_model(kind), EngineConfig(config, enable_prefix_caching=False))
