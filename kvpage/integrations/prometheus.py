@@ -1,8 +1,8 @@
-"""An engine's numbers for Prometheus. It needs the extra `metrics`.
+"""EngineCollector: an engine's numbers for Prometheus. It needs the extra `metrics`.
 
     registry.register(EngineCollector(engine))      # a registry of yours; nothing registers itself, nothing listens
 
-They are read from `Engine.stats()` whenever the registry is asked, in whatever thread that is.
+It reads `Engine.stats()` whenever the registry is asked, in any thread.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,17 +26,23 @@ Values = Mapping[Any, float]  # by the labels' values, a tuple of str
 
 
 class EngineCollector(Collector):
-    """labels: put on every metric, as {"model": "llama"}."""
+    """The metrics of one engine, all named `kvpage_...`.
+
+    Args:
+        engine: The engine.
+        labels: Put on every metric, as {"model": "llama"}.
+    """
 
     def __init__(self, engine: Engine, labels: Mapping[str, str] | None = None) -> None:
         self._engine = engine
         self._labels = dict(labels or {})
 
     def describe(self) -> list[Metric]:
-        """Names are not checked for conflicts, which would ask the engine while it is being registered."""
+        """Return nothing: a check of names for conflicts would ask the engine while it is being registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, with the engine's numbers of now."""
         stats = self._engine.stats()
         yield from self._gauges(stats)
         yield from self._tokens(stats)

@@ -20,7 +20,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of an engine. It checks itself; what depends on the model is checked by `Engine.from_model`.
+    """The settings of an engine. It checks itself. `Engine.from_model` checks the rest with the model.
 
     Attributes:
         cache_config: The cache of both tiers. The host tier, of `num_cpu_blocks`, takes evicted and preempted blocks.
@@ -29,15 +29,15 @@ class EngineConfig:
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Tokens that one step computes at most. Longer prompts are computed in portions.
         max_model_len: Tokens of a request at most, generated ones included. None means all that the model allows.
-        enable_prefix_caching: Requests find what others have computed. See BlockManager.
+        enable_prefix_caching: Requests find the blocks of others. See BlockManager.
         share_parts: Requests also find parts of blocks. See BlockManager.
         host_policy: When cached blocks are copied to the host. See BlockManager.
         load_or_compute: Leave blocks on the host that are faster to compute than to load, by the measured speeds.
         pin_quota: Blocks that may be pinned. See BlockManager.
-        kv_scales: For a cache of 8-bit floats: one of each layer, or "calibrate" to compute them from what the model
-            makes of `calibration_tokens`. None means 1. They are fixed before the first request.
+        kv_scales: For a cache of 8-bit floats: one of each layer, or "calibrate" to compute them from the model's K
+            and V of `calibration_tokens`. None means 1. They are fixed before the first request.
         calibration_tokens: Token ids of one sequence, for "calibrate". None means a few of the model's vocabulary.
-        events: Publish what the cache holds, for routers. It needs the extra `events`, and `close` of the engine.
+        events: Publish the contents of the cache, for routers. It needs the extra `events`, and `close` of the engine.
         residency_sample_rate: The part of the cached blocks, 0 to 1, whose lifetimes `stats` reports.
         store_deadline: Seconds that a request waits for a store at most, while others compute.
         save_generated: Store generated tokens, too. None means as the store's `save_decode_cache` says.

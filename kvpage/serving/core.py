@@ -102,7 +102,12 @@ class EngineCore:
         )
 
     def use_segments(self, blender: Blender, segments: SegmentCache) -> None:
-        """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it."""
+        """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it.
+
+        Args:
+            blender: Blends prompts of this engine's model.
+            segments: Keeps the segments.
+        """
         dtype = self._runner.model.dtype
         self._connectors.connect_blend(BlendConnector(blender, segments, self.cache, self.manager, dtype))
 
@@ -150,7 +155,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return counters and the state now.
 
-        Another thread may call it while the engine works; its numbers then are not all of one moment.
+        Returns:
+            The numbers. Another thread may ask while the engine works; then they are not all of one moment.
         """
         loop, scheduler, connectors = self._loop, self.scheduler, self._connectors
         return EngineStats(
@@ -174,38 +180,74 @@ class EngineCore:
             blend=replace(connectors.blend.stats) if connectors.blend else None,
         )
 
-    # --- for Branches, and whatever else steers sequences of its own -------------------------------------------------
+    # --- for Branches, and other owners of sequences -----------------------------------------------------------------
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
+        """Check token ids.
+
+        Args:
+            tokens: Token ids, at least one.
+
+        Returns:
+            The same as int32 [num_tokens].
+
+        Raises:
+            ValueError: There are none, or ids outside of the vocabulary.
+            TypeError: They are text.
+        """
         return self._intake.check_tokens(tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """ValueError if the model does not take so many tokens."""
+        """Check that the model takes a sequence of some length.
+
+        Args:
+            num_prompt_tokens: Tokens of the prompt.
+            max_tokens: Tokens after it.
+
+        Raises:
+            ValueError: The sum is more than max_model_len.
+        """
         self._intake.check_length(num_prompt_tokens, max_tokens)
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute pieces of sequences that belong to no request, in one forward pass.
 
-        The manager has given room for them, and the caller commits them.
+        Args:
+            pieces: The manager has given room for them, and the caller commits them.
 
         Returns:
             The logits of the wanted tokens: [their number, vocab_size].
+
+        Raises:
+            RuntimeError: A step is under way.
+            ValueError: The model is in training mode.
         """
         return self._loop.compute(pieces)
 
     @uninterrupted
     def make_room(self) -> bool:
-        """Preempt the youngest request that runs; False if none does."""
+        """Preempt the youngest request that runs.
+
+        Returns:
+            False if none runs.
+        """
         if not self.scheduler.running:
             return False
         self.scheduler.preempt_youngest()
         return True
 
     def add_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
-        """Ask it for blocks where running requests cannot give any. It returns False if it cannot, either."""
+        """Ask one more for blocks, where running requests cannot give any.
+
+        Args:
+            reclaimer: Gives back some blocks; returns False if it cannot.
+        """
         self.scheduler.add_reclaimer(reclaimer)
 
     def remove_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
-        """Ask it no more. Removing one that is not there does nothing."""
+        """Ask a reclaimer no more. Removing one that is not there does nothing.
+
+        Args:
+            reclaimer: As it was added.
+        """
         self.scheduler.remove_reclaimer(reclaimer)

@@ -171,7 +171,13 @@ class Engine(EngineCore):
             raise RuntimeError(f"{len(errors)} of {len(outputs)} segments could not be computed: {errors[0]}")
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now, and return its outcome.
+        """End a request now.
+
+        Args:
+            request_id: The id of an unfinished request.
+
+        Returns:
+            Its outcome.
 
         Raises:
             KeyError: There is no such unfinished request.

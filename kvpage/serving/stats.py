@@ -1,4 +1,4 @@
-"""EngineStats: what an engine has done so far, and how full it is."""
+"""EngineStats: the counters of an engine, and how full it is."""
 
 from dataclasses import dataclass
 
@@ -25,17 +25,25 @@ __all__ = [
 class EngineStats:
     """Counters since the engine was made, and its state now.
 
-    num_computed_tokens: whose K and V were computed; what a preemption made necessary again counts again.
-    num_prompt_tokens, num_cached_tokens: of the requests that were admitted, and how many of these were found in the
-        cache when they were first admitted.
-    num_swaps: preemptions that kept on the host what was computed.
-    num_used_blocks: held by running requests; cached blocks in nobody's use do not count.
-    blocks: both tiers: use, hits and misses in tokens, evictions, demotions, promotions.
-    transfers: blocks, bytes and seconds of moves, by kind.
-    residency: how long blocks stay, by tier; None unless sampled.
-    num_lost_events: batches of events that were dropped; None without events.
-    store: what was asked of the store, loaded from it and stored; None without one.
-    blend: segments that were looked up, reused and kept; None without blending.
+    Attributes:
+        num_steps: Forward passes.
+        num_computed_tokens: Tokens whose K and V were computed; those computed again after a preemption count again.
+        num_prompt_tokens: Tokens of the prompts that were admitted.
+        num_cached_tokens: Tokens of these that were found in the cache at the first admission.
+        num_generated_tokens: Tokens that were chosen.
+        num_preemptions: Requests that gave their blocks back.
+        num_swaps: Those of them that kept their K and V on the host.
+        num_finished: Requests that have ended, aborted ones included.
+        num_running: Requests that run now.
+        num_waiting: Requests that wait now.
+        num_used_blocks: Blocks that running requests hold; cached blocks that none uses do not count.
+        num_blocks: All blocks of the device.
+        blocks: Both tiers: use, hits and misses in tokens, evictions, demotions, promotions.
+        transfers: Blocks, bytes and seconds of moves, by kind.
+        residency: How long blocks stay, by tier; None unless sampled.
+        num_lost_events: Batches of events that were dropped; None without events.
+        store: Lookups, loads and stores; None without a store.
+        blend: Segments that were looked up, reused and kept; None without blending.
     """
 
     num_steps: int
@@ -59,4 +67,5 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
+        """The part of the prompts' tokens that were found in the cache, 0 to 1."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

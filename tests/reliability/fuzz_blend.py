@@ -26,6 +26,7 @@ from kvpage.blend import (
     select_tokens,
     token_deviation,
 )
+from kvpage.integrations import lmcache
 from kvpage.integrations.lmcache import (
     CacheBlendImpl,
     SegmentBlendRetriever,
@@ -43,7 +44,9 @@ ENDED = (RuntimeError,)  # a retriever that is closed
 
 
 def names(*given: str) -> tuple[str, ...]:
-    return tuple(f"kvpage.blend.{name}" for name in given)
+    """Return the public names: of kvpage.blend, or of the blender in LMCache's shape."""
+    rooms = {name: "kvpage.integrations.lmcache" for name in lmcache.__all__}
+    return tuple(f"{rooms.get(name, 'kvpage.blend')}.{name}" for name in given)
 
 
 class BlendMathWorld:

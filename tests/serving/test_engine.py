@@ -385,21 +385,6 @@ def test_an_id_in_use_is_refused() -> None:
     engine.add_request(PROMPTS[0], PARAMS, "one")  # ids of finished requests are free
 
 
-def test_one_parameter_a_prompt() -> None:
-    with pytest.raises(ValueError, match="params must be one, or one a prompt, got 2 for 3 prompts"):
-        make_engine().generate(PROMPTS, [PARAMS, PARAMS])
-
-
-def test_a_cache_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and"):
-        make_engine(num_blocks=0)
-
-
-def test_max_model_len_must_be_one_the_model_has() -> None:
-    with pytest.raises(ValueError, match=r"max_model_len must be in \[1, 256\] for this model, got 257"):
-        make_engine(max_model_len=257)
-
-
 def test_max_model_len_limits_prompt_and_output() -> None:
     engine = make_engine(max_model_len=14)
     assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == expected()[0]
@@ -500,14 +485,6 @@ def test_the_model_is_the_callers_between_steps(own: str) -> None:
         outputs += engine.step()
     tokens = [[output.token_id for output in outputs if output.request_id == request_id] for request_id in ids]
     assert tokens == generate_each(model, PROMPTS, 8)
-
-
-def test_the_model_can_still_be_trained() -> None:
-    model = make_model("llama")
-    engine = Engine.from_model(model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=64)))
-    engine.generate(PROMPTS, PARAMS)
-    model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_model_in_training_mode_is_refused() -> None:

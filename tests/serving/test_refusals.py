@@ -161,3 +161,8 @@ def test_a_family_that_nobody_serves() -> None:
     with pytest.raises(ValueError, match="layers must be of") as error:
         Engine.from_model(tf.AutoModelForCausalLM.from_config(config).eval(), EngineConfig(CONFIG))
     assert "KVPageCache" not in str(error.value)
+
+
+def test_one_parameter_a_prompt() -> None:
+    with pytest.raises(ValueError, match="params must be one, or one a prompt, got 2 for 3 prompts"):
+        make_engine(make_model("llama"), CONFIG).generate([[1], [2], [3]], [PARAMS, PARAMS])

@@ -3,16 +3,18 @@
     a blended prompt     [ prefix | segment A . . . | new | segment B . . . | question ]
     K and V in           blocks     segments          -     segments          -
     computed up to the check layer  # # # # # # # # # # # # # # # # # # # # # # # # # # #
-    and behind it                   . # . . . . . . # # # # . . # . . . . . # # # # # # #
+    and after it                    . # . . . . . . # # # # . . # . . . . . # # # # # # #
 
-The check layer chooses, of the reused tokens of each prompt, those of the largest sensitivity, as far as the segments
-know it; of the others those whose K or V differ most from what the segments say: of both kinds the same share. Behind
-it, a layer's blocks first get the segments' rows, K rotated to where the tokens stand now, then the fresh rows over
-these; a chosen row attends to all keys up to its own position. With filters several layers choose, each among what is
-left. Other sequences of the same pass are computed as ever; which layer chooses for a prompt does not depend on them.
-What layer 0 need not look for is chosen before it, and there is nothing that is computed for all.
+The check layer chooses rows of the reused tokens of each prompt. Of the rows whose sensitivity the segments know, it
+chooses those with the largest. Of the others it chooses those whose K or V differ most from the segments'. It takes the
+same share of both kinds. After it, a layer's blocks first get the segments' rows, with K rotated to the tokens'
+positions, then the fresh rows over these. A chosen row attends to all keys up to its own position.
 
-An exception leaves K and V behind in blocks that nobody has committed.
+With filters several layers choose, each among the rows that are left. Other sequences of the same pass are computed as
+ever, and which layer chooses for a prompt does not depend on them. Where layer 0 would choose without its K and V, rows
+are chosen before it, and no row is computed for all prompts.
+
+After an exception, blocks may hold K and V that are not committed.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ PAD_SLOT = -1  # written nowhere
 
 
 class BlendCounts(NamedTuple):
-    """Tokens of a piece that segments had: kept as they were, and computed again."""
+    """Numbers of tokens of a piece that segments had: kept as they were, and computed again."""
 
     num_reused: int
     num_recomputed: int
@@ -93,13 +95,13 @@ class BlendPass:
 
     @property
     def selection(self) -> Selection:
-        """What was chosen last, among all rows of the pass. RuntimeError before a layer has."""
+        """The latest choice among all rows of the pass. RuntimeError before the first."""
         if self._selection is None:
             raise RuntimeError("selection is there once a check layer has been computed")
         return self._selection
 
     def counts(self) -> list[BlendCounts]:
-        """Of each piece, once the last check layer has been computed."""
+        """Return the counts of each piece, once the last check layer has been computed."""
         is_reused = np.zeros(self.num_rows, dtype=bool)
         is_reused[self._rows.cpu().numpy()] = True
         is_chosen = np.zeros(self.num_rows, dtype=bool)
@@ -115,7 +117,7 @@ class BlendPass:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
     ) -> torch.Tensor:
-        """See StepBlend. RowsChosen out of a check layer's first call."""
+        """See StepBlend. Raises RowsChosen out of a check layer's first call."""
         index = self._order[layer]
         if self._selection is not None and index > self._chose_at:
             self._fill(index, layer, key)
@@ -131,7 +133,7 @@ class BlendPass:
         self._open_slots = self._slots_not_chosen(selection)
 
     def _fill(self, index: int, layer: int, like: torch.Tensor) -> None:
-        """The segments' rows go into the blocks: in one pass over memory, where the cache keeps numbers as they are."""
+        """Write the segments' rows into the blocks, in one pass if the cache keeps numbers as they are."""
         step = self._step
         caches = self._open_blocks(layer)
         if caches is None:
@@ -142,7 +144,7 @@ class BlendPass:
                 ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
 
     def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V of the layer, [num_blocks, block_size, kv heads, size], if the segments' rows fit in as they are."""
+        """Return the layer's K and V, [num_blocks, block_size, kv heads, size]; None if rows do not fit in."""
         layout, rows = self._step.layout, self._reuses[0].segment.k
         key, value = self._step.caches[layer].views
         is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
@@ -195,7 +197,10 @@ class BlendPass:
     def _deviation(
         self, index: int, key: torch.Tensor, value: torch.Tensor, candidates: torch.Tensor, left: torch.Tensor
     ) -> torch.Tensor:
-        """Of the candidates, reused rows that are left: from what their segments say. key, value: of all that are."""
+        """Return how far the candidates, reused rows that are left, differ from their segments.
+
+        key, value: of all rows that are left.
+        """
         places, is_left = left.cumsum(0)[candidates] - 1, left[self._rows]
         everything = torch.ones_like(candidates, dtype=torch.bool)
         deviation = torch.zeros(len(candidates), device=key.device)
@@ -224,7 +229,7 @@ def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, 
 
 
 def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
-    """Of each layer that chooses in any piece the share of each piece's rows that goes on behind it."""
+    """Return, for each layer that chooses in any piece, the share of each piece's rows that goes on after it."""
     each = [config.stages_of(num_layers, _is_known(piece, config)) if piece.reuse else () for piece in pieces]
     layers = sorted({stage.layer for stages in each for stage in stages})
     return {
@@ -233,7 +238,7 @@ def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> di
 
 
 def _needs_no_look(pieces: Sequence[Piece], config: BlendConfig, stages: dict[int, list[float]]) -> bool:
-    """Layer 0 is to choose, and knows without its K and V what: of every piece that it may let go of rows of."""
+    """Return whether layer 0 chooses, and can do so without its K and V: all rows of the pieces have a sensitivity."""
     ratios = stages.get(0)
     return ratios is not None and all(
         ratio == 1 or _is_known(piece, config) for ratio, piece in zip(ratios, pieces, strict=True)
@@ -241,5 +246,5 @@ def _needs_no_look(pieces: Sequence[Piece], config: BlendConfig, stages: dict[in
 
 
 def _is_known(piece: Piece, config: BlendConfig) -> bool:
-    """All of its reused rows have a sensitivity that counts."""
+    """Return whether all of its reused rows have a sensitivity that counts."""
     return config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in piece.reuse)

@@ -33,7 +33,16 @@ class TransferStats:
     seconds: float = 0.0
 
     def plus(self, num_blocks: int, num_bytes: int, seconds: float) -> "TransferStats":
-        """Return the sum of this and of one more move."""
+        """Add one more move.
+
+        Args:
+            num_blocks: Its blocks.
+            num_bytes: Its bytes.
+            seconds: Its time.
+
+        Returns:
+            The sum of both.
+        """
         return TransferStats(self.num_blocks + num_blocks, self.num_bytes + num_bytes, self.seconds + seconds)
 
 
@@ -82,11 +91,12 @@ class BlockTransfers:
         self._stats[kind] = self._stats[kind].plus(num_blocks, num_blocks * self._block_bytes, seconds)
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
         event.record(torch.cuda.current_stream(self._cache.device))
         return event
 
     def _read_events(self) -> None:
-        while self._under_way and self._under_way[0][2].query():
+        # torch does not annotate query
+        while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call, unused-ignore]
             kind, begin, end = self._under_way.popleft()
             self._stats[kind] = self._stats[kind].plus(0, 0, begin.elapsed_time(end) / 1e3)

@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_swaps = 0  # preemptions that kept on the host what was computed
+        self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
         self._is_held = is_held
         self.reclaimers = list(reclaimers)
@@ -348,7 +348,7 @@ def _add_portion(portions: list[Portion], request: Request, budget: int) -> int:
 
 
 def _waits_for_a_step_of_its_own(request: Request, portions: list[Portion], budget: int) -> bool:
-    """Whether a request that may blend, and so is not computed in portions, is too long for what is left of the step.
+    """Whether a request that may blend, and so is not computed in portions, is too long for the rest of the step.
 
     It then goes with the next step's decodes, beside no other prefill.
     """

@@ -67,9 +67,9 @@ class ServingLoop:
 
     @uninterrupted
     def add(self, request: Request) -> None:
-        """Queue it; its arrival is the number of requests before it. ValueError, and no change, if its id is in use.
+        """Queue it; its arrival is the number of requests before it.
 
-        The same for whatever Scheduler.add raises.
+        ValueError, and no change, if its id is in use, or Scheduler.add refuses it.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
@@ -307,6 +307,6 @@ class ServingLoop:
 
 
 def _piece(portion: Portion) -> Piece:
-    """Return what the model computes of it. Its last row is wanted: K and V that give no numbers are not committed."""
+    """Return the piece to compute. Its last row is wanted: K and V that give no numbers are not committed."""
     request, start, end = portion
     return Piece(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

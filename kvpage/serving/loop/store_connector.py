@@ -45,20 +45,46 @@ class BlockStore(Protocol):
     """
 
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Return how many leading tokens it holds."""
+        """Look a prompt up.
+
+        Args:
+            tokens: int32 [num_tokens].
+            namespace: Only sequences of the same namespace are found.
+
+        Returns:
+            How many leading tokens it holds.
+        """
 
     def load_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, start: int, namespace: bytes
     ) -> int:
         """Load K and V of tokens[start:] into the blocks, as far as they are held and the blocks reach.
 
-        Returns the number of leading tokens whose K and V are there now.
+        Args:
+            tokens: int32 [num_tokens].
+            engine: The cache of the blocks.
+            block_table: int32, the blocks of the sequence from its first token on.
+            start: The first token that is loaded.
+            namespace: As for `lookup`.
+
+        Returns:
+            The number of leading tokens whose K and V are there now.
         """
 
     def store_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, namespace: bytes
     ) -> int:
-        """Keep K and V of the tokens; return how many it holds now."""
+        """Keep K and V of the tokens.
+
+        Args:
+            tokens: int32 [num_tokens].
+            engine: The cache of the blocks.
+            block_table: int32, the blocks of the sequence from its first token on.
+            namespace: As for `lookup`.
+
+        Returns:
+            How many leading tokens it holds now.
+        """
 
 
 @dataclass(slots=True)
@@ -353,7 +379,7 @@ class StoreConnector:
         device = self._cache.device
         if device.type != "cuda":
             return nullcontext
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
         ready.record(torch.cuda.current_stream(device))
         return lambda: _SideStream(device, ready)
 
@@ -362,12 +388,12 @@ class _SideStream:
     """A stream that begins after an event, and whose work is done on leaving."""
 
     def __init__(self, device: torch.device, ready: torch.cuda.Event) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
         self._stream.wait_event(ready)
         self._context = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
-        self._context.__enter__()
+        self._context.__enter__()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)

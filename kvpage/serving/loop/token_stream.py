@@ -7,17 +7,21 @@ from kvpage.serving.loop.outputs import FinishReason, RequestOutput, StepOutput
 
 
 class TokenStream(Iterator[int]):
-    """An iterator over a request's generated tokens. The request lives as long as it: closed, dropped or ended by an
-    exception before its last token, it aborts the request, also before the first.
+    """An iterator over a request's generated tokens. Closed or dropped before its last token, it aborts the request.
+
+    An exception ends both, too.
 
         stream = engine.stream(tokens, params)
         for token in stream: ...
         stream.finish_reason     "stop", "length", "error" (then `stream.error` says why) or "abort"
 
-    output: what came of the request, when it has run to its end; None before, and after an abort.
+    Args:
+        take: Computes until there is a token or an error, and returns it.
+        drop: Ends the request if it has not finished; for `close`.
+        forget: Has that done later, without a lock; for the garbage collector, which runs amid anything.
 
-    take: computes until there is a token or an error, and returns it. drop: ends the request if it has not finished;
-    for `close`. forget: has that done later, without a lock; for the garbage collector, which runs amid anything.
+    Attributes:
+        output: The outcome of a request that has run to its end; None before, and after an abort.
     """
 
     def __init__(
@@ -29,8 +33,9 @@ class TokenStream(Iterator[int]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why there are no more tokens; None while there may be. "abort" for a stream that was closed, or whose request
-        somebody aborted.
+        """The reason why there are no more tokens; None while there may be.
+
+        "abort" means that the stream was closed, or its request aborted.
         """
         if self.output is not None:
             return self.output.finish_reason
@@ -57,7 +62,7 @@ class TokenStream(Iterator[int]):
 
     @uninterrupted
     def close(self) -> None:
-        """Aborts the request, if it has not finished; during a step, when that is over. No more tokens come then."""
+        """Abort the request if it has not finished; during a step, after it. No more tokens come then."""
         if not self._is_over:
             self._is_over = True
             self._drop()

@@ -37,9 +37,13 @@ class Beam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """beams: the best first. num_cached_tokens: of the prompt, found in the cache.
+    """The outcome of a beam search for one prompt.
 
-    error: why there are no beams, where logits were no numbers; else None.
+    Attributes:
+        prompt_token_ids: The prompt.
+        beams: The best first; empty with an error.
+        num_cached_tokens: Leading tokens of the prompt that were found in the cache.
+        error: The reason why there are no beams, where logits were no numbers; else None.
     """
 
     prompt_token_ids: list[int]
@@ -49,7 +53,7 @@ class BeamSearchOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the best; none with an error."""
+        """The tokens of the best beam; none with an error."""
         return self.beams[0].token_ids if self.beams else []
 
 
@@ -78,7 +82,7 @@ class _Search:
         self._max_tokens = params.max_tokens
 
     def step(self, logits: torch.Tensor) -> None:
-        """Goes one token on. logits: [len(running), vocab_size]. Nothing runs any more when the search is over."""
+        """Go one token on. logits: [len(running), vocab_size]. No beam runs any more when the search is over."""
         candidates = self._candidates(logits)
         self._num_generated += 1
         is_last = self._num_generated == self._max_tokens
@@ -95,13 +99,13 @@ class _Search:
         return BeamSearchOutput(self.prompt.tolist(), beams, self.num_cached_tokens, self.error)
 
     def fail(self) -> None:
-        """Ends the search, whose logits are no numbers, without a beam."""
+        """End the search, whose logits are no numbers, without a beam."""
         self.error = str(LogitsNotFinite([0], ["this prompt's beams"]))
         self.finished = []
         self._follow([])
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
-        """The best continuations: so many that num_beams go on even if each beam ends with each stop token."""
+        """Return the best continuations, so many that num_beams go on even if each beam ends with each stop token."""
         sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
         count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
         scores, indices = sums.flatten().topk(count)
@@ -110,7 +114,7 @@ class _Search:
         return [_Candidate(score, index // vocab_size, index % vocab_size) for score, index in pairs]
 
     def _processed(self, scores: torch.Tensor) -> torch.Tensor:
-        """What is asked for besides, done to log-probabilities, as transformers does it in a beam search."""
+        """Apply penalties and the like to log-probabilities, as transformers does in a beam search."""
         if self.params.changes_logits:
             rows = [SampledRow(self.params, self._stop_ids, len(self.prompt), self._max_tokens) for _ in self.running]
             token_ids = [branch.token_ids for branch in self.running]
@@ -136,7 +140,7 @@ class _Search:
         return _penalized(best_running, length, self._penalty) <= self.finished[-1].score
 
     def _follow(self, candidates: Sequence[_Candidate]) -> None:
-        """The candidates run from now on; the first of a parent takes its branch, others a fork of it."""
+        """Run the candidates from now on; the first of a parent takes its branch, others a fork of it."""
         heirs: dict[int, Branch] = {}
         running = []
         for candidate in candidates:
@@ -152,12 +156,12 @@ class _Search:
 
 
 def _penalized(score: float, length: int, penalty: float) -> float:
-    """In fp32, as transformers does."""
+    """Return the score after the length penalty, in fp32 as transformers computes it."""
     return float(torch.tensor(score) / length**penalty)
 
 
 class _Prompt(NamedTuple):
-    """One to search for, with nothing left to its defaults."""
+    """A checked prompt, with nothing left to its defaults."""
 
     tokens: npt.NDArray[np.int32]
     params: BeamSearchParams
@@ -167,7 +171,7 @@ class _Prompt(NamedTuple):
 def search_beams(
     engine: SteerableEngine, prompts: Sequence[Tokens], params: BeamSearchParams | None, namespace: bytes
 ) -> list[BeamSearchOutput]:
-    """See Engine.beam_search. As many prompts at once as the engine runs sequences."""
+    """Search as Engine.beam_search says, for as many prompts at once as the engine runs sequences."""
     if not isinstance(params, BeamSearchParams | None):
         raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
     check_namespace(namespace)
@@ -188,7 +192,7 @@ def _prompt(engine: SteerableEngine, tokens: Tokens, given: BeamSearchParams | N
 
 
 def _search_group(engine: SteerableEngine, prompts: Sequence[_Prompt], namespace: bytes) -> list[BeamSearchOutput]:
-    """All prompts side by side; where blocks lack for that, one half after the other."""
+    """Search for all prompts side by side; where blocks are short, one half after the other."""
     try:
         with Branches(engine) as branches:
             searches = [_Search(branches, branches.start(one.tokens, namespace), *one[1:]) for one in prompts]

@@ -3,8 +3,8 @@
     start([5, 9]) ─► a ── compute ─► logits after 9
     fork(a) ─► b       a.append(2), b.append(7) ── compute ─► logits after 2, and after 7: 5 and 9 are computed once
 
-For beam search, particles, grammars, and whoever chooses tokens by more than a request's SamplingParams. What branches
-have computed is found by requests, and the other way round.
+They serve beam search, particles, grammars, and other choices of tokens that a request's SamplingParams cannot express.
+Requests find the blocks that branches have computed, and the other way round.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -23,7 +23,7 @@ from kvpage.serving.steer.steerable import SteerableEngine
 
 
 class Branch:
-    """A sequence of tokens, of which the first `num_computed` have their K and V in blocks. Made by Branches.
+    """A sequence of tokens. K and V of the first `num_computed` are in blocks. Branches makes it.
 
     tokens   [ 5  9  2 | 7  1 |  4 ]     4: appended since, has no slot yet
              num_computed  num_room
@@ -40,11 +40,18 @@ class Branch:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """A view, valid until the next append."""
+        """A view of the tokens, int32 [num_tokens], valid until the next append."""
         return self._tokens[: self.num_tokens]
 
     def append(self, tokens: Tokens) -> None:
-        """More tokens, for the next compute. Nothing is allocated yet."""
+        """Add tokens for the next `compute`. Nothing is allocated yet.
+
+        Args:
+            tokens: Token ids.
+
+        Raises:
+            TypeError, ValueError: They are no token ids.
+        """
         added = as_tokens(tokens)
         end = self.num_tokens + len(added)
         if end > len(self._tokens):
@@ -54,13 +61,14 @@ class Branch:
 
 
 class Branches:
-    """The branches of one owner over `engine`. Not thread-safe; calls come between the engine's steps.
+    """The branches of one owner over an engine. Not thread-safe; calls come between the engine's steps.
 
-    They come before requests: where blocks lack, running requests are preempted, the youngest first, and go on later.
+    They come before requests: where blocks are short, running requests are preempted, the youngest first, and go on
+    later. Ctrl-C amid a call leaves no block without an owner: `close` ends the branches that the call has made.
 
-    Ctrl-C amid a call leaves no block without an owner: what the call has made by then is ended by `close`.
-
-    reclaim: asked before that to give back blocks that it can do without; False if it cannot.
+    Args:
+        engine: The engine.
+        reclaim: Asked first, where blocks are short, for blocks that the owner can do without; False if there are none.
     """
 
     def __init__(self, engine: SteerableEngine, reclaim: Callable[[], bool] | None = None) -> None:
@@ -73,14 +81,23 @@ class Branches:
         return len(self._live)
 
     def __contains__(self, branch: Branch) -> bool:
-        """It has not ended."""
+        """Whether a branch is one of these and has not ended."""
         return branch in self._live
 
     @uninterrupted
     def start(self, tokens: Tokens, namespace: bytes = b"") -> Branch:
-        """A branch of `tokens`, at least one, with what of them is cached; the rest is for `compute`.
+        """Start a branch. Blocks of a cached prefix are reused; the rest is for `compute`.
 
-        Raises as `Engine.add_request` does for tokens and namespace; OutOfBlocks, with nothing held.
+        Args:
+            tokens: Token ids, at least one.
+            namespace: Only sequences of the same namespace share blocks.
+
+        Returns:
+            The branch.
+
+        Raises:
+            ValueError, TypeError: As `Engine.add_request` for tokens and namespace.
+            OutOfBlocks: There are too few blocks; nothing is held.
         """
         checked = self.engine.check_tokens(tokens)
         branch = Branch(checked.copy(), 0, len(checked))
@@ -96,9 +113,18 @@ class Branches:
 
     @uninterrupted
     def fork(self, branch: Branch, num_tokens: int | None = None) -> Branch:
-        """Another branch with the same tokens, or the first `num_tokens` of them, in the same blocks.
+        """Return another branch with the same tokens, in the same blocks.
 
-        ValueError if not all of them are computed, or for a num_tokens that BlockManager.fork does not take.
+        Args:
+            branch: All of its tokens are computed.
+            num_tokens: Fork only so many leading tokens, at least `first_forkable`. None means all.
+
+        Returns:
+            The new branch.
+
+        Raises:
+            ValueError: Not all tokens are computed, or BlockManager.fork does not take num_tokens.
+            KeyError: The branch has ended.
         """
         self._check([branch])
         if branch.num_computed != branch.num_tokens:
@@ -110,19 +136,35 @@ class Branches:
         return fork
 
     def first_forkable(self, branch: Branch) -> int:
-        """The fewest tokens that `fork` takes: for less, `start` finds the blocks, which are cached."""
+        """Return the fewest tokens that `fork` takes. For fewer, `start` finds the blocks, which are cached.
+
+        Args:
+            branch: A branch that has not ended.
+
+        Returns:
+            A number of tokens.
+        """
         return self._manager.first_forkable(branch)
 
     def compute(self, branches: Sequence[Branch], wanted: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
-        """Computes what is left of each branch; the logits after its last token: [len(branches), vocab_size].
+        """Compute the tokens of each branch that are left, in passes of at most max_num_batched_tokens.
 
-        wanted: for each branch, after how many of its tokens logits are asked for, ascending, of those that are left to
-            compute: [how many in all, vocab_size].
+        After an exception nothing is lost or cached. The same call may be made again, or one with other branches.
 
-        Each branch is named once and has at least one token left. In as many forward passes as the engine's
-        max_num_batched_tokens asks for. ValueError for anything else, and if a branch would be longer than the model
-        takes. OutOfBlocks, LogitsNotFinite with the branches whose logits are no numbers, or what the model raises:
-        nothing is lost or cached, and the same call may be made again, or one with the other branches.
+        Args:
+            branches: Each is named once, and has at least one token left to compute.
+            wanted: For each branch, the numbers of leading tokens after which logits are asked for, ascending, among
+                those left to compute. None means after its last token.
+
+        Returns:
+            The logits: [len(branches), vocab_size], or [wanted numbers in all, vocab_size].
+
+        Raises:
+            ValueError: A branch is named twice, has nothing left, or is longer than the model takes; or `wanted` is out
+                of its range.
+            KeyError: A branch has ended.
+            OutOfBlocks: There are too few blocks.
+            LogitsNotFinite: The logits of some branches are no numbers; it names them.
         """
         self._check(branches)
         if not branches:
@@ -149,8 +191,14 @@ class Branches:
 
     @uninterrupted
     def release(self, branches: Iterable[Branch]) -> None:
-        """Ends them. What they have cached can be found until it is evicted. KeyError for one that has ended,
-        ValueError for one that is named twice, and none ends then.
+        """End branches. Their cached blocks can be found until they are evicted.
+
+        Args:
+            branches: Each is named once.
+
+        Raises:
+            KeyError: One has ended; then none of the others ends.
+            ValueError: One is named twice; then none ends.
         """
         branches = as_list("branches", branches)
         self._check(branches)
@@ -159,7 +207,7 @@ class Branches:
             self._manager.release(branch)
 
     def close(self) -> None:
-        """Ends all that are left."""
+        """End all branches that are left."""
         self.release(list(self._live))
 
     def __enter__(self) -> "Branches":
@@ -204,7 +252,7 @@ class Branches:
             branch.num_room = branch.num_tokens
 
     def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[Piece]]:
-        """What is left of the branches, in order, in passes of at most max_num_batched_tokens."""
+        """Return the tokens left of the branches, in order, in passes of at most max_num_batched_tokens."""
         passes: list[list[Piece]] = [[]]
         budget = limit = self.engine.config.max_num_batched_tokens
         for branch, each in zip(branches, counts, strict=True):
@@ -221,7 +269,7 @@ class Branches:
         return passes
 
     def _compute_pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, set[Hashable]]:
-        """The wanted logits, and the branches whose logits are no numbers, after wanted tokens or a piece's last."""
+        """Return the wanted logits, and the branches with logits that are no numbers, after wanted or last tokens."""
         checked = [_with_last(piece) for piece in pieces]
         logits = self.engine.compute(checked)
         owners = [piece.seq_id for piece in checked for _ in piece.wanted]

@@ -1,4 +1,4 @@
-"""PagedTokenTrie: what a model says after many token lists that share beginnings, each token computed once.
+"""PagedTokenTrie: a model's log-probabilities after many token lists that share beginnings, each token computed once.
 
     root ── 5 ── 9 ── 2*        node: children by token id
               └─ 7* ── 1*       logprobs (*): [vocab_size], of the token after it
@@ -6,13 +6,12 @@
 
     ask for 5 9 2 3 and 5 9 2 8:   the branch that ends at 2 is forked, one token is computed for each
 
-A branch pins its blocks, and branches of one beginning share them. When there are too many, or blocks lack, the one
-that was not asked for the longest time ends; what it computed stays in the engine's prefix tree until it is evicted
+A branch pins its blocks, and branches of one beginning share them. Where there are too many, or blocks are short, the
+one that was used the longest time ago ends. Its blocks stay in the engine's prefix tree until they are evicted
 there, so that even then little is computed again.
 
-Lists that are asked for together are computed together, in as few passes as let none compute what another does: a list
-that is the beginning of another is read off on the way, and of lists that have a block or more in common that is not
-computed yet, the first goes ahead.
+Lists of one call are computed together, in as few passes as possible, and no token twice. A list that is the beginning
+of another is read off on the way. Of lists that share a block that is not computed yet, the first goes ahead.
 """
 
 from collections import OrderedDict
@@ -71,14 +70,21 @@ class _Source(NamedTuple):
 
 
 class PagedTokenTrie:
-    """Next-token log-probabilities through `engine`, whose model, blocks and prefix cache it shares with its requests.
+    """Next-token log-probabilities through an engine, with whose requests it shares model, blocks and prefix cache.
 
-    namespace: only what was computed in the same one is shared.
-    max_branches: live ones, each of which holds at least one block of its own.
-    max_logprobs: nodes whose log-probabilities are kept, vocab_size floats each; the least recently used go first.
+    Not thread-safe; calls come between the engine's steps. If blocks are short, its own idle branches end first, then
+    running requests are preempted. Requests that need blocks get those of idle branches. `close` it, or use `with`.
 
-    Not thread-safe; calls come between the engine's steps. Blocks that lack are taken from its own idle branches first,
-    then from running requests; requests that lack blocks get those of idle branches. `close` it, or use it in `with`.
+    Args:
+        engine: The engine.
+        namespace: Only sequences of the same namespace share blocks.
+        max_branches: Live branches at most. Each holds at least one block of its own.
+        max_logprobs: Nodes whose log-probabilities are kept at most, vocab_size floats each. The least recently used go
+            first.
+
+    Raises:
+        TypeError: The namespace is not bytes.
+        ValueError: A number is not positive.
     """
 
     def __init__(
@@ -109,13 +115,19 @@ class PagedTokenTrie:
         return len(self._cached)
 
     def next_token_logprobs(self, token_lists: Sequence[Tokens]) -> torch.Tensor:
-        """log_softmax of the logits after each list: fp32 [len(token_lists), vocab_size], on the CPU.
+        """Return the log-softmax of the logits after each list; compute those that are not known yet.
 
-        What is not known yet is computed. Lists may be equal, and may be beginnings of one another.
+        Args:
+            token_lists: Token ids. Lists may be equal, and may be beginnings of one another.
 
-        ValueError, before anything is computed, for an empty list, tokens that are no ids, a list longer than the model
-        takes. OutOfBlocks if one list alone does not fit, and LogitsNotFinite with the lists whose logits are no
-        numbers; what was computed before is kept.
+        Returns:
+            fp32 [len(token_lists), vocab_size], on the CPU.
+
+        Raises:
+            ValueError: A list is empty, longer than the model takes, or holds others than ids of the vocabulary;
+                nothing is computed then.
+            OutOfBlocks: One list alone does not fit. Results of earlier passes are kept.
+            LogitsNotFinite: The logits after some lists are no numbers; it names them. Other results are kept.
         """
         checked = [self.engine.check_tokens(tokens) for tokens in token_lists]
         for tokens in checked:
@@ -130,7 +142,7 @@ class PagedTokenTrie:
         return torch.stack([row for row in rows if row is not None]) if rows else torch.empty(0, self.engine.vocab_size)
 
     def clear(self) -> None:
-        """Forgets everything, and lets go of all blocks."""
+        """Forget everything, and let go of all blocks."""
         self._branches.close()
         self._by_use.clear()
         self._cached.clear()
@@ -138,7 +150,7 @@ class PagedTokenTrie:
         self._root = _Node(None, -1)
 
     def close(self) -> None:
-        """Clears, and leaves the engine. Twice is fine."""
+        """Clear, and leave the engine. A second call does nothing."""
         self.clear()
         self.engine.remove_reclaimer(self._end_oldest)
 
@@ -170,7 +182,7 @@ class PagedTokenTrie:
             self._suspects.append(oldest)
 
     def _prune(self) -> None:
-        """Takes out the suspects that know nothing and lead nowhere, and what is above them and so becomes the same."""
+        """Take out the suspects without log-probabilities and children, and parents that so become the same."""
         while self._suspects:
             node = self._suspects.pop()
             while node.parent and not node.children and node.logprobs is None and node.branch not in self._by_use:
@@ -182,7 +194,7 @@ class PagedTokenTrie:
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _compute(self, queries: Sequence[_Query]) -> list[torch.Tensor]:
-        """Of distinct lists."""
+        """Return the log-probabilities after distinct lists."""
         found: dict[_Node, torch.Tensor] = {}
         try:
             left = list(queries)
@@ -195,7 +207,7 @@ class PagedTokenTrie:
         return [found[query.end] for query in queries]
 
     def _path(self, tokens: TokenIds) -> list[_Node]:
-        """The nodes of the tokens, new ones where there are none."""
+        """Return the nodes of the tokens, new ones where there are none."""
         node, path = self._root, []
         for token in tokens.tolist():
             child = node.children.get(token)
@@ -206,7 +218,7 @@ class PagedTokenTrie:
         return path
 
     def _first(self, queries: Sequence[_Query]) -> list[_Query]:
-        """Those to begin with: no beginnings of others, and of those that share a block still to be computed, one."""
+        """Return the queries to begin with: no beginnings of others, and one of those that share an unknown block."""
         inner = {node for query in queries for node in query.path[:-1]}
         num_tokens = self.engine.manager.block_size
         ahead: set[_Node] = set()
@@ -224,9 +236,7 @@ class PagedTokenTrie:
     def _compute_some(
         self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], found: dict[_Node, torch.Tensor]
     ) -> None:
-        """Computes `queries`, and of what is `asked` besides what lies on their way. Where blocks lack for all at once,
-        one half after the other.
-        """
+        """Compute `queries`, and the `asked` nodes on their way; where blocks are short, one half after the other."""
         try:
             self._compute_at_once(queries, asked, found)
             return
@@ -269,7 +279,7 @@ class PagedTokenTrie:
     def _nodes_on_the_way(
         self, queries: Sequence[_Query], branches: Sequence[Branch], asked: Mapping[_Node, _Query]
     ) -> list[dict[int, _Node]]:
-        """For each query the nodes that it can answer for, by how many tokens lead there; each node once."""
+        """Return for each query the nodes that it can answer for, by the tokens that lead there; each node once."""
         taken: set[_Node] = set()
         nodes = []
         for query, branch in zip(queries, branches, strict=True):
@@ -280,8 +290,9 @@ class PagedTokenTrie:
 
     @contextmanager
     def _using(self) -> Iterator[set[Branch]]:
-        """Inside, the branches in the set do not end for want of blocks. After an exception they have ended: what was
-        appended to them was not computed.
+        """Hold branches: inside, those in the set do not end where blocks are short.
+
+        After an exception they have ended, as the tokens appended to them were not computed.
         """
         self._in_use = set()
         try:
@@ -293,7 +304,7 @@ class PagedTokenTrie:
             self._in_use = set()
 
     def _branches_for(self, queries: Sequence[_Query]) -> list[Branch]:
-        """A branch for each query, with at least its last token left to compute."""
+        """Return a branch for each query, with at least its last token left to compute."""
         sources = [self._source(query) for query in queries]
         self._in_use.update(source.branch for source in sources if source.branch)
         heirs = {source.branch: index for index, source in enumerate(sources) if source.ends_branch}
@@ -312,7 +323,7 @@ class PagedTokenTrie:
         return branches
 
     def _source(self, query: _Query) -> _Source:
-        """The branch that shares the most tokens; none if starting anew finds as much, in whole blocks."""
+        """Return the branch that shares the most tokens; none if a new one finds as much, in whole blocks."""
         last, manager = len(query.tokens) - 1, self.engine.manager
         for depth in range(last, 0, -1):
             branch = query.path[depth - 1].branch
@@ -326,7 +337,7 @@ class PagedTokenTrie:
     # --- branches ----------------------------------------------------------------------------------------------------
 
     def _end_oldest(self) -> bool:
-        """Ends the idle branch that was not asked for the longest time; False if there is none."""
+        """End the idle branch that was used the longest time ago; False if there is none."""
         oldest = next((branch for branch in self._by_use if branch not in self._in_use), None)
         if oldest is not None:
             self._end([oldest])

@@ -310,3 +310,10 @@ def test_a_view_is_collected_with_its_engine() -> None:
     del engine
     gc.collect()
     assert view() is None
+
+
+def test_the_model_can_still_be_trained() -> None:
+    model = make_model("llama")
+    Engine.from_model(model, EngineConfig(CACHE)).generate(PROMPTS, SamplingParams(max_tokens=NEW))
+    model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -90,3 +90,8 @@ def test_an_engine_takes_its_settings_from_nowhere_else() -> None:
     assert engine.config is config and engine.max_model_len == 20
     assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == (3, 5)
     assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_max_model_len_must_be_one_the_model_has() -> None:
+    with pytest.raises(ValueError, match=r"max_model_len must be in \[1, 256\] for this model, got 257"):
+        Engine.from_model(make_model("llama"), EngineConfig(CACHE, max_model_len=257))
