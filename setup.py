@@ -22,7 +22,7 @@ CUDA_CHOICES = ("AUTO", "ON", "OFF")
 
 
 def digest_of_sources() -> str:
-    """Of what the extension is compiled from, so that benchmarks/record.py can tell another build."""
+    """Return a digest of the sources of the extension, by which benchmarks/record.py tells builds apart."""
     made = hashlib.sha256()
     for path in [HERE / "CMakeLists.txt", *sorted(path for path in (HERE / "csrc").rglob("*") if path.is_file())]:
         made.update(f"{path.relative_to(HERE)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -39,7 +39,7 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake", "-S", str(HERE), "-B", str(build), "-G", "Ninja",
-            # Named anew each time: a build folder may remember the one of a build environment that is gone.
+            # Given each time: a build folder may remember the ninja of a build environment that is gone.
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
@@ -53,7 +53,7 @@ class CMakeBuild(build_ext):
         for command in (configure, ["cmake", "--build", str(build), "--target", "_C"]):
             code = subprocess.run(command).returncode
             if code:
-                sys.exit(f"building kvpage._C failed with exit code {code}; what CMake printed above says why")
+                sys.exit(f"building kvpage._C failed with exit code {code}; the output of CMake above says why")
 
 
 setup(

@@ -72,25 +72,37 @@ def accumulate(largest, total, values, scores, v, value_scales, seen, EDGE: tl.c
 
 
 @triton.jit
-def store_result(out_ptr, sum_ptr, place, largest, total, values, valid, SIZE: tl.constexpr):
-    """Write each row from `place` on, divided by its sum; for a split as it is, with maximum and sum beside it."""
+def store_out(out_ptr, token, head, token_stride, head_stride, total, values, valid, A: tl.constexpr):
+    """Write the rows of `out`: values divided by their sum."""
+    SIZE: tl.constexpr = A.value.VALUE_SIZE
     column = tl.arange(0, values.shape[1])
     mask = valid[:, None] & (column < SIZE)[None, :]
-    if sum_ptr is not None:
-        tl.store(out_ptr + (place[:, None] * SIZE + column[None, :]), values, mask=mask)
-        tl.store(sum_ptr + place * 2, largest, mask=valid)
-        tl.store(sum_ptr + place * 2 + 1, total, mask=valid)
-    else:
-        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out_ptr + (place[:, None] + column[None, :]), values, mask=mask)
+    values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
+    tl.store(out_ptr + (row[:, None] + column[None, :]), values, mask=mask)
+
+
+@triton.jit
+def store_partial(
+    partial_ptr, sum_ptr, token, head, num_kv_heads, split, num_splits, largest, total, values, valid, A: tl.constexpr
+):
+    """Write the rows of a split: values as they are, their maximum and their sum."""
+    GROUP: tl.constexpr = A.value.GROUP
+    SIZE: tl.constexpr = A.value.VALUE_SIZE
+    column = tl.arange(0, values.shape[1])
+    mask = valid[:, None] & (column < SIZE)[None, :]
+    row = (token.to(tl.int64) * num_kv_heads * GROUP + head) * num_splits + split
+    tl.store(partial_ptr + (row[:, None] * SIZE + column[None, :]), values, mask=mask)
+    tl.store(sum_ptr + row * 2, largest, mask=valid)
+    tl.store(sum_ptr + row * 2 + 1, total, mask=valid)
 
 
 @triton.jit
 def attend(
     largest, total, values, q, q_tail, row_factor, position, window, softcap,
     key, wanted, block_id, offset, kv_head,  # of a tile of keys
-    key_ptr, key_block_stride, key_offset_stride, key_head_stride, key_run_stride,
-    value_ptr, value_block_stride, value_offset_stride, value_head_stride, value_run_stride,
+    key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,  # key_head: offset of the KV head
+    value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
     key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
     value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     EDGE: tl.constexpr,  # not every row sees every key
@@ -101,7 +113,7 @@ def attend(
     VALUE_ALIGN: tl.constexpr = A.value.VALUE_ALIGN
     kv_head = kv_head.to(tl.int64)
     # The compiler learns what divides the result of an operation, but not that of a call.
-    key_row = block_id * key_block_stride + offset * key_offset_stride + kv_head * key_head_stride
+    key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
     key_row = tl.multiple_of(key_row, KEY_ALIGN)
     scores, k = score(q, q_tail, key_ptr, key_row, wanted, key_run_stride, A)
     if A.value.TOKEN_SCALES:
@@ -113,7 +125,7 @@ def attend(
     if A.value.SHARED:
         v = k
     else:
-        value_row = block_id * value_block_stride + offset * value_offset_stride + kv_head * value_head_stride
+        value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
         value_row = tl.multiple_of(value_row, VALUE_ALIGN)
         v = load_values(value_ptr, value_row, wanted, value_run_stride, A)
     value_scales = None
@@ -170,7 +182,6 @@ def paged_attention_kernel(
     value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     A: tl.constexpr,  # AttentionConstants
 ):  # fmt: skip
-    GROUP: tl.constexpr = A.value.GROUP
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     TOKEN_SCALES: tl.constexpr = A.value.TOKEN_SCALES
     QUERY_ALIGN: tl.constexpr = A.value.QUERY_ALIGN
@@ -196,6 +207,8 @@ def paged_attention_kernel(
     largest, total, values = start(sink_ptr, head, valid, split, A)
     low, begin, full_begin, full_end, end = keys_of_split(first, last, window, split, num_splits, A)
     table_row = table_ptr + seq.to(tl.int64) * table_stride
+    key_head = kv_head.to(tl.int64) * key_head_stride
+    value_head = kv_head.to(tl.int64) * value_head_stride
     unknown = tl.zeros([TILE_KEYS], tl.int32)
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
@@ -211,8 +224,8 @@ def paged_attention_kernel(
             largest, total, values = attend(
                 largest, total, values, q, q_tail, row_factor, position, window, softcap,
                 key, inside & known, block_id, offset, kv_head,
-                key_ptr, key_block_stride, key_offset_stride, key_head_stride, key_run_stride,
-                value_ptr, value_block_stride, value_offset_stride, value_head_stride, value_run_stride,
+                key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
+                value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
                 value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
                 phase == 1, A,
@@ -222,8 +235,8 @@ def paged_attention_kernel(
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
     if partial_ptr is None:
-        place = token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
-        store_result(out_ptr, None, place, largest, total, values, valid, A.value.VALUE_SIZE)
+        store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
     else:
-        place = (token.to(tl.int64) * num_kv_heads * GROUP + head) * num_splits + split
-        store_result(partial_ptr, sum_ptr, place, largest, total, values, valid, A.value.VALUE_SIZE)
+        store_partial(
+            partial_ptr, sum_ptr, token, head, num_kv_heads, split, num_splits, largest, total, values, valid, A
+        )

@@ -90,7 +90,7 @@ inline void dot(Rows queries, int64_t num_rows, Stream<T> keys, int64_t num_keys
 
 // --- weights: the online softmax of one row ------------------------------------------------------------------------
 
-// Turns `count` scores into weights relative to the row's new maximum. Returns the factor that takes what was summed up
+// Turns `count` scores into weights relative to the row's new maximum. Returns the factor that takes sums
 // under the old maximum to the new one.
 inline float softmax_row(float* scores, int64_t count, float softcap, float& maximum, float& weight) {
   if (softcap > 0)

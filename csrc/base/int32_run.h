@@ -62,7 +62,7 @@ class Int32Run {
     return copy;
   }
 
-  // Keeps the values from `at` on and returns those before it. `copy` is what copy_smaller_half(at) made.
+  // Keeps the values from `at` on and returns those before it. `copy` is the result of copy_smaller_half(at).
   Int32Run cut_front(int64_t at, Int32Run copy) noexcept {
     if (at <= size() - at) {
       begin_ += at;

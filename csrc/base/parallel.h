@@ -18,7 +18,7 @@ inline int useful_threads(int64_t work, int64_t grain, int max_threads) {
 }
 
 // Runs body(share) for each share in [0, num_shares), one thread a share, the caller's own thread among them, and waits
-// for all. Where the system gives fewer threads, the caller does what is left. The first exception is thrown at the
+// for all. Where the system gives fewer threads, the caller does the rest. The first exception is thrown at the
 // end.
 template <typename Body>
 void run_shares(int num_shares, const Body& body) {

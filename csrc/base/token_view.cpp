@@ -56,7 +56,7 @@ uint64_t multiply_fold(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
-// Four tokens a step, as wyhash does. What lacks in the last step counts as 0; a tree hashes one length only.
+// Four tokens a step, as wyhash does. Missing tokens of the last step count as 0; a tree hashes one length only.
 template <typename Token>
 uint64_t hash_tokens(const Token* tokens, int64_t count, uint64_t seed) {
   const auto word = [&](int64_t i) -> uint64_t {

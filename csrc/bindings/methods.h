@@ -1,5 +1,5 @@
 // Methods of CPython's own kind, for calls that take less time than pybind11 takes to make them. A method's descriptor
-// checks the type of `self`, which has no subclasses; what it lacks before __init__ is checked here.
+// checks the type of `self`, which has no subclasses; a `self` without __init__ is refused here.
 #pragma once
 
 #include <new>

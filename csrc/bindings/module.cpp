@@ -1,4 +1,4 @@
-// kvpage._C: its errors, its classes as Python sees them, and what each file of this folder adds.
+// kvpage._C: its errors, its classes as Python sees them, and the parts that the files of this folder add.
 #include "bindings/bindings.h"
 
 #include "base/check.h"

@@ -10,7 +10,7 @@ namespace kvpage {
 
 namespace {
 
-// Uninitialised, int32 [size]; without what py::array_t takes for any shape and type.
+// Returns an uninitialised array, int32 [size], faster than py::array_t, which takes any shape and type.
 py::object new_ids(int64_t size) {
   const auto& api = py::detail::npy_api::get();
   PyObject* type = api.PyArray_DescrFromType_(py::detail::npy_api::NPY_INT32_);

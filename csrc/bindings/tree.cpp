@@ -24,7 +24,7 @@ class SharedTree final : public PrefixTree {
     return calls_.run(cost, std::move(call));
   }
 
-  // A call that compares tokens with what is cached.
+  // A call that compares tokens with cached ones.
   template <typename Call>
   auto walk(int64_t num_tokens, Call call) {
     return calls_.run(LongCalls::walk_cost(num_tokens, block_size()), std::move(call));

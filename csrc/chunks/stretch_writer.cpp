@@ -36,13 +36,13 @@ class Runs {
 
   int64_t end() const { return ends_.back(); }
 
-  // Where the run begins that reaches over the place; null behind all of them.
+  // Returns the beginning of the run that contains the place; null after the last one.
   const std::byte* run_at(int64_t place) const {
     const size_t i = index_of(place);
     return i < runs_.size() ? runs_[i].data : nullptr;
   }
 
-  // body(run) -> whether to go on: what lies at [begin, end).
+  // Calls body(run) for the runs at [begin, end); it returns whether to go on.
   template <typename Body>
   void for_each(int64_t begin, int64_t end, const Body& body) const {
     for (size_t i = index_of(begin); begin < end; ++i) {

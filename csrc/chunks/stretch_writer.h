@@ -44,7 +44,7 @@ struct StretchWrite {
 int64_t count_stretches(const StretchWrite& args);
 
 // digests: as many. Goes on after short writes. Throws InvalidArgument as above, before anything is written, and
-// std::system_error for what the file answers: then any of the bytes may have been written, and the tail is untouched.
+// std::system_error for an error of the file: then any of the bytes may have been written, and the tail is untouched.
 void write_stretches(const StretchWrite& args, Digest* digests);
 
 }  // namespace kvpage

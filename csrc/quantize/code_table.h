@@ -4,7 +4,7 @@
 // DecodeTable: a code has a sign and 7 more bits; the table has a number for each value of those 7 bits.
 //
 // EncodeTable: of bf16. A magnitude's bits are  eeeeeeee mmmmmmm,  and `shift` of the mantissa's are more than the code
-// has. Codes rise with magnitudes, so that what is to be known is where they step. A cell of magnitudes that differ in
+// has. Codes rise with magnitudes, so that the table has to know where they step. A cell of magnitudes that differ in
 // their last bits alone has at most one step, and one number for a cell says code and step:
 //
 //     code = (magnitude + offset of its cell) >> shift
@@ -32,7 +32,7 @@ struct EncodeTable {
   uint16_t subnormal[kSubnormalCells];
   uint16_t least, split, most;  // magnitudes below or above `least` and `most` have the codes of these
   uint16_t shift;
-  // For lookups of bytes: what the normal cells' offsets are above normal_base, and the subnormal cells' from the first
+  // For lookups of bytes: the normal cells' offsets above normal_base, and the subnormal cells' from the first
   // on, to which the magnitudes' last 4 bits are added alone.
   uint16_t normal_base;
   alignas(16) uint8_t normal_bytes[kNormalCells];

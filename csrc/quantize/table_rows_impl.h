@@ -51,7 +51,7 @@ class CodeNumbers {
 #elif KVPAGE_LANES == 8 && defined(__AVX2__)
 #define KVPAGE_HAS_TABLES 1
 
-// 16 bytes for each half of a register: what VPSHUFB looks up in.
+// 16 bytes for each half of a register: the table of VPSHUFB.
 inline __m256i load_lookup(const uint8_t* bytes) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }

@@ -54,8 +54,8 @@ void transpose_slowly(const Transposition& matrix) {
 
 #ifdef __SSE2__
 
-// A register of lanes: what differs between the instruction sets. Where a register is made of several pieces, `stride`
-// is the distance of those in memory.
+// A register of lanes: the part that differs between instruction sets. Where a register is made of several pieces,
+// `stride` is the distance of those in memory.
 struct OneLane {
   static constexpr int kLanes = 1;
   __m128i value;

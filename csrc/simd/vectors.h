@@ -1,5 +1,5 @@
-// Vectors of KVPAGE_LANES floats in the compiler's vector extension, and what attention needs of them. For files that
-// are compiled once per instruction set: everything here has internal linkage.
+// Vectors of KVPAGE_LANES floats in the compiler's vector extension, and the arithmetic of attention on them. For files
+// that are compiled once per instruction set: everything here has internal linkage.
 #pragma once
 
 #include <cmath>

@@ -9,7 +9,7 @@
 // A slot is in one place only: inserting it again moves it.
 //
 // The tree is as small as it can be: every node but the root has a holder, or a pin ends there, or it has two
-// children. What splits an edge is joined again when it goes.
+// children. A split edge is joined again when the cause of the split goes.
 //
 // Pins. A pin keeps the path from its end to the root; one is taken by each insert and each pin, and given back by
 // release, which names the same tokens.

@@ -1,4 +1,4 @@
-// SlotTree::check_invariants: every invariant, by counting again what the tree keeps count of.
+// SlotTree::check_invariants: every invariant, by counting again all that the tree counts.
 #include <sstream>
 #include <stdexcept>
 #include <unordered_set>

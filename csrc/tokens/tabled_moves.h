@@ -9,7 +9,7 @@
 namespace kvpage {
 
 // Makes tables where the number of tokens is worth it and the code type, the rows' type and the scales have some. Owns
-// the tables. `moves` are copied; what they point to stays the caller's.
+// the tables. `moves` are copied; the memory that they point to stays the caller's.
 class TabledMoves {
  public:
   static TabledMoves for_writes(const TokenMove* moves, int num_moves, int64_t num_heads, int64_t num_tokens);

@@ -39,7 +39,7 @@ uint32_t BlockPool::count_or_zero(int32_t block_id) const {
   return static_cast<uint32_t>(block_id) < counts_.size() ? counts_[block_id] : 0;
 }
 
-// `count` is the block's as the call found it, what the call had done to it before included.
+// `count` is the block's count before this step of the call; earlier steps are included.
 void BlockPool::refuse(int32_t block_id, uint32_t count, const char* verb) const {
   check_id(block_id);
   if (count == 0) fail("cannot ", verb, " block ", block_id, ": no reference is left on it");

@@ -6,8 +6,8 @@
 //      | 2 |*            c: the one reference is the prefix tree's ("cached")
 //      +---+
 //
-// A fresh pool hands out ascending ids. What is released together comes back in the same order when it is allocated
-// again, so that runs of neighbouring blocks, which copies merge, survive.
+// A fresh pool hands out ascending ids. Blocks that are released together come back in the same order when they are
+// allocated again, so that runs of neighbouring blocks, which copies merge, survive.
 //
 // A cached block has exactly one reference, its tree's. No caller can share or release it (pin a Match instead). So
 // evicting it is certain to free it, and a caller who releases a block twice cannot take it from the tree.
@@ -43,7 +43,7 @@ class BlockPool {
   // References on the block: 0 if it is free, 1 if it is cached. InvalidArgument if out of range.
   int64_t ref_count(int64_t block_id) const;
 
-  // Throws std::runtime_error that names what is broken. O(num_blocks).
+  // Throws std::runtime_error that names the broken invariant. O(num_blocks).
   void check_invariants() const;
 
   // --- for PrefixTree ---
@@ -52,7 +52,7 @@ class BlockPool {
   // InvalidArgument if a fresh block is shared, free, cached or named twice, or a surplus one cannot be released.
   void adopt(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
 
-  // Throws what `adopt` would, and changes nothing.
+  // Throws as `adopt` would, and changes nothing.
   void check_adoptable(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
 
   // Free blocks that are the tree's from now on, as many as there are and `ids` has room for; returns how many.

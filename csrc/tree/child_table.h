@@ -3,7 +3,8 @@
 //      | hash, node |    .    | hash, node | hash, node |    .    |      linear probing, at most two thirds full
 //
 // The hash covers the parent's address and the tokens, so a parent with 50,000 children costs no more than one with
-// two. Equal hashes are told apart by parent and tokens. Removal shifts back what had to step aside: no tombstones.
+// two. Equal hashes are told apart by parent and tokens. Removal shifts back the entries that had to step aside: no
+// tombstones.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ uint64_t random_seed() {
   return static_cast<uint64_t>(device()) << 32 | device();
 }
 
-// Drops what is not kNoBlock.
+// Drops the blocks that are not kNoBlock.
 void drop_blocks(BlockPool& pool, std::span<const int32_t> ids) noexcept {
   for (size_t i = ids.size(); i-- > 0;)
     if (ids[i] != kNoBlock) pool.drop(ids.subspan(i, 1));

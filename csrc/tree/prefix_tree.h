@@ -4,7 +4,7 @@
 //        |-- [1 2 3 4 / 7 8] --+-- [5 6 / 9]
 //        |                     `-- [5 7 9 9 / 2 3]        a match of 1 2 3 4 5 7 9 ... ends inside this edge after
 //        `-- [8 8 / 5]                                    one block: the edge is split there, so that pins hold
-//      namespace "lora-1"                                 exactly what was matched
+//      namespace "lora-1"                                 exactly the match
 //        `-- [1 2 / 6]
 //
 // Tokens are compared, not digests: no collision can hand out another prompt's cache.
@@ -13,7 +13,7 @@
 //
 //      d d d dh dh h h h              d: device only   dh: both, needs no copy to leave the device   h: host only
 //
-// The tree moves no bytes. What has to be copied comes back as pairs of block ids; the caller orders these copies, one
+// The tree moves no bytes. It returns the copies to make as pairs of block ids; the caller orders these copies, one
 // list after the other, before anything else is written.
 //
 // Pins. Every live Match pins the nodes from its end to its root. A pinned node stays as it is; an unpinned one is
@@ -114,11 +114,11 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // those of the whole prompt; as many of them are left over as for `match`. None if not even one token is shared.
   std::optional<PartMatch> match_part(const Match& match, const TokenView& tokens, int64_t num_left_over = 1);
 
-  // How many device blocks no other match pins: what releasing these, each given once, would make evictable.
-  // InvalidArgument if one is released or another tree's.
+  // Returns how many device blocks no other match pins. Releasing these matches, each given once, makes them evictable.
+  // Throws InvalidArgument if one is released or another tree's.
   int64_t num_pinned_only_by(std::span<const Match* const> matches);
 
-  // Another Match of the same path. InvalidArgument if `match` is released or another tree's.
+  // Returns another Match of the same path. Throws InvalidArgument if `match` is released or another tree's.
   Match pin(const Match& match);
 
   // Unpins the path, from its end to the root; nodes without pins become the most recently used.
@@ -126,7 +126,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void release(Match& match);
   bool is_released(const Match& match) const;
 
-  // How many of the path's blocks are on the device: the first ones.
+  // Returns how many of the path's blocks are on the device: the first ones.
   int64_t num_device_blocks(const Match& match) const;
 
   // Gives device blocks to the first host-only blocks of the path, one for each of `block_ids`, which become the
@@ -134,11 +134,11 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // the caller's alone.
   std::vector<TierPair> promote(const Match& match, std::span<const int32_t> block_ids);
 
-  // Shortens the match to what of it is on the device; the rest becomes the most recently used.
+  // Shortens the match to its part on the device; the rest becomes the most recently used.
   void trim(Match& match);
 
-  // Gives host blocks to device blocks of the path, from its start on, as far as there is room or what is unpinned on
-  // the host makes some: the (device, host) pairs to copy. Only of nodes that `min_hits` matches have found.
+  // Gives host blocks to device blocks of the path, from its start on, as far as there is room or unpinned blocks on
+  // the host make some: the (device, host) pairs to copy. Only of nodes that `min_hits` matches have found.
   std::vector<TierPair> write_out(const Match& match, int64_t min_hits);
 
   // Caches tokens[i * block_size, ...) in block_ids[i], below the end of `after` or the namespace's root. Pins the
@@ -158,7 +158,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // (device, host) pairs to copy before the device blocks are written. A block without room is forgotten.
   std::pair<int64_t, std::vector<TierPair>> demote(int64_t num_blocks);
 
-  // Frees up to that many host blocks, as evict does. What has no device block is forgotten. Returns how many.
+  // Frees up to that many host blocks, as evict does. A block without a device block is forgotten. Returns how many.
   int64_t evict_host(int64_t num_blocks);
 
   // Forgets the blocks of `tokens` from the last cached one up to the first that is pinned or that another path goes on
@@ -172,11 +172,11 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // if `match` is released or not wholly on the device.
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
-  // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after what it
-  // goes on from. InvalidArgument if the limit is negative.
+  // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after the
+  // edge that it goes on from. InvalidArgument if the limit is negative.
   std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
 
-  // Follows what happens to blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
+  // Follows the changes of blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
   // take_changes is the whole tree. InvalidArgument if negative.
   void log_changes(int64_t max_bytes);
 

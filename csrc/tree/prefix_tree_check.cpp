@@ -1,4 +1,4 @@
-// PrefixTree::check_invariants: every invariant, by counting again what the tree keeps count of.
+// PrefixTree::check_invariants: every invariant, by counting again all that the tree counts.
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>

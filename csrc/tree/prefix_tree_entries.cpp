@@ -27,7 +27,7 @@ struct Waiting {
   int64_t parent;
 };
 
-// The node and what comes before it among its siblings, the first of them last.
+// The node and the siblings before it, the first of them last.
 void wait_from(const TreeNode* top, int64_t parent, std::vector<Waiting>* waiting) {
   for (const TreeNode* node = top; node; node = node->left) waiting->push_back({node, parent});
 }
@@ -43,7 +43,7 @@ std::vector<TreeEntry> PrefixTree::entries(int64_t limit, std::optional<std::str
   return found;
 }
 
-// Siblings follow one another by their tokens; what goes on from an entry comes before the next sibling.
+// Siblings follow one another by their tokens; the children of an entry come before the next sibling.
 void PrefixTree::add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const {
   std::vector<Waiting> waiting;
   wait_from(root->children, -1, &waiting);

@@ -31,7 +31,7 @@ class PrefixTree::Demotions {
     if (pair != kNoBlock) pairs_[static_cast<size_t>(pair)].first = kNoBlock;
   }
 
-  // Ends it. What has been given up for these pairs is gone already: nothing may fail any more.
+  // Ends it. The blocks given up for these pairs are gone already: nothing may fail any more.
   std::vector<TierPair> take() noexcept {
     forget_places();
     std::erase_if(pairs_, [](const TierPair& pair) { return pair.first == kNoBlock; });
@@ -131,9 +131,9 @@ int64_t PrefixTree::clear() {
   return num_freed;
 }
 
-// Victims are strewn over memory. What the next eviction will touch is fetched ahead, and the node after it, through
-// which the same will be done then: among 50,000 leaves an eviction costs two thirds. Always inlined, since the
-// compiler drops a call of a function that does nothing but prefetch.
+// Victims are scattered over memory. The nodes that the next eviction will touch are fetched ahead, and the node after
+// it, through which the same will be done then: among 50,000 leaves an eviction costs two thirds. Always inlined, since
+// the compiler drops a call of a function that does nothing but prefetch.
 [[gnu::always_inline]] inline void PrefixTree::prefetch_victims() const noexcept {
   const TreeNode* next = order_.first_on_device();
   if (!next) return;

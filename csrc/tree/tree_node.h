@@ -3,7 +3,7 @@
 //      parent                      a namespace's root has no edge; every other node has a whole block at least
 //        |  blocks      0  1  2  3  4         num_blocks = 5
 //        |  tokens     [.. .. .. .. ..]       [num_blocks * block_size]
-//        |  device_ids [ 7  2  9      ]       of the first blocks: what has left the device has left it from the end
+//        |  device_ids [ 7  2  9      ]       of the first blocks: blocks leave the device from the end
 //        |  host_ids   [ 4  -  1  8  3]       of any block, of each that is not on the device; -: kNoBlock, never last
 //      node
 //      /  \                        children: a treap by their first block's tokens, and ChildTable

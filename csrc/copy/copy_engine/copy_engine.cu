@@ -104,7 +104,7 @@ struct CopyEngine::State {
     flush();
   }
 
-  // The null stream goes on after the side stream even when a copy fails half-way: what was enqueued still runs.
+  // The null stream goes on after the side stream even when a copy fails half-way: enqueued copies still run.
   void copy_beside(const CopyPlan& plan, cudaStream_t stream) {
     if (!side) side.emplace();
     if (!before) before.emplace();

@@ -24,7 +24,7 @@ std::vector<CopyTile> split_for_launches(int64_t num_fragments, int64_t num_pair
         num_pairs);
   check(capacity >= 2 * (kFragment + kPair), "capacity must be at least ", 2 * (kFragment + kPair), " bytes, got ",
         capacity);
-  // The fragments may take half of the room, and what the pairs leave of the other half.
+  // The fragments may take half of the room, and the part of the other half that the pairs leave.
   const int64_t fragment_room = std::max(capacity / 2, capacity - num_pairs * kPair);
   const int64_t most_fragments = std::min(num_fragments, fragment_room / kFragment);
   const int64_t most_pairs = std::min(num_pairs, (capacity - most_fragments * kFragment) / kPair);

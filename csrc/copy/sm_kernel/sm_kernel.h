@@ -1,5 +1,5 @@
 // Executor 3: the SM kernel. One launch copies all layers and pairs, within a device or from and to pinned host memory.
-// Only in builds with CUDA. What a thread copies is in copy_thread.h, what a launch copies in launch_plan.h.
+// Only in builds with CUDA. copy_thread.h has the work of a thread, launch_plan.h that of a launch.
 #pragma once
 
 #include <cstdint>

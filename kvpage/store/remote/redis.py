@@ -5,8 +5,8 @@
     redis+sentinel://host:26379,host:26380/mymaster/0      rediss+sentinel:// with TLS
 
 The password is the server's; sentinels are asked without one. The key is a prefix and the record's key in hexadecimal.
-A value is asked for by GETRANGE, which gives no more than a record may have, whatever somebody else has put there, in
-the one round trip that GET would need too.
+Values are read by GETRANGE, in one round trip like GET. It returns no more bytes than a record may have, whatever
+another client has stored.
 """
 
 import re
@@ -116,8 +116,10 @@ class RedisBackend(Backend):
         yield from (names[i : i + LIST_COUNT] for i in range(0, len(names), LIST_COUNT))
 
     def _answers(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """One round trip. An answer may be the exception that the server gave for that command: of a full server, of
-        a node that is down. Where all of them are, the first is raised, unless it is of the value and not the server.
+        """Send commands in one round trip and return the answers.
+
+        An answer may be the server's error for that command, such as a full server's or a missing node's. If all are
+        errors, the first is raised, unless one is about the value and not the server.
         """
         with self._client() as client:
             pipeline = client.pipeline(transaction=False)

@@ -1,7 +1,7 @@
-"""Clients of redis-py for each kind of URL, with connections that send values from where they lie, and receive them
-where they stay.
+"""Clients of redis-py for each kind of URL, whose connections send and receive values without copying them.
 
-redis-py copies what it is given, with hiredis twice: that halves the speed of a SET of 32 MiB, and of a GET nearly so.
+redis-py copies the values that it is given, with hiredis twice. That halves the speed of a SET of 32 MiB, and nearly
+that of a GET.
 """
 
 import socket
@@ -26,23 +26,23 @@ __all__ = ["Client", "connector", "disconnect", "interrupt", "pack_commands", "r
 Client = Any  # redis.Redis or RedisCluster
 SCHEMES = tuple(f"{name}{kind}" for name in ("redis", "rediss") for kind in ("", "+cluster", "+sentinel")) + ("unix",)
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
-CONNECT_SECONDS, SOCKET_SECONDS = 5.0, 30.0  # of threads left behind: a call's own deadline is the tier's
+CONNECT_SECONDS, SOCKET_SECONDS = 5.0, 30.0  # of abandoned threads: a call's own deadline is the tier's
 
 
 def pack_commands(commands: Sequence[Sequence[Any]]) -> list[bytes | memoryview]:
-    """Commands as the protocol writes them, to be sent one piece after the other; memoryviews are not copied."""
-    pieces: list[bytes | memoryview] = []
+    """Return commands in the protocol's form, as buffers to send in turn; memoryviews are not copied."""
+    buffers: list[bytes | memoryview] = []
     text = bytearray()
     for command in commands:
         text += b"*%d\r\n" % len(command)
         for argument in command:
             if isinstance(argument, memoryview):
-                pieces += [bytes(text + b"$%d\r\n" % argument.nbytes), argument]
+                buffers += [bytes(text + b"$%d\r\n" % argument.nbytes), argument]
                 text = bytearray(b"\r\n")
             else:
                 data = argument if isinstance(argument, bytes) else str(argument).encode()
                 text += b"$%d\r\n%b\r\n" % (len(data), data)
-    return [*pieces, bytes(text)]
+    return [*buffers, bytes(text)]
 
 
 class _Direct:
@@ -74,8 +74,9 @@ class _SentinelSSLConnection(_Direct, SentinelManagedSSLConnection):
 
 
 def connector(url: SplitResult, options: Mapping[str, str]) -> Callable[[], Client]:
-    """Makes clients for a URL; a client of a cluster connects at once, the others when they are used. options: of TLS.
-    ValueError for what is no such URL.
+    """Return a maker of clients for a URL. A cluster's client connects at once, others when they are used.
+
+    options: of TLS. Raises ValueError for another URL.
     """
     name, _, kind = url.scheme.partition("+")
     if url.scheme not in SCHEMES:
@@ -94,14 +95,16 @@ def connector(url: SplitResult, options: Mapping[str, str]) -> Callable[[], Clie
 
 
 def disconnect(client: Client) -> None:
-    """Closes all connections. For the thread that uses them, or when none does."""
+    """Close all connections. Only the thread that uses them may call it, or any if none does."""
     for pool in _pools(client):
         pool.disconnect(inuse_connections=True)
 
 
 def interrupt(client: Client) -> None:
-    """The thread that waits for a connection gets an error at once, and has to disconnect. Nothing is closed here: the
-    descriptor's number would be the next socket's, and the thread might be just about to wait for that number.
+    """Make the thread that waits for a connection fail at once; it has to disconnect.
+
+    Nothing is closed here: the descriptor's number would be the next socket's, and the thread may be about to wait for
+    that number.
     """
     for pool in _pools(client):
         for connection in list(pool._in_use_connections):
@@ -174,7 +177,7 @@ def _no_retry() -> Retry:
 
 
 def _hosts(url: SplitResult, default_port: int, most: int | None = None) -> list[tuple[str, int]]:
-    """host:port,host:port behind user:password@; IPv6 addresses in brackets."""
+    """Return the hosts of host:port,host:port after user:password@; IPv6 addresses are in brackets."""
     hosts = []
     for text in url.netloc.rpartition("@")[2].split(","):
         host, port = SplitResult("", text, "", "", ""), default_port

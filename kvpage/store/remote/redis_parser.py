@@ -1,4 +1,4 @@
-"""BulkParser: reads answers of Redis (RESP2) for redis-py, large values straight into memory of their own.
+"""BulkParser: reads answers of Redis (RESP2) for redis-py, and large values straight into memory of their own.
 
     socket ─► buffer ─► lines and small values: bytes
        └───────────────► a large value: memoryview        each byte is copied once, by the kernel
@@ -28,7 +28,7 @@ class BulkParser(BaseParser):
 
     def __init__(self, socket_read_size: int) -> None:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._begin = self._end = 0  # of what has come and is not yet read
+        self._begin = self._end = 0  # of the bytes that have come and are not yet read
         self._sock: Any = None
 
     def on_connect(self, connection: Any) -> None:
@@ -39,7 +39,7 @@ class BulkParser(BaseParser):
         self._sock = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether something has come, or the end."""
+        """Return whether bytes have come, or the end."""
         sock = self._open_socket()
         if self._begin < self._end or (hasattr(sock, "pending") and sock.pending()):
             return True
@@ -48,7 +48,7 @@ class BulkParser(BaseParser):
         return bool(poll.poll(timeout * 1000))
 
     def read_response(self, disable_decoding: bool = False, **others: Any) -> Any:
-        """An answer: bytes, or a memoryview where it is large; an int, a list, None; an exception the server gave."""
+        """Return an answer: bytes, or a memoryview of a large value; an int, a list, None; an error of the server."""
         line = self._line()
         kind, text = line[:1], line[1:]
         if kind == b"$":
@@ -68,7 +68,7 @@ class BulkParser(BaseParser):
         raise InvalidResponse(f"an answer must begin with one of +-:$*, got {line[:20]!r}")
 
     def _line(self) -> bytes:
-        """Without its end."""
+        """Return a line without its end."""
         searched = 0
         while True:
             come = bytes(self._buffer[self._begin : min(self._end, self._begin + 4096)])

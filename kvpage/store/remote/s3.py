@@ -1,9 +1,9 @@
-"""S3Backend: one object a record, in S3 or what speaks like it: a large, cold tier.
+"""S3Backend: one object for each record, in S3 or a server with its protocol: a large, cold tier.
 
     s3://bucket/some/prefix?endpoint_url=https://host:9000&region=eu-central-1
 
 The object's name is the prefix, "/" and the record's key in hexadecimal. Credentials come from where boto3 looks for
-them, never from the URL. S3 has no batches but of removals, so that several objects are asked for at once.
+them, never from the URL. S3 has batches of removals only, so several objects are requested at once.
 """
 
 import re
@@ -26,7 +26,7 @@ MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 
 
 class S3Backend(Backend):
-    """client: of boto3. max_value_bytes: a longer object is not fetched. num_threads: of one call."""
+    """Records in a bucket. client: of boto3. max_value_bytes: of an object to fetch. num_threads: of one call."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class S3Backend(Backend):
         return self._each(self._put, items, timeout)
 
     def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
-        """By length too: what cannot be a record is there for a store to replace."""
+        """Compare lengths, too: an object that cannot be a record counts as missing, so that it is replaced."""
         return self._each(self._contains, keys, timeout)
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """S3 does not say what was there, so it is asked before."""
+        """Remove objects. S3 does not report which were there, so they are counted before."""
         there = self._each(lambda key: self._length(key) is not None, keys, timeout)
         self._remove([self._name(key) for key in keys])
         return sum(there)
@@ -69,7 +69,7 @@ class S3Backend(Backend):
                     yield RecordInfo(bytes.fromhex(item["Key"].removeprefix(self._prefix)), item["Size"])
 
     def clear(self) -> None:
-        """What is under the prefix, and of that only what is named as records are."""
+        """Remove the objects under the prefix that are named like records."""
         self._remove([self._name(info.key) for info in self.infos()])
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class S3Backend(Backend):
         return self._prefix + key.hex()
 
     def _get(self, key: Key) -> object:
-        """The length comes before the bytes: b"", which is no record, for one that is too long."""
+        """Return the object; b"", which is not a record, if it is too long; None if it is missing."""
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key))
         except self._client.exceptions.ClientError as error:
@@ -114,7 +114,7 @@ class S3Backend(Backend):
                 raise OSError(f"{len(failed)} objects were not removed: {failed[0].get('Code')}")
 
     def _each(self, function: Callable[[K], T], items: Sequence[K], timeout: float | None) -> list[T]:
-        """function of each, on a few threads that begin no more once time is up or one has failed."""
+        """Call the function for each item on a few threads, which stop once time is up or a call has failed."""
         end = None if timeout is None else monotonic() + timeout
         results: dict[int, T] = {}
         errors: list[Exception] = []
@@ -143,8 +143,9 @@ class S3Backend(Backend):
 
 
 def from_url(url: str) -> RemoteTier:
-    """The tier that a URL names (above). Options: endpoint_url, region, num_threads, those of `RemoteOptions.take`.
-    ValueError for a URL that is none. Nothing is connected yet.
+    """Return the tier of a URL (above), which is not connected yet.
+
+    Options: endpoint_url, region, num_threads, and those of `RemoteOptions.take`. Raises ValueError for another URL.
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
