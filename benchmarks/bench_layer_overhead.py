@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpage import _C, CacheConfig, CacheEngine, ModelConfig, ops
+import kvpage._C as _C
+from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
 from kvpage.ops import reference
 from kvpage.serving.model.attention import paged_attention
@@ -76,7 +77,7 @@ class Layer:
     def attend(self) -> torch.Tensor:
         """The call that a model makes."""
         self.step.calls.clear()
-        given = self.module, self.query, self.key, self.value, None
+        given: Any = (self.module, self.query, self.key, self.value, None)
         return paged_attention(*given, scaling=self.scale, kvpage=self.step)[0]
 
     def attend_unbound(self) -> torch.Tensor:
@@ -136,8 +137,11 @@ def measure(rounds: int, number: int) -> list[dict[str, Any]]:
                 layer = Layer(shape, num_seqs, dtype)
                 layer.check()
                 native, held = layer.native_calls()
-                whole = {"layer": layer.attend, "native": lambda native=native: [call() for call in native]}
-                rest = {"besides": layer.attend, "unbound": layer.attend_unbound}
+                whole: dict[str, Callable[[], object]] = {
+                    "layer": layer.attend,
+                    "native": lambda native=native: [call() for call in native],
+                }
+                rest: dict[str, Callable[[], object]] = {"besides": layer.attend, "unbound": layer.attend_unbound}
                 taken = in_turns(whole, rounds, number, functools.partial(seconds, clock=time.thread_time))
                 taken |= in_turns(rest, rounds, number, without_native)
                 del held

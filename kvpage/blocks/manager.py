@@ -79,7 +79,7 @@ class BlockManager:
         self._sequences = Sequences(block_size)
 
     def take_moves(self) -> BlockMoves:
-        """Hand over the moves to make before the next step, in order. Each is handed over once.
+        """Return the moves to make before the next step, in order. Each is handed over once.
 
         The manager takes them as made. `do_moves` keeps each move until it is made.
         """
@@ -366,7 +366,7 @@ class BlockManager:
         return seq_id in self._sequences.swapped
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether so many blocks can be handed out."""
+        """Return whether `num_blocks` blocks can be handed out."""
         return as_integer("num_blocks", num_blocks) <= self.num_free_blocks
 
     def stats(self) -> BlockStats:

@@ -25,6 +25,7 @@ RECORD = "a record of this folder's modules, though no dataclass"
 ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/extras/token_trie/dynamic.py": (("use.",), RECORD),
     "kvpage/store/disk/allocator.py": (("entry.", "self._index.forgotten"), RECORD),
+    "kvpage/store/disk/directory.py": (("other.drive.num_errors",), RECORD),
     "kvpage/store/disk/disk_tier.py": (("entry.", "self._allocator.lock"), RECORD),
     "kvpage/store/disk/index.py": (("entry.", "space."), RECORD),
     "kvpage/observe/events/publisher.py": (("taker.", "giver.", "self._pub.", "self._router."), "options of sockets"),

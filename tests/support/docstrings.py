@@ -85,7 +85,9 @@ def lacking_of_class(kind: type) -> Iterator[str]:
 
 
 def _describes(args: str, summary: str, name: str) -> bool:
-    return _mentions(args, name) or f"`{name}`" in summary
+    """Return whether an argument is described, in its section or by the summary: "the sequence" describes seq_id."""
+    said = "sequence" if name in ("seq_id", "seq_ids") else name
+    return _mentions(args, name) or _mentions(summary, said) or _mentions(summary, f"{said}s")
 
 
 def _mentions(text: str, name: str) -> bool:
