@@ -169,8 +169,7 @@ def paged_attention_kernel(
     partial_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, VALUE_SIZE] or None for one split
     sum_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, 2]: maximum and sum
     error_ptr,  # int32 [1]
-    factor, softcap,  # see scaled()
-    window,
+    factor, softcap, window,  # see scaled()
     num_tiles, num_splits, num_kv_heads, num_seqs, num_tokens, num_blocks,
     capacity,  # keys that a row of the table has room for
     query_token_stride, query_head_stride,  # all strides in elements
@@ -193,7 +192,6 @@ def paged_attention_kernel(
     asked = tl.load(seq_len_ptr + seq).to(tl.int64)
     length = tl.minimum(asked, capacity).to(tl.int32)
     report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, A.value.BIT)
-
     query, token, head, valid = queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A)
     first, last, position = positions_of_rows(
         position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, A
