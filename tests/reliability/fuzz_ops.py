@@ -15,8 +15,8 @@ from fuzz_values import with_number
 from kvpage import _C, CacheLayout, KVScales, ops
 from kvpage.layout.kv_scales import FP8_DTYPES
 from kvpage.ops import reference
+from kvpage.ops.args.tokens import native_blocks, native_parts, native_tables, row_dtypes, row_view
 from kvpage.ops.copies import BlockCopier
-from kvpage.ops.token_args import native_blocks, native_parts, native_tables, row_dtypes, row_view
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, NUM_LAYERS, HEAD_SIZE = 6, 4, 4, 2, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
