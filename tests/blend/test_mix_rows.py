@@ -288,7 +288,7 @@ def test_bad_arguments():
         (ValueError, r"fresh.shape must be \(1, 2, 8\)", (rows, rows, None, fresh[:, :1], fresh_rows)),
         (ValueError, "slots.dtype must be torch.int64", (blocks, rows, None, None, None, slots.int())),
         (ValueError, "with heads of 8, got 2 and 8", (rows, rows, make_rotation(2, 8, 0, 4, False))),
-        (ValueError, "rotation must be of 3 rows with heads of 8, got 3", (rows, rows, make_rotation(3, 9, 0, 4, False))),
+        (ValueError, "of 3 rows with heads of 8, got 3", (rows, rows, make_rotation(3, 9, 0, 4, False))),
     ]  # fmt: skip
     before = rows.clone()
     for error, message, args in cases:
