@@ -140,13 +140,21 @@ def attend(
 
 
 @triton.jit
+def length_of(seq, seq_len_ptr, capacity, error_ptr, A: tl.constexpr):
+    """Return the keys of a sequence; those that the table has no room for are reported, and do not count."""
+    asked = tl.load(seq_len_ptr + seq).to(tl.int64)
+    report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, A.value.BIT)
+    return tl.minimum(asked, capacity).to(tl.int32)
+
+
+@triton.jit
 def start(sink_ptr, head, valid, split, A: tl.constexpr):
     """Return maximum, sum and weighted values before any key, but for the sink: a key that all see, of value 0."""
     TILE_ROWS: tl.constexpr = A.value.TILE_ROWS
     VALUE_TILE: tl.constexpr = A.value.VALUE_TILE
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    if sink_ptr is not None:
+    if sink_ptr is not None:  # noqa: SIM102 -- a compiler takes the branches of `and` both
         if split == 0:
             largest = tl.load(sink_ptr + head, mask=valid, other=0.0) * 1.4426950408889634
             total += 1.0
@@ -190,10 +198,7 @@ def paged_attention_kernel(
     seq, num_queries, first_row, first_query = sequence_of(tile, query_len_ptr, num_seqs, A)
     if seq >= num_seqs:
         return
-    asked = tl.load(seq_len_ptr + seq).to(tl.int64)
-    length = tl.minimum(asked, capacity).to(tl.int32)
-    report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, A.value.BIT)
-
+    length = length_of(seq, seq_len_ptr, capacity, error_ptr, A)
     query, token, head, valid = queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A)
     first, last, position = positions_of_rows(
         position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, A

@@ -45,6 +45,39 @@ class Device(NamedTuple):
     capability: int  # 10 * major + minor
 
 
+class Plan(NamedTuple):
+    """How a launch is cut into thread blocks; see kvpage.kernels.attention_plan."""
+
+    sizes: Sizes
+    tile: Tile
+    tile_tokens: int
+    num_tiles: int  # of queries
+    head_tiles: int
+    num_splits: int  # of the keys
+
+
+def plan_of(
+    query: torch.Tensor,
+    value_size: int,
+    key: Rows,
+    shares_rows: bool,
+    sequences: DeviceSequences,
+    device: Device,
+) -> Plan:
+    """Choose tiles and splits from the shapes and the bounds, without waiting for the device."""
+    num_tokens, num_seqs = len(query), len(sequences.seq_lens)
+    max_query_len = min(sequences.max_query_len, num_tokens)
+    sizes = sizes_of(query, value_size, key, shares_rows)
+    tile = choose_tile(sizes, sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs)), device.capability)
+    tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
+    num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
+    head_tiles = key.data.shape[2] * -(-sizes.group_size // tile.rows)
+    total_tiles = num_tiles * head_tiles
+    num_keys = total_tiles * -(-sequences.num_keys // num_seqs)
+    num_splits = choose_splits(total_tiles, sequences.max_seq_len, num_keys, tile, device.num_multiprocessors)
+    return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, num_splits)
+
+
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, key_size]
     out: torch.Tensor,  # [num_tokens, num_heads, value_size]
@@ -54,72 +87,41 @@ def paged_attention(
     attention: Attention,  # scale is given, sinks are fp32, positions on the device
     device: Device,
 ) -> None:
+    """Launch attention, and the merging of its splits if there are several."""
     num_tokens, num_heads, value_size = out.shape
-    num_seqs, max_query_len = len(sequences.seq_lens), min(sequences.max_query_len, num_tokens)
-    if num_tokens == 0 or num_seqs == 0 or max_query_len == 0:
+    if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return
-    num_kv_heads = key.data.shape[2]
-    sizes = sizes_of(query, value_size, key, value is None)
-    group_size = sizes.group_size
-    rows_wanted = group_size * min(max_query_len, -(-num_tokens // num_seqs))
-    tile = choose_tile(sizes, rows_wanted, device.capability)
-    tile_tokens = tile.num_tokens(group_size, max_query_len)
-    num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
-    head_tiles = num_kv_heads * -(-group_size // tile.rows)
-    total_keys = head_tiles * num_tiles * -(-sequences.num_keys // num_seqs)
-    num_splits = choose_splits(
-        num_tiles * head_tiles, sequences.max_seq_len, total_keys, tile, device.num_multiprocessors
-    )
+    plan = plan_of(query, value_size, key, value is None, sequences, device)
     partial = sums = None
-    if num_splits > 1:
-        partial = out.new_empty(num_tokens * num_heads, num_splits, value_size, dtype=torch.float32)
-        sums = out.new_empty(num_tokens * num_heads, num_splits, 2, dtype=torch.float32)
+    if plan.num_splits > 1:
+        partial = out.new_empty(num_tokens * num_heads, plan.num_splits, value_size, dtype=torch.float32)
+        sums = out.new_empty(num_tokens * num_heads, plan.num_splits, 2, dtype=torch.float32)
     value_rows = key if value is None else value
-    paged_attention_kernel[(num_tiles * head_tiles * num_splits,)](
-        query,
-        out,
-        _as_stored(key.data),
-        _as_stored(value_rows.data),
-        key.scales,
-        value_rows.scales,
-        attention.sinks,
-        sequences.block_tables,
-        sequences.seq_lens,
-        sequences.query_lens,
-        attention.query_positions,
-        partial,
-        sums,
-        device.error,
+    paged_attention_kernel[(plan.num_tiles * plan.head_tiles * plan.num_splits,)](
+        *(query, out, _as_stored(key.data), _as_stored(value_rows.data), key.scales, value_rows.scales),
+        *(attention.sinks, sequences.block_tables, sequences.seq_lens, sequences.query_lens),
+        *(attention.query_positions, partial, sums, device.error),
         *_factors(attention),
         min(attention.sliding_window or 0, 2**31 - 1),
-        num_tiles,
-        num_splits,
-        num_kv_heads,
-        num_seqs,
-        num_tokens,
-        key.data.shape[0],
+        *(plan.num_tiles, plan.num_splits, key.data.shape[2], len(sequences.seq_lens), num_tokens, len(key.data)),
         sequences.block_tables.shape[1] * key.data.shape[1],
-        *query.stride()[:2],
-        *out.stride()[:2],
-        sequences.block_tables.stride(0),
-        *key.data.stride()[:4],
-        *value_rows.data.stride()[:4],
-        *_scale_strides(key),
-        *_scale_strides(value_rows),
-        constants_of(sizes, tile, tile_tokens, query, key, value, attention, device.capability),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(*query.stride()[:2], *out.stride()[:2], sequences.block_tables.stride(0)),
+        *(*key.data.stride()[:4], *value_rows.data.stride()[:4]),
+        *(*_scale_strides(key), *_scale_strides(value_rows)),
+        constants_of(plan, query, key, value, attention, device.capability),
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
     )
-    if num_splits == 1:
-        return
+    if partial is not None and sums is not None:
+        _merge(out, partial, sums, sequences, plan.num_splits)
+
+
+def _merge(
+    out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, sequences: DeviceSequences, num_splits: int
+) -> None:
+    num_tokens, num_heads, value_size = out.shape
     merge_splits_kernel[(num_tokens * num_heads,)](
-        out,
-        partial,
-        sums,
-        sequences.query_lens,
-        num_seqs,
-        num_heads,
-        num_splits,
+        *(out, partial, sums, sequences.query_lens, len(sequences.seq_lens), num_heads, num_splits),
         *out.stride()[:2],
         VALUE_SIZE=value_size,
         VALUE_TILE=triton.next_power_of_2(value_size),
@@ -137,9 +139,7 @@ def sizes_of(query: torch.Tensor, value_size: int, key: Rows, shares_rows: bool)
 
 
 def constants_of(
-    sizes: Sizes,
-    tile: Tile,
-    tile_tokens: int,
+    plan: Plan,
     query: torch.Tensor,
     key: Rows,
     value: Rows | None,
@@ -147,6 +147,7 @@ def constants_of(
     capability: int,
 ) -> AttentionConstants:
     """Choose the kernel's constants."""
+    sizes, tile = plan.sizes, plan.tile
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
     narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
@@ -170,7 +171,7 @@ def constants_of(
         WINDOW=attention.sliding_window is not None,
         SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,
-        TILE_TOKENS=tile_tokens,
+        TILE_TOKENS=plan.tile_tokens,
         HEADS=min(tile.rows, sizes.group_size),
         TILE_KEYS=tile.keys,
         KEY_TILE=tile.key_tile,

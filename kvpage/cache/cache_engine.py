@@ -27,8 +27,8 @@ from kvpage.layout.config import (
     check_configs,
 )
 from kvpage.layout.kv_scales import KVScales
-from kvpage.ops.bound_cache import BoundCache
-from kvpage.ops.token_args import check_scales
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.tokens import check_scales
 
 
 class CacheEngine:

@@ -20,13 +20,13 @@ from kvpage.ops import chunks as _chunks
 from kvpage.ops import layer as _layer
 from kvpage.ops import rows as _rows
 from kvpage.ops import traced as _traced
+from kvpage.ops.args.bound_cache import BoundCache as BoundCache
+from kvpage.ops.args.sequences import Sequences as Sequences
 from kvpage.ops.blend import mix_rows as mix_rows
 from kvpage.ops.blend import row_deviation as row_deviation
-from kvpage.ops.bound_cache import BoundCache as BoundCache
 from kvpage.ops.copies import BlockCopier
 from kvpage.ops.cuda.attention import attends_in_place as attends_in_place
 from kvpage.ops.cuda.rows import check_device as check_device
-from kvpage.ops.sequences import Sequences as Sequences
 
 __all__ = [
     "Attention",

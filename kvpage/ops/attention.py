@@ -15,11 +15,11 @@ from kvpage.checks.tensors import check_dense, check_writable, readable
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
-from kvpage.ops.bound_cache import BoundCache, bound
+from kvpage.ops.args.bound_cache import BoundCache, bound
+from kvpage.ops.args.sequences import Sequences
+from kvpage.ops.args.tokens import COMPUTE_DTYPES, Lengths, check_dtype, check_size, check_tensor
 from kvpage.ops.cpu import attention as cpu
 from kvpage.ops.cuda import attention as cuda
-from kvpage.ops.sequences import Sequences
-from kvpage.ops.token_args import COMPUTE_DTYPES, Lengths, check_dtype, check_size, check_tensor
 
 
 def paged_attention(
@@ -39,8 +39,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend from each sequence's last tokens to all of its tokens, read in place from their blocks; causal.
 
-    On a CPU it is made for few queries a sequence. For whole prompts it is about as fast as gathering and torch's
-    scaled_dot_product_attention (benchmarks/bench_paged_attention_cpu.py).
+    On a CPU it is made for few queries a sequence (benchmarks/bench_paged_attention_cpu.py).
 
     On a CUDA device nothing is waited for. The keys of a block that does not exist count as not there, and
     `check_device` reports them. Lengths and positions on the device are not checked:
@@ -50,25 +49,22 @@ def paged_attention(
     - Rows of query beyond the sum of query_lens leave their rows of `out` as they are.
     - A position beyond its sequence counts as that of its last token.
 
-    In a captured graph, which needs all lengths on the device, a replay takes what the tensors hold then. No length may
-    exceed its bound.
+    A captured graph needs all lengths on the device. A replay reads them then, and no length may exceed its bound.
 
     Args:
-        query: [num_tokens, num_heads, key_size], the queries of one sequence after those of the other. Any strides with
-            the last dimension contiguous. Of the cache's dtype (fp32, bf16 or fp16), or fp32; where the layout
-            quantises, any of these. num_heads is a multiple of num_kv_heads; neighbours share a KV head. key_size is at
-            most head_size.
+        query: [num_tokens, num_heads, key_size], sequence after sequence, the last dimension contiguous. The cache's
+            dtype (fp32, bf16 or fp16), or fp32; where the layout quantises, any of these. num_heads is a multiple of
+            num_kv_heads; neighbours share a KV head. key_size is at most head_size.
         cache: One layer's cache, or a BoundCache: then layout and scales are None.
-        block_tables: int32 [num_seqs, max_blocks]. Entries that no visible token lies in are not read.
-        seq_lens: [num_seqs] tokens of each sequence in the cache, those of its queries included. On the host; for a
-            CUDA device also int32 or int64 there, as query_lens, and then read when the kernel runs.
+        block_tables: int32 [num_seqs, max_blocks]. Entries without a visible token are not read.
+        seq_lens: [num_seqs] tokens of each sequence in the cache, its queries' included. On the host; for a CUDA
+            device also int32 or int64 there, as query_lens, and then read when the kernel runs.
         layout: How the cache is to be read.
         attention: The options; or give them by name, each a field of Attention: scale, sliding_window and so on.
         query_lens: [num_seqs] queries of each sequence, default 1 each. Query j of a sequence is its token
             seq_len - query_len + j.
-        out: [num_tokens, num_heads, value_size] to write into, of the query's dtype, last dimension contiguous. It must
-            not share memory with the others. Without a value part in the layout (MLA), V is the first value_size
-            elements of each key.
+        out: [num_tokens, num_heads, value_size] in the query's dtype, last dimension contiguous, apart from the others
+            in memory. Without a value part (MLA), V is the first value_size elements of each key.
         scales: Scales of 8-bit floats; None means 1.
         max_query_len: Bound of query_lens that are on the device; by default as much as fits into query.
         max_seq_len: Bound of seq_lens that are on the device; by default as much as fits into a table.

@@ -14,8 +14,8 @@ import kvpage._C as _C
 from kvpage.checks.tensors import check_plain, check_writable, readable
 from kvpage.checks.values import as_integer
 from kvpage.layout.rotation import Rotation, check_rotation
+from kvpage.ops.args.tokens import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor
 from kvpage.ops.cuda import blend as blend_ops_cuda
-from kvpage.ops.token_args import COMPUTE_DTYPES, ROW_TYPES, check_dtype, check_tensor
 
 
 def mix_rows(

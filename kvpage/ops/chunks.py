@@ -17,8 +17,8 @@ from kvpage.checks.values import as_integer
 from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
+from kvpage.ops.args.tokens import check_cache, check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
 from kvpage.ops.cuda import chunks as chunk_ops_cuda
-from kvpage.ops.token_args import check_cache, check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
 
 FORMATS = ("vllm", "huggingface")
 

@@ -13,12 +13,12 @@ import torch
 import kvpage._C as _C
 from kvpage.checks.tensors import check_dense
 from kvpage.layout.attention import Attention
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.sequences import Sequences
+from kvpage.ops.args.tokens import ROW_TYPES
 from kvpage.ops.attention import attend
-from kvpage.ops.bound_cache import BoundCache
 from kvpage.ops.cpu.attention import Queries, attend_queries
 from kvpage.ops.rows import reshape_and_cache
-from kvpage.ops.sequences import Sequences
-from kvpage.ops.token_args import ROW_TYPES
 
 
 def write_and_attend(

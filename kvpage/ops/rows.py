@@ -13,10 +13,8 @@ import kvpage._C as _C
 from kvpage.checks.tensors import readable
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
-from kvpage.ops.bound_cache import BoundCache, bound
-from kvpage.ops.cpu.rows import native_parts
-from kvpage.ops.cuda import rows as cuda
-from kvpage.ops.token_args import (
+from kvpage.ops.args.bound_cache import BoundCache, bound
+from kvpage.ops.args.tokens import (
     Lengths,
     check_device_lengths,
     check_dtype,
@@ -29,6 +27,8 @@ from kvpage.ops.token_args import (
     native_tables,
     out_offsets,
 )
+from kvpage.ops.cpu.rows import native_parts
+from kvpage.ops.cuda import rows as cuda
 
 
 def reshape_and_cache(
@@ -116,8 +116,7 @@ def gather_cache(
 
     Args:
         cache: One layer's cache, or a BoundCache: then layout and scales are None.
-        block_tables: int32 [num_seqs, max_blocks] on the cache's device. Entries that no wanted token lies in are not
-            read.
+        block_tables: int32 [num_seqs, max_blocks] on the cache's device. Entries without a wanted token are not read.
         seq_lens: [num_seqs] integers on the host: a list, or an int32 or int64 tensor. Or a tensor on the cache's CUDA
             device, with `out` given: it is not waited for, so that the call may be captured in a graph. `out` may then
             be larger than the lengths say; what does not fit is skipped.

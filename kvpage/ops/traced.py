@@ -22,10 +22,10 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops import attention as attention_ops
 from kvpage.ops import chunks, rows
-from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.sequences import Sequences
+from kvpage.ops.args.tokens import Lengths, row_dtypes
 from kvpage.ops.copies import BlockCopier
-from kvpage.ops.sequences import Sequences
-from kvpage.ops.token_args import Lengths, row_dtypes
 
 _Library: Any = torch.library.Library  # torch gives its methods no types
 _library = _Library("kvpage", "DEF")

@@ -9,7 +9,7 @@ import torch
 from kvpage import _C, ops
 from kvpage.layout.rotation import Rotation
 from kvpage.ops import reference
-from kvpage.ops.token_args import ROW_TYPES
+from kvpage.ops.args.tokens import ROW_TYPES
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -288,7 +288,7 @@ def test_bad_arguments():
         (ValueError, r"fresh.shape must be \(1, 2, 8\)", (rows, rows, None, fresh[:, :1], fresh_rows)),
         (ValueError, "slots.dtype must be torch.int64", (blocks, rows, None, None, None, slots.int())),
         (ValueError, "with heads of 8, got 2 and 8", (rows, rows, make_rotation(2, 8, 0, 4, False))),
-        (ValueError, "of 3 rows with heads of 8, got 3", (rows, rows, make_rotation(3, 9, 0, 4, False))),
+        (ValueError, "rotation must be of 3 rows with heads of 8", (rows, rows, make_rotation(3, 9, 0, 4, False))),
     ]  # fmt: skip
     before = rows.clone()
     for error, message, args in cases:

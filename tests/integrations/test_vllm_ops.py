@@ -16,7 +16,7 @@ from kvpage.integrations import vllm_ops
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.view_layout import layout_of
 from kvpage.ops import rows as token_ops
-from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.cuda.launches import Launches, Rows
 
 ONE = torch.tensor(1.0)

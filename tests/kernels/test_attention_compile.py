@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_constants import SEARCH  # noqa: E402
-from kvpage.kernels.attention_launch import Rows, constants_of, sizes_of  # noqa: E402
+from kvpage.kernels.attention_launch import Plan, Rows, constants_of, sizes_of  # noqa: E402
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
 from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
 from kvpage.layout.attention import Attention  # noqa: E402
@@ -119,7 +119,8 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
     sizes = sizes_of(query, value_size, key, value is None)
     tile = choose_tile(sizes, group * queries, arch)
     tile_tokens = tile.num_tokens(group, queries)
-    constants = {"A": constants_of(sizes, tile, tile_tokens, query, key, value, options, arch)}
+    plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_splits=2 if split else 1)
+    constants = {"A": constants_of(plan, query, key, value, options, arch)}
     stored = "*u8" if layout.dtype in (E4M3, E5M2) else TYPES[layout.dtype]
     scale_pointer = None if key.scales is None else "*fp32"
     pointers = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpage import _C, CacheConfig, CacheEngine, ModelConfig
-from kvpage.ops.token_args import native_part
+from kvpage.ops.args.tokens import native_part
 
 NUM_BLOCKS, B, HEADS, SIZE, NUM_TOKENS = 2, 4, 2, 8, 3
 PLACES = {"run_size": 5, "element_bytes": 6, "scales": 7, "row_type": 14, "codec": 15, "size": 16}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpage import CacheLayout
-from kvpage.ops.token_args import check_device_lengths, check_open_out
+from kvpage.ops.args.tokens import check_device_lengths, check_open_out
 
 LAYOUT = CacheLayout(4, 3, 10, torch.float32)
 CACHE = torch.zeros(LAYOUT.shape(4))

@@ -5,7 +5,7 @@ import torch
 
 import kvpage._C as _C
 from kvpage.ops import reference
-from kvpage.ops.token_args import CODECS, ROW_TYPES
+from kvpage.ops.args.tokens import CODECS, ROW_TYPES
 
 KERNELS = pytest.mark.parametrize("name", _C._codecs())
 FP8 = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

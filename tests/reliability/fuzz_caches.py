@@ -10,7 +10,7 @@ from fuzz_memory import Arena, ArenaWorld
 from kvpage import CacheLayout, KVScales
 from kvpage.layout.kv_scales import FP8_DTYPES
 from kvpage.ops import reference
-from kvpage.ops.token_args import row_dtypes
+from kvpage.ops.args.tokens import row_dtypes
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, NUM_LAYERS, HEAD_SIZE = 6, 4, 4, 2, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -10,7 +10,7 @@ from fuzz_case import Case
 from fuzz_values import with_number
 
 from kvpage import _C
-from kvpage.ops.token_args import native_blocks, native_parts, native_tables, row_view
+from kvpage.ops.args.tokens import native_blocks, native_parts, native_tables, row_view
 
 
 class NativeOpsWorld(CacheWorld):

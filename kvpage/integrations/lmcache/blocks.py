@@ -17,7 +17,7 @@ from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.rotation import Rotation, check_rotation
-from kvpage.ops.token_args import check_cache, check_given_scales
+from kvpage.ops.args.tokens import check_cache, check_given_scales
 
 
 def load_rotated(

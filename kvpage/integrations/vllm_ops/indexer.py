@@ -21,7 +21,7 @@ from kvpage.integrations.vllm_ops.fp8_tiles import (
 )
 from kvpage.integrations.vllm_ops.rows import gather_rows, write_rows
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.token_args import COMPUTE_DTYPES
+from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
 SCALE_FORMATS = ("auto", "fp8", "fp8_e4m3", "ue8m0", "mxfp8")
 MX_TILE = 128

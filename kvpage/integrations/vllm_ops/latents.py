@@ -18,7 +18,7 @@ from kvpage.integrations.vllm_ops.args import (
 )
 from kvpage.integrations.vllm_ops.rows import write_rows
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.token_args import COMPUTE_DTYPES
+from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
 PAD_SLOT = -1
 

@@ -6,9 +6,9 @@ import torch
 
 import kvpage._C as _C
 from kvpage.layout.attention import MAX_WINDOW, Attention
-from kvpage.ops.bound_cache import BoundCache
-from kvpage.ops.sequences import Sequences
-from kvpage.ops.token_args import ROW_TYPES, row_view
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.sequences import Sequences
+from kvpage.ops.args.tokens import ROW_TYPES, row_view
 
 
 class Queries(NamedTuple):

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvpage.ops.bound_cache import BoundCache
-from kvpage.ops.token_args import BITS, ROW_TYPES, row_view
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.tokens import BITS, ROW_TYPES, row_view
 
 Numbers = tuple[int, ...]
 Place = tuple[int, int, int]  # address, strides of token and head in bytes

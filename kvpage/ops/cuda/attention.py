@@ -12,9 +12,9 @@ import torch
 from kvpage.layout.attention import Attention
 from kvpage.layout.kv_view import KVView
 from kvpage.ops import reference
-from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.sequences import Sequences
 from kvpage.ops.cuda import rows as token_ops_cuda
-from kvpage.ops.sequences import Sequences
 
 
 def attends_in_place(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.args.bound_cache import BoundCache
 
 ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no multiple of it
 

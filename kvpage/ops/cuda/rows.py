@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from kvpage.ops import reference
-from kvpage.ops.bound_cache import BoundCache
+from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.cuda.launches import Launches, Rows
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"

@@ -21,7 +21,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
-from kvpage.ops.token_args import COMPUTE_DTYPES
+from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
 
 class Piece(NamedTuple):

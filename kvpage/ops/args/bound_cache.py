@@ -15,7 +15,7 @@ from kvpage.checks.tensors import check_writable
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.token_args import BITS, CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
+from kvpage.ops.args.tokens import BITS, CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
 
 Numbers = tuple[int, ...]
 

@@ -144,7 +144,7 @@ def native_tables(
 
 
 def host_lengths(name: str, lengths: Lengths, num_seqs: int, maximum: int) -> list[int]:
-    """`lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for what are no integers."""
+    """Return `lengths` as a list of `num_seqs` integers, each in [0, maximum]. TypeError for other types."""
     if isinstance(lengths, torch.Tensor):
         check_dense(name, lengths)
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu" or lengths.dim() != 1:

@@ -3,8 +3,8 @@
 import torch
 
 from kvpage.checks.tensors import readable
-from kvpage.ops.bound_cache import BoundCache
-from kvpage.ops.token_args import Lengths, host_lengths, length_bound, native_tables
+from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.tokens import Lengths, host_lengths, length_bound, native_tables
 
 
 class Sequences:

@@ -1,0 +1,1 @@
+"""Arguments of operations: checked once, and as the native calls take them."""
