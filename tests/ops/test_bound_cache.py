@@ -79,7 +79,19 @@ def forms(layout):
     yield "small", {"key": rows_of(layout, size=5), "query": rows_of(layout, 4, 5), "value": rows_of(layout, size=3)}
     yield "parameters", {name: torch.nn.Parameter(rows_of(layout), requires_grad=False) for name in ("key", "value")}
     yield "options", {"attention": ops.Attention(0.3, 4, 5.0, torch.randn(4), 6, torch.tensor([6, 7, 8, 0, 5]))}
+    for name, sinks in sinks_of_four_heads():
+        yield name, {"attention": ops.Attention(0.3, sinks=sinks, value_size=8)}
     yield "open options", {"attention": ops.Attention()}
+
+
+def sinks_of_four_heads():
+    sinks = torch.randn(8)
+    yield "sinks", sinks[:4]
+    yield "sinks of a parameter", torch.nn.Parameter(sinks[:4], requires_grad=False)
+    yield "sinks in bf16", sinks[:4].bfloat16()
+    yield "strided sinks", sinks[::2]
+    yield "negated sinks", torch._neg_view(sinks[:4])
+    yield "sinks in fp64", sinks[:4].double()
 
 
 @EVERY_LAYOUT
@@ -132,6 +144,8 @@ def bad_layers():
     yield "slot_mapping.shape", {"slot_mapping": SLOTS[:4]}
     yield "slot_mapping.4. must be -1 or in", {"slot_mapping": torch.tensor([3, 0, 20, 16, 24])}
     yield "value_size must be in", {"attention": ops.Attention(0.3, value_size=9)}
+    for sinks in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
+        yield "sinks", {"attention": ops.Attention(0.3, sinks=sinks, value_size=8)}
     yield "must be on", {"key": rows_of(layout).to("meta")}
     yield "with strides", {"key": rows_of(layout).to_sparse()}
 
