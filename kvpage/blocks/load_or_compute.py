@@ -50,7 +50,11 @@ class LoadOrCompute:
             raise ValueError(f"latency must not be negative, got {self.latency!r}")
 
     def should_load(self, num_blocks: int) -> bool:
-        """Return whether loading so many blocks is expected to be faster than computing their tokens."""
+        """Return whether loading so many blocks is expected to be faster than computing their tokens.
+
+        Args:
+            num_blocks: Blocks to load, in one transfer.
+        """
         if self.bytes_per_second is None or self.tokens_per_second is None:
             return True
         loading = self.latency + num_blocks * self.block_bytes / self.bytes_per_second

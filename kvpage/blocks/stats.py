@@ -79,7 +79,14 @@ class BlockStats:
 
     @classmethod
     def of(cls, pool: BlockPool, tree: PrefixTree, space: SpaceStats, num_sequences: int) -> "BlockStats":
-        """Return the statistics of a pool and its tree, with the counters of both tiers."""
+        """Return the statistics of a pool and its tree, with the counters of both tiers.
+
+        Args:
+            pool: The device tier's blocks.
+            tree: The tree that caches them.
+            space: Counters of both tiers.
+            num_sequences: Sequences on the device.
+        """
         return cls(
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,

@@ -57,6 +57,11 @@ class Transfer:
     CUDA forbids it. A transfer that failed leaves its destination blocks undefined. If the caller drops the handle, the
     engine finishes the transfer. An error that no call has raised becomes a RuntimeWarning then.
 
+    Args:
+        num_bytes: Bytes of the blocks in all layers.
+        pins: References to the blocks, which the transfer gives back.
+        on_done: Called once with the transfer when the pins are given back, also if it failed; None for nothing.
+
     Attributes:
         num_bytes: Bytes of the blocks in all layers.
     """
@@ -97,7 +102,6 @@ class Transfer:
 
     def is_done(self) -> bool:
         """Return whether the blocks are copied, or the transfer failed. If so, the pins are given back.
-
 
         It never raises. It returns False as long as the current stream captures a graph.
         """

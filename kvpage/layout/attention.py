@@ -58,7 +58,16 @@ class Attention:
 
     @classmethod
     def of(cls, attention: "Attention | None", options: Mapping[str, Any]) -> "Attention":
-        """Return `attention`, or one made of `options`, its fields by name; ValueError where both are given."""
+        """Return `attention`, or one made of `options`, its fields by name.
+
+        Args:
+            attention: The options as one object; None if they are given by name.
+            options: The options by name; empty if `attention` is given.
+
+        Raises:
+            TypeError: `attention` is no Attention, or an option has an unknown name or another type.
+            ValueError: Both are given, or an option is out of range.
+        """
         if attention is None:
             return cls(**options)
         if not isinstance(attention, Attention):

@@ -26,13 +26,22 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The layout of each layer's cache: names, sizes and dtype; no tensors.
+    """The layout of each layer's cache: names, sizes and dtype, without tensors.
 
-    layer_layout: `separate` is one tensor a layer. `packed` is one slab for all layers whose outermost dimension is the
-        block, (num_blocks, num_layers, the rest in stride order), so that a block of all layers is one run of memory.
-    head_size: the larger of K's and V's; a smaller one leaves the rest of each row unused.
-    dtype: of what is stored. 8-bit floats are quantised with scales that the operations are given (KVScales). int8 is
-        quantised with a scale for each token and head, an fp32 that lies in the block itself.
+    Args:
+        block_size: Tokens of a block.
+        num_kv_heads: KV heads on one rank.
+        head_size: Elements of a head, the larger of K's and V's. Heads of the other leave the rest of each row unused.
+        dtype: The dtype of stored elements. 8-bit floats are quantised with scales that the operations take (KVScales).
+            int8 is quantised with one fp32 scale for each token and head, kept in the block itself.
+        backend: The registered name of an attention backend, which defines the generic shape: see
+            kvpage.layout.backends.
+        kv_layout: The order of tokens and heads in memory, "NHD" or "HND".
+        layer_layout: `separate` is one tensor a layer. `packed` is one slab for all layers, (num_blocks, num_layers,
+            the rest in stride order). Then a block of all layers is one run of memory.
+
+    Raises:
+        ValueError: A size is not positive, a name is unknown, or the backend does not take so many heads.
     """
 
     block_size: int
@@ -59,20 +68,28 @@ class CacheLayout:
 
     @property
     def spec(self) -> str:
-        """The layout as a word, "flash:NHD:separate:16:8:128:bfloat16"; what torch's operations take."""
+        """The layout as a word, such as "flash:NHD:separate:16:8:128:bfloat16". The operators of torch take it."""
         sizes = f"{self.block_size}:{self.num_kv_heads}:{self.head_size}"
         return f"{self.backend}:{self.kv_layout}:{self.layer_layout}:{sizes}:{_DTYPE_NAMES[self.dtype]}"
 
     @classmethod
     def from_spec(cls, spec: str) -> "CacheLayout":
-        """The layout whose `spec` this is. ValueError for what no layout has as its spec."""
+        """Return the layout with this `spec`.
+
+        Args:
+            spec: The word that `CacheLayout.spec` gives.
+
+        Raises:
+            TypeError: `spec` is no str.
+            ValueError: No layout has this spec.
+        """
         if not isinstance(spec, str):
             raise TypeError(f"spec must be a str, got {type(spec).__name__}")
         return _from_spec(spec)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether what is stored is not what was given."""
+        """Whether stored elements differ from those that were given."""
         return self.has_token_scales or self.dtype in FP8_DTYPES
 
     @property
@@ -82,13 +99,14 @@ class CacheLayout:
 
     @property
     def padded_head_size(self) -> int:
-        """Elements from the start of a head to what follows it, without a scale."""
+        """Elements from the start of a head to the next data, without a scale."""
         pad = getattr(self.backend_class, "padded_head_size", None)
         size = self.head_size if pad is None else pad(self.head_size, self.dtype.itemsize)
         return -(-size // SCALE_BYTES) * SCALE_BYTES if self.has_token_scales else size
 
     @property
     def backend_class(self) -> type[AttentionBackend]:
+        """The attention backend with the name `backend`."""
         return get_backend(self.backend)
 
     @property
@@ -102,18 +120,39 @@ class CacheLayout:
         return math.prod(self.shape(1)) * self.dtype.itemsize
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
-        """The generic shape of one layer's cache."""
+        """Return the generic shape of one layer's cache.
+
+        Args:
+            num_blocks: Number of blocks.
+        """
         row_size = self.padded_head_size + (SCALE_BYTES if self.has_token_scales else 0)
         return tuple(self.backend_class.get_kv_cache_shape(num_blocks, self.block_size, self.num_kv_heads, row_size))
 
     def num_blocks(self, cache: torch.Tensor) -> int:
-        """The number of blocks of one layer's cache. ValueError if `cache` is not of this layout."""
+        """Return the number of blocks of one layer's cache.
+
+        Args:
+            cache: The layer's cache.
+
+        Raises:
+            TypeError: `cache` is no tensor.
+            ValueError: `cache` is not of this layout.
+        """
         self.validate(cache)
         return cache.shape[self.block_dim]
 
     def validate(self, cache: torch.Tensor, name: str = "cache") -> None:
-        """ValueError unless `cache` has this layout's dtype and generic shape, with its last dimension contiguous, and
-        is no view that torch negates or conjugates. TypeError unless it is a tensor."""
+        """Check that `cache` has this layout's dtype and generic shape.
+
+        Args:
+            cache: The layer's cache.
+            name: Name of the cache in error messages.
+
+        Raises:
+            TypeError: `cache` is no plain tensor.
+            ValueError: The dtype or the shape is another one, or the last dimension is not contiguous. A view that
+                torch negates or conjugates is refused, too.
+        """
         check_plain(name, cache)
         if cache.dtype != self.dtype:
             raise ValueError(f"{name}.dtype must be {self.dtype}, got {cache.dtype}")
@@ -124,7 +163,17 @@ class CacheLayout:
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {cache.stride(-1)}")
 
     def views(self, cache: torch.Tensor) -> tuple[KVView, KVView | None]:
-        """K and V of one layer; V is None where the backend has no value part (MLA)."""
+        """Return views of K and V of one layer's cache.
+
+        Args:
+            cache: The layer's cache. It is not checked.
+
+        Returns:
+            K and V. V is None where the backend has no value part (MLA).
+
+        Raises:
+            ValueError: The backend defines neither `split_kv` nor `kv_views`.
+        """
         backend = self.backend_class
         if hasattr(backend, "kv_views"):
             sizes = self.block_size, self.num_kv_heads, self.padded_head_size
@@ -143,7 +192,18 @@ class CacheLayout:
     def allocate(
         self, num_blocks: int, num_layers: int, device: torch.device, pin_memory: bool = False
     ) -> list[torch.Tensor]:
-        """Zeroed caches of `num_layers` layers, in the generic shape over memory in stride order."""
+        """Allocate the zeroed caches of some layers. The caller owns them.
+
+        Args:
+            num_blocks: Blocks of each cache.
+            num_layers: Number of layers.
+            device: The caches' device.
+            pin_memory: Whether to pin host memory, for copies to and from CUDA.
+
+        Returns:
+            One tensor a layer, in the generic shape over memory in stride order. With layer_layout "packed" they share
+            one slab.
+        """
         order = stride_order(self.backend_class, self.kv_layout)
         shape = self.shape(num_blocks)
 
@@ -162,7 +222,7 @@ class CacheLayout:
 
 
 def check_layout(layout: CacheLayout) -> None:
-    """TypeError unless it is a CacheLayout, or answers what one does."""
+    """Raise TypeError unless `layout` is a CacheLayout, or has the methods of one."""
     if not hasattr(layout, "views"):
         raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__}")
 

@@ -28,9 +28,15 @@ def _require_int(name: str, value: Any, minimum: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How a model is split over devices: heads by the tensor parallel size, layers and blocks by the pipeline's.
+    """The split of a model over devices: heads over tensor-parallel ranks, layers and blocks over pipeline stages.
 
-    pipeline_rank: which stage this process holds; it decides which layers the engine allocates.
+    Args:
+        tensor_parallel_size: Number of ranks that share each layer's heads.
+        pipeline_parallel_size: Number of stages that share the layers and the blocks.
+        pipeline_rank: The stage that this process holds, from 0. It decides which layers the engine allocates.
+
+    Raises:
+        ValueError: A size is below 1, or `pipeline_rank` is negative or not below `pipeline_parallel_size`.
     """
 
     tensor_parallel_size: int = 1
@@ -50,7 +56,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """The device of the device tier. On a CPU the device tier is simply host memory."""
+    """The device of the device tier. On a CPU the device tier is host memory.
+
+    Args:
+        device: A torch device, or its name. It may be one that this machine lacks.
+
+    Raises:
+        ValueError: `device` is neither a CPU nor a CUDA device.
+    """
 
     device: torch.device | str = "cpu"
 
@@ -58,7 +71,7 @@ class DeviceConfig:
         object.__setattr__(self, "device", parse_device("device", self.device))
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated on the device now."""
+        """Return how many bytes can be allocated on the device now."""
         device = torch.device(self.device)
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0]
@@ -67,13 +80,19 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the cache has to know of a model.
+    """The shape of a model's K and V, as far as the cache needs it.
 
-    head_size: the larger of K's and V's; for MLA the latent with its rotary part (kv_lora_rank + qk_rope_head_dim).
-    num_kv_heads: over all ranks; 1 for MLA.
-    layer_types: one a layer, in transformers' words ("full_attention", "sliding_attention", "mamba", ...). Only layers
-        that attend over keys and values of their own have a cache.
-    use_mla: blocks hold one latent a token, no value part.
+    Args:
+        head_size: Elements of a head, the larger of K's and V's. For MLA it is that of the latent with its rotary part,
+            kv_lora_rank + qk_rope_head_dim.
+        num_kv_heads: KV heads over all ranks; 1 for MLA.
+        layer_types: One word a layer, from transformers: "full_attention", "sliding_attention", "mamba" and others.
+            Only layers that attend over keys and values of their own have a cache.
+        dtype: The model's dtype, in which blocks are kept unless CacheConfig names another one.
+        use_mla: Whether blocks hold one latent a token, without a value part.
+
+    Raises:
+        ValueError: A field is out of range or of another type, or `use_mla` comes with several heads.
     """
 
     head_size: int
@@ -96,19 +115,28 @@ class ModelConfig:
 
     @property
     def is_attention_free(self) -> bool:
+        """Whether no layer has a cache."""
         return not any(_is_attention(kind) for kind in self.layer_types)
 
     def attention_layers(self, parallel_config: ParallelConfig) -> list[int]:
-        """The indices, in the whole model, of the attention layers that this pipeline stage holds."""
+        """Return the indices, in the whole model, of the attention layers that this pipeline stage holds.
+
+        Args:
+            parallel_config: The split of the model, with the stage.
+        """
         num_layers, num_stages = len(self.layer_types), parallel_config.pipeline_parallel_size
         first = parallel_config.pipeline_rank * num_layers // num_stages
         last = (parallel_config.pipeline_rank + 1) * num_layers // num_stages
         return [layer for layer in range(first, last) if _is_attention(self.layer_types[layer])]
 
     def num_heads(self, parallel_config: ParallelConfig) -> int:
-        """KV heads on one rank. Where there are fewer heads than ranks, each rank holds a copy of one.
+        """Return the number of KV heads on one rank. With fewer heads than ranks, each rank holds a copy of one.
 
-        ValueError where neither number divides the other: heads would be lost.
+        Args:
+            parallel_config: The split of the model.
+
+        Raises:
+            ValueError: Neither of the two numbers divides the other, so that heads would be lost.
         """
         heads, ranks = self.num_kv_heads, parallel_config.tensor_parallel_size
         if max(heads, ranks) % max(min(heads, ranks), 1):
@@ -119,9 +147,19 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Any, dtype: torch.dtype | None = None, use_mla: bool = False) -> "ModelConfig":
-        """Reads any transformers config that describes a text decoder, also one nested in a multimodal config.
+        """Read a transformers config that describes a text decoder, also one nested in a multimodal config.
 
-        use_mla: cache DeepSeek's latents; without it the expanded heads, as transformers' attention functions see them.
+        Args:
+            config: The config.
+            dtype: The model's dtype. Default: the config's, or fp32 if it has none.
+            use_mla: Whether to cache DeepSeek's latents. Otherwise the cache holds the expanded heads, which
+                transformers' attention functions take.
+
+        Returns:
+            The model's config. A model without attention heads gets head_size 0 and num_kv_heads 0.
+
+        Raises:
+            ValueError: The config has no number of layers, or `use_mla` is given and it has no kv_lora_rank.
         """
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         layer_types = _layer_types(text)
@@ -145,7 +183,7 @@ def _layer_words(layer_types: Any) -> tuple[str, ...]:
 
 
 def _layers(text: Any) -> list[Any]:
-    """One config a layer where transformers gives attention of different shapes to different layers."""
+    """Return one config a layer where layers have attention of different shapes, otherwise the config alone."""
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
@@ -159,7 +197,7 @@ def _layer_types(text: Any) -> tuple[str, ...]:
         if kinds:
             return tuple(kinds)
     if getattr(text, "num_hidden_layers", None) is None:
-        raise ValueError(f"config must tell num_hidden_layers, {type(text).__name__} does not")
+        raise ValueError(f"config must have num_hidden_layers, {type(text).__name__} has none")
     has_attention = getattr(text, "num_attention_heads", None) is not None
     return ("full_attention" if has_attention else "mamba",) * int(text.num_hidden_layers)
 
@@ -191,11 +229,20 @@ def _num_kv_heads(text: Any) -> int:
 class CacheConfig:
     """The cache's size and layout.
 
-    num_gpu_blocks, num_cpu_blocks: of the device tier and the host tier, over all pipeline stages.
-    cache_dtype: "auto" (the model's), "fp32", "fp16", "bf16", or quantised: "fp8_e4m3" and "fp8_e5m2" with scales for
-        each layer (KVScales), "int8" with a scale for each token and head inside its block.
-    backend, kv_layout, layer_layout: see CacheLayout.
-    gpu_memory_utilization: the part of the device's free memory that `for_device` takes.
+    Args:
+        block_size: Tokens of a block.
+        num_gpu_blocks: Blocks of the device tier, over all pipeline stages.
+        num_cpu_blocks: Blocks of the host tier, over all pipeline stages.
+        cache_dtype: "auto" (the model's), "fp32", "fp16" or "bf16", or a dtype that quantises. "fp8_e4m3" and
+            "fp8_e5m2" have scales for each layer (KVScales). "int8" has a scale for each token and head inside its
+            block.
+        backend: See CacheLayout.
+        kv_layout: See CacheLayout.
+        layer_layout: See CacheLayout.
+        gpu_memory_utilization: The part of the device's free memory that `for_device` takes, above 0 and at most 1.
+
+    Raises:
+        ValueError: A field is out of range, or names something that does not exist.
     """
 
     block_size: int = 16
@@ -220,7 +267,16 @@ class CacheConfig:
         stride_order(get_backend(self.backend), self.kv_layout)
 
     def layout(self, model_config: ModelConfig, parallel_config: ParallelConfig) -> CacheLayout:
-        """The layout of each attention layer's cache on one rank. Latents (use_mla) go with the backend "mla"."""
+        """Return the layout of each attention layer's cache on one rank.
+
+        Args:
+            model_config: The model's shape. Latents (use_mla) need the backend "mla".
+            parallel_config: The split of the model.
+
+        Raises:
+            ValueError: Only one of the backend and the model is for latents, or the heads cannot be split over the
+                ranks.
+        """
         if model_config.use_mla and self.backend != "mla":
             raise ValueError(f"backend must be 'mla' for a ModelConfig with use_mla=True, got {self.backend!r}")
         if self.backend == "mla" and not model_config.use_mla:
@@ -246,7 +302,22 @@ class CacheConfig:
         cpu_bytes: int = 0,
         **fields: Any,
     ) -> "CacheConfig":
-        """As many blocks as fit into `gpu_bytes` and `cpu_bytes` (of one rank); `fields` are CacheConfig's others."""
+        """Make a config with as many blocks as fit into the given memory of one rank.
+
+        Args:
+            gpu_bytes: Bytes of the device tier.
+            model_config: The model's shape.
+            parallel_config: The split of the model; None for a single process.
+            cpu_bytes: Bytes of the host tier.
+            **fields: Other fields of CacheConfig.
+
+        Returns:
+            The config. Its numbers of blocks are over all pipeline stages.
+
+        Raises:
+            TypeError: A config is of another type.
+            ValueError: A number of bytes is negative, the model has no attention layers, or a field is out of range.
+        """
         _require_int("gpu_bytes", gpu_bytes, 0)
         _require_int("cpu_bytes", cpu_bytes, 0)
         cache_config = cls(**fields)
@@ -270,7 +341,21 @@ class CacheConfig:
         parallel_config: ParallelConfig | None = None,
         **fields: Any,
     ) -> "CacheConfig":
-        """`for_memory` with gpu_memory_utilization of what is free on the device now (load the model first)."""
+        """Make a config with blocks in the device's free memory, as `for_memory` does. Load the model first.
+
+        Args:
+            device_config: The device. The blocks take the part gpu_memory_utilization of its free memory.
+            model_config: The model's shape.
+            parallel_config: The split of the model; None for a single process.
+            **fields: Other fields of CacheConfig, and cpu_bytes.
+
+        Returns:
+            The config. Its numbers of blocks are over all pipeline stages.
+
+        Raises:
+            TypeError: As in `for_memory`.
+            ValueError: As in `for_memory`.
+        """
         gpu_bytes = int(device_config.free_memory() * cls(**_only_config(fields)).gpu_memory_utilization)
         return cls.for_memory(gpu_bytes, model_config, parallel_config, **fields)
 
@@ -280,7 +365,7 @@ def _only_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def cache_block_bytes(cache: CacheConfig, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Bytes of one block in all attention layers of one rank, K and V together (MLA has no value part)."""
+    """Return the bytes of one block in all attention layers of one rank, K and V together."""
     num_layers = len(model.attention_layers(parallel))
     if num_layers == 0:
         return 0
@@ -293,7 +378,7 @@ def check_configs(
     parallel_config: ParallelConfig | None = None,
     device_config: DeviceConfig | None = None,
 ) -> None:
-    """TypeError unless each is what its name says; the last two may be None."""
+    """Raise TypeError unless each config is of its class. The last two may be None."""
     for name, config, kind in (
         ("cache_config", cache_config, CacheConfig),
         ("model_config", model_config, ModelConfig),

@@ -14,10 +14,17 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVScales:
-    """The scales of one layer: a stored element q means q * scale. Fixed before the first block is written for others.
+    """The scales of one layer. A stored element q means q * scale.
 
-    key, value: fp32 [1] (for the tensor) or [num_kv_heads], finite and positive, on the cache's device. For a cache
-        without a value part, `value` is not read.
+    They are fixed before the first block is written that others read.
+
+    Args:
+        key: fp32 [1] for the whole tensor, or [num_kv_heads]; finite and positive, on the cache's device.
+        value: The same for V. It is not read for a cache without a value part.
+
+    Raises:
+        TypeError: A scale is no tensor.
+        ValueError: A scale is not finite and positive, or not one contiguous row of fp32.
     """
 
     key: torch.Tensor
@@ -36,7 +43,19 @@ class KVScales:
     def of(
         cls, key: float | Sequence[float], value: float | Sequence[float], device: torch.device | str = "cpu"
     ) -> "KVScales":
-        """Given ones: a number for the tensor, or one a head. ValueError for a device that torch does not know."""
+        """Make scales of plain numbers.
+
+        Args:
+            key: One number for the whole tensor, or one a head.
+            value: The same for V.
+            device: The cache's device.
+
+        Returns:
+            The scales, in fp32.
+
+        Raises:
+            ValueError: A number is not finite and positive in fp32, or torch does not know the device.
+        """
         rows = [[scale] if isinstance(scale, (int, float)) else list(scale) for scale in (key, value)]
         try:
             return cls(*(torch.tensor(row, dtype=torch.float32, device=device) for row in rows))
@@ -45,7 +64,19 @@ class KVScales:
 
     @classmethod
     def unchecked(cls, key: torch.Tensor, value: torch.Tensor) -> "KVScales":
-        """Of tensors whose values are not looked at: on a device, that would wait for it. Else as the constructor."""
+        """Make scales of tensors without a look at their numbers, which on CUDA would wait for the device.
+
+        Args:
+            key: As in the constructor.
+            value: As in the constructor.
+
+        Returns:
+            The scales. They hold the tensors themselves.
+
+        Raises:
+            TypeError: A scale is no tensor.
+            ValueError: A scale is not one contiguous row of fp32.
+        """
         _check_row("key", key)
         _check_row("value", value)
         scales = object.__new__(cls)
@@ -57,9 +88,20 @@ class KVScales:
     def from_rows(
         cls, key: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, per_head: bool = False
     ) -> "KVScales":
-        """Computed ones: the largest magnitude of key and value [num_tokens, num_kv_heads, size] becomes dtype's.
+        """Compute scales with which the largest magnitude of K, and of V, becomes the largest number of `dtype`.
 
-        ValueError for rows that are not finite, for no rows, and for a dtype that takes no such scale.
+        Args:
+            key: Floats [num_tokens, num_kv_heads, size].
+            value: The same for V; None for a cache without a value part, which gets the scale 1.
+            dtype: The cache's dtype, an 8-bit float.
+            per_head: Whether each head gets a scale of its own. Otherwise one scale is for all heads.
+
+        Returns:
+            The scales, fp32 [1] or [num_kv_heads], on the device of the rows.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: There are no rows, a number is not finite, or `dtype` takes no such scales.
         """
         if dtype not in FP8_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_DTYPES))}, got {dtype}")
@@ -68,7 +110,7 @@ class KVScales:
         return cls(*scales)
 
     def digest(self) -> bytes:
-        """32 bytes that name the scales: blocks written with different ones must not be taken for each other."""
+        """Return 32 bytes that name the scales. Blocks with other scales have other numbers."""
         parts = [scale.cpu().numpy().astype("<f4").tobytes() for scale in (self.key, self.value)]
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 

@@ -14,10 +14,18 @@ from kvpage.checks.values import as_integer, check_flag
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """x' = x cos - y sin, y' = y cos + x sin, in fp32.
+    """The angles of a rotation, in fp32: x' = x cos - y sin, y' = y cos + x sin.
 
-    cos, sin: fp32 [num_rows, num_pairs], contiguous, on the device of the rows. head_size: of what is rotated. first:
-    where in a head the pairs begin; what lies before and behind them stays.
+    Args:
+        cos: fp32 [num_rows, num_pairs], contiguous, on the device of the rows.
+        sin: The same.
+        head_size: Elements of a head of the rows.
+        first: The place in a head where the pairs begin. Elements before and after the pairs stay.
+        is_interleaved: Whether x and y of a pair are neighbours. Otherwise they are num_pairs apart.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A table is of another dtype or shape, the two differ, or the pairs do not fit into a head.
     """
 
     cos: torch.Tensor
@@ -45,14 +53,16 @@ class Rotation:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows that are rotated."""
         return self.cos.shape[0]
 
     @property
     def num_pairs(self) -> int:
+        """Number of pairs of each head that are rotated."""
         return self.cos.shape[1]
 
 
 def check_rotation(rotation: Rotation | None) -> None:
-    """TypeError unless it is one, or None."""
+    """Raise TypeError unless `rotation` is a Rotation or None."""
     if rotation is not None and not isinstance(rotation, Rotation):
         raise TypeError(f"rotation must be a Rotation or None, got {type(rotation).__name__}")

@@ -28,18 +28,26 @@ def mix_rows(
     out_slots: torch.Tensor | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Each row of `out` becomes that of `rows`, rotated, or the fresh one that takes its place.
+    """Write each row of `out`: that of `rows`, rotated, or the fresh row that takes its place.
 
-    rows: [num_rows, heads, size] in fp32, bf16 or fp16; with `slots`, int64 [num_rows], blocks [num_blocks, block_size,
-        heads, size], of which the slots are read. Any strides with the last dimension contiguous.
-    out: the same, of the same dtype, with `out_slots`: each at most once, and rows of slot -1 are skipped. It may be
-        `rows`, each row onto itself; else it must not share memory with what is read.
-    rotation: None to copy. fresh: [num_fresh, heads, size]. fresh_rows: int64 [num_rows], the fresh row of each, or -1.
-    num_threads: of the host; None for torch's number.
+    On the CPU it is done on return. On CUDA it is ordered on the current stream.
 
-    On the CPU done on return, on CUDA ordered on the current stream. TypeError or ValueError for anything else, and for
-    a slot or fresh row out of range; on the host nothing has then been written, on CUDA the row is skipped, and
-    `check_device` reports it.
+    Args:
+        rows: [num_rows, heads, size] in fp32, bf16 or fp16. With `slots` they are blocks [num_blocks, block_size,
+            heads, size], of which the slots are read. Any strides will do with the last dimension contiguous.
+        out: The same for the rows to write, of the same dtype, with `out_slots`. It may be `rows`, each row onto
+            itself. Otherwise it must not share memory with what is read.
+        rotation: Angles of num_rows rows; None to copy.
+        fresh: [num_fresh, heads, size]; None without fresh rows.
+        fresh_rows: int64 [num_rows], the fresh row that takes each row's place, or -1. Given together with `fresh`.
+        slots: int64 [num_rows], slots of the blocks `rows`; None where `rows` are plain rows.
+        out_slots: int64 [num_rows], slots of the blocks `out`, each at most once. Rows of slot -1 are skipped.
+        num_threads: Threads of the host; None takes torch's number.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, a dtype or a device is wrong, or a slot or a fresh row is out of range. On the host
+            nothing is written then. On CUDA the row with a bad id is skipped, and `check_device` reports it.
     """
     check_writable("out", out)
     rows = readable("rows", rows)
@@ -75,10 +83,20 @@ def mix_rows(
 def row_deviation(
     fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor, num_threads: int | None = None
 ) -> torch.Tensor:
-    """The mean squared difference of each row, in fp32: [num_rows]; 0 where `valid` is False: nothing is read there.
+    """Return the mean squared difference of each row of `fresh` and `retrieved`.
 
-    fresh, retrieved: [num_rows, heads, size] of one dtype (fp32, bf16 or fp16) and device, the last dimension
-        contiguous. valid: bool [num_rows] there. TypeError or ValueError for anything else.
+    Args:
+        fresh: [num_rows, heads, size] in fp32, bf16 or fp16, the last dimension contiguous.
+        retrieved: The same, of the same dtype and device.
+        valid: bool [num_rows] there. Rows where it is False are not read.
+        num_threads: Threads of the host; None takes torch's number.
+
+    Returns:
+        fp32 [num_rows] there; 0 where `valid` is False.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, a dtype or a device is wrong.
     """
     fresh, retrieved = readable("fresh", fresh), readable("retrieved", retrieved)
     num_rows = _num_rows("fresh", fresh, "slots", None)

@@ -33,25 +33,33 @@ def store_chunk(
     scales: Sequence[KVScales] | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """`chunk` becomes the tokens from `start` on of the blocks, of all layers.
+    """Copy the tokens from `start` on of some blocks, in all layers, to a chunk.
 
-    caches: one a layer, on one device. block_ids: int32 [num_blocks], those of a sequence, on the host or there; ids
-        that no wanted token lies in are not read.
-    chunk: [num_layers, parts, num_tokens, num_kv_heads, size] ("vllm") or [num_layers, parts, num_kv_heads, num_tokens,
-        size] ("huggingface"), any strides with the last dimension contiguous: a slice of tokens is a chunk, too. On the
-        caches' device, or in pinned host memory for caches on a CUDA device. parts is 2, or 1 without a value part
-        (MLA). size is at most head_size: so much of each head is moved. Of the cache's dtype; where the layout
-        quantises, fp32, bf16 or fp16, or raw: the 8-bit floats themselves, or for int8 int8 of the size
-        padded_head_size + 4, each row with its scale behind it, so that every bit survives.
-    scales: of 8-bit floats, one a layer; None means 1.
-    num_threads: of the host; None for torch's number.
+    On the CPU the copy is done on return. On CUDA it is ordered on the current stream. A chunk on the host must stay
+    until the stream has passed. The chunk must not share memory with the caches.
 
-    On the CPU the copy is done on return. On CUDA it is ordered on the current stream; a chunk on the host must stay
-    until the stream has passed.
+    Args:
+        caches: One cache a layer, on one device.
+        block_ids: int32 [num_blocks], the blocks of a sequence in order, on the host or the caches' device. Ids of
+            blocks without a wanted token are not read.
+        chunk: [num_layers, parts, num_tokens, num_kv_heads, size] ("vllm") or [num_layers, parts, num_kv_heads,
+            num_tokens, size] ("huggingface"). parts is 2, or 1 without a value part (MLA). size is at most head_size:
+            the first elements of each head are moved. Any strides will do with the last dimension contiguous, so a
+            slice of tokens is a chunk, too. It is on the caches' device or, for caches on CUDA, in pinned host memory.
+            Its dtype is the cache's. Where the layout quantises, it is fp32, bf16, fp16 or raw, so that every bit
+            survives. Raw are the 8-bit floats themselves, or int8 with the size padded_head_size + 4: each row with
+            its scale after it.
+        layout: The layout of the caches.
+        start: First token, counted from the first block's beginning.
+        fmt: The order of the chunk's dimensions, "vllm" or "huggingface".
+        scales: Scales of 8-bit floats, one KVScales a layer; None means 1.
+        num_threads: Threads of the host; None takes torch's number.
 
-    Raises TypeError or ValueError for anything else, and for a needed id that names no block; on the host nothing has
-    then been written. Ids on a CUDA device are checked there: what a bad one holds is skipped, and `check_device`
-    reports it. The chunk must not share memory with the caches.
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A shape, a dtype, a device or a number is wrong, or a needed id names no block. On the host nothing
+            is written then. Ids on a CUDA device are checked there: a bad one is skipped, and `check_device` reports
+            it.
     """
     check_writable("chunk", chunk)
     _move(tensor_list("caches", caches), block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
@@ -67,9 +75,21 @@ def load_chunk(
     scales: Sequence[KVScales] | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """The tokens from `start` on of the blocks, of all layers, become `chunk`: the way back of store_chunk.
+    """Copy a chunk to the tokens from `start` on of some blocks, in all layers. It is the way back of `store_chunk`.
 
-    ValueError, besides, for a block that is named twice among those that are written.
+    Args:
+        caches: As in `store_chunk`.
+        block_ids: As in `store_chunk`. Each block that is written is named once.
+        chunk: As in `store_chunk`.
+        layout: As in `store_chunk`.
+        start: As in `store_chunk`.
+        fmt: As in `store_chunk`.
+        scales: As in `store_chunk`.
+        num_threads: As in `store_chunk`.
+
+    Raises:
+        TypeError: As in `store_chunk`.
+        ValueError: As in `store_chunk`, or ids on the host name a block twice among those that are written.
     """
     caches = tensor_list("caches", caches)
     for layer, cache in enumerate(caches):
@@ -117,7 +137,7 @@ def _move(
 def _check_caches(
     caches: Sequence[torch.Tensor], layout: CacheLayout, scales: Sequence[KVScales] | None
 ) -> tuple[torch.device, int]:
-    """The device of all caches, and the number of blocks of each."""
+    """Return the device of all caches, and the number of blocks of each."""
     check_layout(layout)
     if not caches:
         raise ValueError("caches must be at least one layer's, got none")
@@ -187,7 +207,8 @@ def native_chunk_parts(
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Of each layer K's and V's moves as the extension takes them; rows: [layers, parts, tokens, heads, size]."""
+    """Return the moves of each layer's K and V as the extension takes them; rows: [layers, parts, tokens, heads,
+    size]."""
     parts = []
     for layer, cache in enumerate(caches):
         given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
@@ -202,7 +223,7 @@ def native_chunk_parts(
 
 
 def _raw_parts(view: KVView, rows: torch.Tensor, size: int) -> list[tuple[int, ...]]:
-    """The elements, and behind them each row's scale: four bytes that are one run."""
+    """Return the moves of the elements, and of each row's scale after them: four bytes that are one run."""
     assert view.scales is not None
     scales = KVView(view.scales.unsqueeze(3).unsqueeze(4).view(torch.int8))
     return [native_part(KVView(view.rows), rows[..., :size], None), native_part(scales, rows[..., size:], None)]

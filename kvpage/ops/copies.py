@@ -24,19 +24,25 @@ MAX_GROUPS = 16
 
 
 class BlockCopier:
-    """Copies blocks of `srcs` to blocks of `dsts`, one tensor a layer each, both of `layout`'s generic shape.
+    """Copies blocks of `srcs` to blocks of `dsts`, in all layers at once.
 
     The two sides may differ in number of blocks, in strides (packed and separate, NHD and HND) and in device. The
-    copier holds the tensors, not copies of them; they must not be given other memory while it lives.
+    copier holds the tensors themselves. They must keep their memory while it lives.
 
-    kernel_max_bytes: between CUDA and pinned memory, extents of up to so many bytes on average are copied by a kernel,
-        all in one launch; larger ones, and all by default, by the copy engines. Where the line is best drawn differs
-        between machines and directions: see `kvpage.calibrate`.
-    max_groups: the thread groups of 256 that this kernel may take, a multiprocessor holding eight at most.
+    Args:
+        srcs: Caches to read, one tensor a layer, of the layout's generic shape.
+        dsts: Caches to write, likewise.
+        layout: How the tensors of both sides are to be read.
+        kernel_max_bytes: Between CUDA and pinned memory, a kernel copies extents of up to so many bytes on average,
+            all in one launch. The copy engines copy larger ones. With 0 they copy all. `kvpage.calibrate` finds the
+            best limit.
+        max_groups: Groups of 256 threads that this kernel may take. A multiprocessor holds at most eight.
 
-    Raises ValueError for tensors that are not of the layout, lie on several devices a side or on two CUDA devices, for
-    different numbers of layers, for a destination that overlaps itself, for sides that overlap without being the same
-    caches, and for a negative kernel_max_bytes or a max_groups below 1. TypeError for no tensors, or no layout.
+    Raises:
+        TypeError: `srcs` or `dsts` are not tensors, or `layout` is no CacheLayout.
+        ValueError: A tensor is not of the layout. A side is on several devices, or the two are on two CUDA devices. The
+            numbers of layers differ. A destination overlaps itself, or the sides overlap without being the same caches.
+            `kernel_max_bytes` is negative, or `max_groups` below 1.
     """
 
     def __init__(
@@ -65,16 +71,22 @@ class BlockCopier:
         self._native = self._make_native(places)
 
     def run(self, block_mapping: torch.Tensor) -> None:
-        """Block d of dst becomes block s of src, in all layers, for each row (s, d) of `block_mapping`.
+        """Copy block s of the sources to block d of the destinations, in all layers, for each row (s, d).
 
-        block_mapping: int64 [num_pairs, 2] on the CPU, in any order; it may be empty. Not needed after the call.
+        On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for. Host
+        tensors must be pinned for that; with pageable ones the call may block. Tensors must stay until the stream has
+        passed.
 
-        On the CPU the copy is done on return. On CUDA it is ordered on the current stream and not waited for; host
-        tensors must be pinned for that, pageable ones work and may block. Tensors must stay till the stream has passed.
+        Args:
+            block_mapping: int64 [num_pairs, 2] on the CPU, in any order; it may be empty. It is not needed after the
+                call.
 
-        Raises ValueError, before anything is written, for ids out of range, for a destination named twice, and, within
-        one cache, for a block that one row reads and another writes; a row of a block with itself is harmless. Also
-        for a stream that captures a graph. RuntimeError if CUDA fails, which leaves the destination undefined.
+        Raises:
+            TypeError: `block_mapping` is no tensor.
+            ValueError: With nothing written: an id is out of range, or a destination is named twice. Within one cache,
+                one row reads a block that another writes; a row of a block with itself is harmless. Or the stream
+                captures a graph.
+            RuntimeError: CUDA fails. The destination blocks are then undefined.
         """
         pairs = _pairs(block_mapping)
         if self._torch_only:
@@ -84,18 +96,38 @@ class BlockCopier:
         self._native.run(pairs.data_ptr(), len(pairs), stream, torch.get_num_threads())
 
     def check(self, block_mapping: torch.Tensor) -> None:
-        """Raises what `run` raises for a bad mapping, and copies nothing."""
+        """Check a mapping as `run` does, and copy nothing.
+
+        Args:
+            block_mapping: As in `run`.
+
+        Raises:
+            TypeError: As in `run`.
+            ValueError: As in `run`, for a bad mapping.
+        """
         pairs = _pairs(block_mapping)
         self._native.check(pairs.data_ptr(), len(pairs))
 
     def executor(self, block_mapping: torch.Tensor) -> str:
-        """What `run` would copy this mapping with: "host", "engine", "kernel" or, without native CUDA, "torch"."""
+        """Return the executor with which `run` would copy this mapping.
+
+        Args:
+            block_mapping: As in `run`.
+
+        Returns:
+            "host", "engine", "kernel" or, without native CUDA, "torch".
+
+        Raises:
+            TypeError: As in `run`.
+            ValueError: As in `run`, for a bad mapping.
+        """
         pairs = _pairs(block_mapping)
         found = self._native.executor(pairs.data_ptr(), len(pairs))
         return "torch" if self._torch_only else found
 
     def split_layers(self) -> list["BlockCopier"]:
-        """A copier of each layer alone, with this one's limits: made once."""
+        """Return copiers of one layer each, in the order of the layers, with this copier's limits. They are made
+        once."""
         if self._layers is None:
             sides = zip(self._srcs, self._dsts, strict=True)
             self._layers = [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
@@ -131,7 +163,7 @@ def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_mapping(block_mapping: torch.Tensor) -> None:
-    """TypeError or ValueError unless it is an int64 tensor [num_pairs, 2] on the CPU."""
+    """Raise TypeError or ValueError unless it is an int64 tensor [num_pairs, 2] on the CPU."""
     check_dense("block_mapping", block_mapping)
     if block_mapping.dtype != torch.int64:
         raise ValueError(f"block_mapping.dtype must be torch.int64, got {block_mapping.dtype}")
@@ -169,7 +201,7 @@ def _layer(cache: torch.Tensor) -> tuple[int, list[int]]:
 
 
 def _native_cuda() -> bool:
-    """Whether the native part can use CUDA here; if not, warns (Python shows one place's warning once)."""
+    """Return whether the native part can use CUDA here. If it cannot, warn; Python shows a warning once."""
     error = _C.cuda_error()
     if error is None:
         return True

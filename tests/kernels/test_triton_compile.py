@@ -30,7 +30,10 @@ from kvpage.kernels.rows import ROWS_FIRST  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHS = pytest.mark.parametrize("arch", [80, 90])
-INTERPRETED_FILES = ("ops/test_reshape_gather.py", "kernels/test_triton_layouts.py")
+INTERPRETED_FILES = (
+    *(f"ops/test_{name}.py" for name in ("reshape", "gather", "rows_on_devices")),
+    *(f"kernels/test_triton_{name}.py" for name in ("layouts", "numbers", "chunks", "lengths")),
+)
 
 
 def test_in_the_interpreter(tmp_path):

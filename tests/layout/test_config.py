@@ -305,7 +305,7 @@ def test_from_hf_without_layers():
     class Blocks:
         num_attention_heads = 4
 
-    with pytest.raises(ValueError, match="config must tell num_hidden_layers, Blocks does not"):
+    with pytest.raises(ValueError, match="config must have num_hidden_layers, Blocks has none"):
         ModelConfig.from_hf(Blocks())
 
 

@@ -1,6 +1,6 @@
 """What is checked of gather_cache's lengths on the device and of the output they need: all but what lies in memory.
 
-The host's memory stands for the device's here; what the kernel does with them is tested in test_triton_layouts.py.
+The host's memory stands for the device's here; what the kernel does with them is tested in test_triton_lengths.py.
 """
 
 import pytest

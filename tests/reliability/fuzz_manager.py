@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from fuzz_blocks import as_integers
+from fuzz_caches import LAYOUTS
 from fuzz_case import Case
-from fuzz_ops import LAYOUTS
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
 

@@ -9,7 +9,9 @@ import fuzz_blend
 import fuzz_blocks
 import fuzz_branches
 import fuzz_configs
+import fuzz_copier
 import fuzz_manager
+import fuzz_native_ops
 import fuzz_ops
 import fuzz_serving
 import fuzz_store
@@ -29,8 +31,8 @@ class Target:
 TARGETS = [
     Target("ops", fuzz_ops.OpsWorld, 3),
     Target("torch.ops", fuzz_ops.TorchOpsWorld),
-    Target("native ops", fuzz_ops.NativeOpsWorld, 2),
-    Target("copier", fuzz_ops.CopierWorld),
+    Target("native ops", fuzz_native_ops.NativeOpsWorld, 2),
+    Target("copier", fuzz_copier.CopierWorld),
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),
     Target("engine's caches", fuzz_manager.EngineWorld),

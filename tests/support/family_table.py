@@ -46,7 +46,7 @@ SHORTER = [
     (r"^not tried: ImportError: \w+ requires the (\w+) library.*", r"not tried: it needs \1"),
     (r"^not tried: The set of layer types producing.*", "not tried: transformers' own check refuses its config"),
     (r"^inputs_embeds and shared_kv_states cannot be None.*", "needs another model's K and V"),
-    (r"^config must tell num_hidden_layers.*", "no layers in its config"),
+    (r"^config must have num_hidden_layers.*", "no layers in its config"),
     (r"^(\w+(Error|Exception)): .*", r"the model raises \1"),
     (r"^model must have no state but K and V.*", "state besides K and V"),
     (r"^model must write its K and V into past_key_values.*", "K and V past the cache"),

@@ -6,12 +6,16 @@ word comes back instead of being kept.
 
 import os
 
+import pytest
 import torch
 
 from kvpage import ops
 from kvpage.ops.cuda import chunks as chunk_ops_cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_KERNELS = pytest.mark.parametrize("where", ["interpreter"] if INTERPRETED else [CUDA])
+ON_ALL = pytest.mark.parametrize("where", ["interpreter"] if INTERPRETED else ["cpu", CUDA])
 
 
 def device_of(where):
@@ -67,3 +71,13 @@ def move_chunk(where, caches, block_ids, start, chunk, layout, scales, to_chunk,
     error = torch.zeros(1, dtype=torch.int32)
     move(caches, layout.views(caches[0]), block_ids, start, chunk, scales, error, to_chunk, **options)
     return error.item()
+
+
+def check_reported(where, error, bit, match):
+    """Check that a kernel has reported its error once: in the interpreter's error word, or by ops.check_device."""
+    if where == "interpreter":
+        assert error == bit
+        return
+    with pytest.raises(ValueError, match=match):
+        ops.check_device()
+    ops.check_device()  # it is reported once

@@ -96,7 +96,11 @@ class BoundCache:
         return self._geometry
 
     def check(self) -> None:
-        """Raise ValueError unless the tensor has the memory, shape and strides that it was bound with."""
+        """Check that the tensor has the memory, shape and strides that it was bound with.
+
+        Raises:
+            ValueError: It has others.
+        """
         tensor = self.tensor
         if (tensor.data_ptr(), tensor.shape, tensor.stride()) != self._place:
             raise ValueError(
@@ -105,7 +109,11 @@ class BoundCache:
             )
 
     def check_writable(self) -> None:
-        """Raise ValueError unless each element has memory of its own."""
+        """Check that each element has memory of its own.
+
+        Raises:
+            ValueError: Elements share memory, so that a write to one would change another.
+        """
         check_writable("cache", self.tensor)
         self.is_writable = True
 

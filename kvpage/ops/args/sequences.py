@@ -77,7 +77,15 @@ class Sequences:
         return sum(lengths) if isinstance(lengths, list) else len(self.block_tables) * self.max_seq_len
 
     def check(self, cache: BoundCache, num_tokens: int) -> None:
-        """Raise ValueError unless they are of such a cache and query, and the tables where they were."""
+        """Check that these sequences are for such a cache and query, and that the tables keep their memory.
+
+        Args:
+            cache: The layer's cache.
+            num_tokens: Rows of the query.
+
+        Raises:
+            ValueError: The number of rows, the device or the blocks are others, or the tables have moved.
+        """
         if num_tokens != self.num_tokens:
             raise ValueError(f"query must have {self.num_tokens} rows, those of its sequences, got {num_tokens}")
         if self.shape != (cache.device, *cache.shape[:2]):
@@ -89,7 +97,11 @@ class Sequences:
             raise ValueError("block_tables must keep the memory that sequences were made with")
 
     def lengths_on_device(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return seq_lens and query_lens on the device; those of the host are copied once, and not waited for."""
+        """Return seq_lens and query_lens on the device. Those of the host are copied once, without a wait.
+
+        Raises:
+            ValueError: Lengths are on the host while a CUDA graph is captured.
+        """
         if self._uploaded is None:
             rows = [row for row in (self.seq_lens, self.query_lens) if isinstance(row, list)]
             if rows and torch.cuda.is_current_stream_capturing():

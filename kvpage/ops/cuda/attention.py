@@ -18,7 +18,11 @@ from kvpage.ops.cuda import rows as token_ops_cuda
 
 
 def attends_in_place(device: torch.device) -> bool:
-    """Whether paged_attention reads the blocks of caches on `device` where they are, and waits for nothing."""
+    """Return whether paged_attention reads the blocks of caches on `device` where they are, and waits for nothing.
+
+    Args:
+        device: The caches' device.
+    """
     return device.type == "cpu" or token_ops_cuda._has_triton()
 
 

@@ -27,10 +27,16 @@ _launches = Launches()
 
 
 def check_device(device: torch.device | str = "cuda") -> None:
-    """Waits for all the device's work so far; ValueError if a kernel met a bad slot or block id since the last call.
+    """Wait for all work of a device so far, and check that no kernel met a bad slot or block id since the last call.
 
-    What named it was skipped, everything else was done. With KVPAGE_DEBUG=1 in the environment every operation calls
-    this itself.
+    A kernel skips rows with a bad id, and does everything else. With KVPAGE_DEBUG=1 in the environment, every operation
+    calls this itself.
+
+    Args:
+        device: A CUDA device.
+
+    Raises:
+        ValueError: A kernel met a bad id, or `device` is not a CUDA device.
     """
     device = _with_index(torch.device(device))
     if device not in _error_words:

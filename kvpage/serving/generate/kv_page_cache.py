@@ -138,7 +138,11 @@ class KVPageCache(LayeredCache):
         return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens of each row the layer holds. Found tokens count from the beginning."""
+        """Return how many tokens of each row a layer holds. Found tokens count from the beginning.
+
+        Args:
+            layer_idx: The layer. Within a forward, layers that have not written yet hold fewer tokens.
+        """
         forward = self._current()
         if forward is None:
             return self._rows.length
@@ -224,11 +228,22 @@ class KVPageCache(LayeredCache):
         return max(self._pool.layers) + 1
 
     def has_layer(self, layer_idx: int) -> bool:
-        """Whether the layer has K and V of its own."""
+        """Return whether a layer has K and V of its own.
+
+        Args:
+            layer_idx: The layer.
+        """
         return layer_idx in self._pool.layers
 
     def read_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return copies of a layer's K and V, [num_rows, num_heads, num_tokens, size]; None where it holds nothing."""
+        """Return copies of a layer's K and V.
+
+        Args:
+            layer_idx: The layer.
+
+        Returns:
+            K and V, [num_rows, num_heads, num_tokens, size] each; None where the layer holds nothing.
+        """
         length = self.get_seq_length(layer_idx)
         if not length or not self.has_layer(layer_idx):
             return None

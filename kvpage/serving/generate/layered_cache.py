@@ -33,7 +33,7 @@ class LayeredCache(Cache):
 
     @abstractmethod
     def has_layer(self, layer_idx: int) -> bool:
-        """Whether the layer has K and V of its own."""
+        """Return whether a layer has K and V of its own."""
 
     @abstractmethod
     def read_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -66,11 +66,19 @@ class LayeredCache(Cache):
         return tuple(self[layer_idx] for layer_idx in range(len(self)))
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: only the number of blocks limits the length."""
+        """Return -1: only the number of blocks limits the length.
+
+        Args:
+            layer_idx: The layer; all have the same limit.
+        """
         return -1
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """Return -1, as get_max_length."""
+        """Return -1, as get_max_length.
+
+        Args:
+            layer_idx: The layer; all have the same limit.
+        """
         return -1
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -57,7 +57,21 @@ class ModelBlocks:
         pin_quota: int = 0,
         max_working_bytes: int | None = None,
     ) -> "ModelBlocks":
-        """Allocate tensors of this shape on the model's device. No check is made here."""
+        """Allocate tensors of this shape on the model's device. No check is made here.
+
+        Args:
+            model: A decoder of transformers.
+            shape: Sizes of its K and V.
+            cache_config: The layout, and the number of blocks in each tier.
+            kv_scales: One KVScales a layer, for caches of 8-bit floats; None otherwise.
+            share_parts: See BlockManager.
+            host_policy: See BlockManager.
+            pin_quota: See BlockManager.
+            max_working_bytes: See `KVPageCachePool.from_model`.
+
+        Returns:
+            The blocks, with nothing cached.
+        """
         engine = CacheEngine(
             cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
         )
@@ -73,7 +87,13 @@ class ModelBlocks:
 
     @uninterrupted
     def make_rows(self) -> CachedRows:
-        """Make rows over the blocks, none yet. Forgotten caches are released first. Not within a forward."""
+        """Make rows over the blocks, with no tokens yet. Forgotten caches are released first.
+
+        Do not call it within a forward.
+
+        Returns:
+            The rows. The caller releases them.
+        """
         self.release_forgotten()
         return CachedRows(self.manager, self.engine, self._seq_ids, self._make_working())
 
@@ -97,13 +117,27 @@ class ModelBlocks:
         self.check_length(num_tokens)
 
     def check_tokens(self, tokens: TokenRows) -> None:
-        """Raise ValueError for ids that the model cannot look up. Negative ones have been refused before."""
+        """Check that the model can look up these ids. Negative ones have been refused before.
+
+        Args:
+            tokens: Token ids, [num_rows, num_tokens].
+
+        Raises:
+            ValueError: An id is not below the model's vocabulary size.
+        """
         size = vocab_size(self.model)
         if tokens.max() >= size:
             raise ValueError(f"input_ids must be ids in [0, {size}), got {int(tokens.max())}")
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise ValueError for rows in which the first tokens' K would differ from that in shorter rows."""
+        """Check that the first tokens' K of so long rows would be as in shorter rows.
+
+        Args:
+            num_tokens: Tokens of each row.
+
+        Raises:
+            ValueError: The rotary embedding of the model changes before that length.
+        """
         if num_tokens > self._max_len:
             raise ValueError(
                 f"rows must have at most {self._max_len} tokens, where the model's rotary embedding changes, "
