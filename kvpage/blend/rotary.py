@@ -2,7 +2,7 @@
 
 A rotary embedding turns each pair of a head's dimensions by an angle that grows with the position. From old to new:
 
-    cos = (cos_new cos_old + sin_new sin_old) / a^2          a: what the model scales its tables by (YaRN)
+    cos = (cos_new cos_old + sin_new sin_old) / a^2          a: the model's scale of its tables (YaRN)
     sin = (sin_new cos_old - cos_new sin_old) / a^2
 
 Both are composed from the model's own tables, so that the tables' rounding cancels. It would not in

@@ -137,7 +137,7 @@ class Reuse(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the rows are what a prefill gives: nothing is before the segment, as when it was computed."""
+        """Return whether the rows equal those of a prefill: nothing is before the segment, as when it was computed."""
         return self.segment.is_standalone and self.start == self.begin
 
     def sensitivity(self) -> torch.Tensor | None:
@@ -147,7 +147,7 @@ class Reuse(NamedTuple):
         known = self.segment.sensitivity
         return None if known is None else known[self.begin : self.begin + self.num_tokens]
 
-    def behind(self, position: int) -> "Reuse | None":
+    def after(self, position: int) -> "Reuse | None":
         """Return the part from `position` on; None if there is none.
 
         Args:
@@ -174,16 +174,34 @@ class SegmentCache(Protocol):
     """A place that keeps segments. Called in other threads; its own trouble is a miss, never an error."""
 
     def find(self, tokens: TokenIds, namespace: bytes) -> SegmentKV | None:
-        """Return the segment of exactly these tokens, or of the leading ones."""
+        """Return the segment of exactly these tokens, or of the leading ones.
+
+        Args:
+            tokens: int32 [num_tokens].
+            namespace: the tenant's name; segments of different namespaces never meet.
+
+        Returns:
+            The segment; None if there is none.
+        """
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes) -> bool:
         """Return whether `keep` would keep such a segment: there is none, or a lesser one.
 
-        is_measured: its sensitivity is known.
+        Args:
+            tokens: int32 [num_tokens].
+            is_standalone: whether nothing came before the segment when it was computed.
+            is_measured: whether its sensitivity is known.
+            namespace: the tenant's name.
         """
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes) -> None:
-        """Keep the segment if there is none, or a lesser one."""
+        """Keep the segment if there is none, or a lesser one.
+
+        Args:
+            tokens: int32 [num_tokens].
+            segment: their K and V.
+            namespace: the tenant's name.
+        """
 
 
 class _Key(NamedTuple):
@@ -223,7 +241,15 @@ class MemorySegments:
         self.num_bytes = 0
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
-        """Return the segment of exactly these tokens; None if there is none. See SegmentCache."""
+        """Return the segment of exactly these tokens.
+
+        Args:
+            tokens: int32 [num_tokens].
+            namespace: the tenant's name; segments of different namespaces never meet.
+
+        Returns:
+            The segment; None if there is none.
+        """
         key = _key(tokens, namespace)
         found = self._segments.get(key)
         if found:
@@ -231,7 +257,17 @@ class MemorySegments:
         return found
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
-        """See SegmentCache."""
+        """Return whether `keep` would keep such a segment: there is none, or a lesser one.
+
+        Args:
+            tokens: int32 [num_tokens].
+            is_standalone: whether nothing came before the segment when it was computed.
+            is_measured: whether its sensitivity is known.
+            namespace: the tenant's name.
+
+        Raises:
+            ValueError: a segment that is not standalone cannot be measured.
+        """
         check_flag("is_standalone", is_standalone)
         check_flag("is_measured", is_measured)
         check_measurable(is_standalone, is_measured)
@@ -239,7 +275,17 @@ class MemorySegments:
         return before is None or (is_standalone, is_measured) > (before.is_standalone, before.sensitivity is not None)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
-        """See SegmentCache. A segment larger than max_bytes is not kept."""
+        """Keep the segment if there is none, or a lesser one. A segment larger than max_bytes is not kept.
+
+        Args:
+            tokens: int32 [num_tokens].
+            segment: their K and V.
+            namespace: the tenant's name.
+
+        Raises:
+            TypeError: `segment` is not a SegmentKV.
+            ValueError: it has another number of tokens.
+        """
         key = _key(tokens, namespace)
         check_segment(segment, len(key.tokens) // 4)
         before = self._segments.get(key)

@@ -120,7 +120,7 @@ def seam_weights(offsets: torch.Tensor, seam: float) -> torch.Tensor:
     return (1.0 + seam / (1.0 + offsets.float())).square()
 
 
-def offsets_behind_seams(
+def offsets_after_seams(
     valid: torch.Tensor, original: torch.Tensor, positions: torch.Tensor, query_start_loc: torch.Tensor
 ) -> torch.Tensor:
     """Return for each row the number of rows before it that were before it already, one after the other: int64.

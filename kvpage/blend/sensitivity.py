@@ -32,8 +32,8 @@ def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
         TypeError: a value is not a tensor.
     """
     total, num_layers = None, 0
-    for alone, behind in layers:
-        change = _relative_change(alone, behind)
+    for alone, after in layers:
+        change = _relative_change(alone, after)
         if total is not None and change.shape != total.shape:
             raise ValueError(f"layers must be of the same tokens, got {len(total)} and {len(change)}")
         total, num_layers = change if total is None else total.to(change.device) + change, num_layers + 1
@@ -43,10 +43,10 @@ def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
     return found if bool(found.isfinite().all()) else None
 
 
-def _relative_change(alone: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-    alone, behind = as_floats("alone", alone, 3), as_floats("behind", behind, 3)
-    if alone.shape != behind.shape:
-        raise ValueError(f"layers must hold V of one shape, got {list(alone.shape)} and {list(behind.shape)}")
+def _relative_change(alone: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    alone, after = as_floats("alone", alone, 3), as_floats("after", after, 3)
+    if alone.shape != after.shape:
+        raise ValueError(f"layers must hold V of one shape, got {list(alone.shape)} and {list(after.shape)}")
     everything = torch.ones(len(alone), dtype=torch.bool, device=alone.device)
     size = ops.row_deviation(alone, torch.zeros_like(alone), everything).mean()
-    return ops.row_deviation(behind, alone, everything) / size.clamp(min=torch.finfo(torch.float32).tiny)
+    return ops.row_deviation(after, alone, everything) / size.clamp(min=torch.finfo(torch.float32).tiny)

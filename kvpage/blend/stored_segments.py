@@ -27,7 +27,15 @@ class StoredSegments:
         self._is_by_head = store.metadata.fmt == "huggingface"
 
     def find(self, tokens: TokenIds, namespace: bytes = b"") -> SegmentKV | None:
-        """Return the longest leading run of the tokens that the store has; see SegmentStore.get."""
+        """Return the longest leading run of the tokens that the store has.
+
+        Args:
+            tokens: int32 [num_tokens].
+            namespace: the tenant's name; segments of different namespaces never meet.
+
+        Returns:
+            The segment of these leading tokens; None if the store has none of them.
+        """
         found = self._segments.get(tokens, namespace)
         if found is None:
             return None
@@ -35,11 +43,28 @@ class StoredSegments:
         return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone, found.sensitivity)
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
-        """See SegmentCache."""
+        """Return whether `keep` would keep such a segment: there is none, or a lesser one.
+
+        Args:
+            tokens: int32 [num_tokens].
+            is_standalone: whether nothing came before the segment when it was computed.
+            is_measured: whether its sensitivity is known.
+            namespace: the tenant's name.
+        """
         return self._segments.wants(tokens, is_standalone, is_measured, namespace)
 
     def keep(self, tokens: TokenIds, segment: SegmentKV, namespace: bytes = b"") -> None:
-        """See SegmentCache. After trouble of the store there is no segment."""
+        """Keep the segment if there is none, or a lesser one. Trouble of a tier loses it without an error.
+
+        Args:
+            tokens: int32 [num_tokens].
+            segment: their K and V.
+            namespace: the tenant's name.
+
+        Raises:
+            TypeError: `segment` is not a SegmentKV.
+            ValueError: it has another number of tokens, or does not fit the store.
+        """
         check_segment(segment, len(as_tokens(tokens)))
         rows = torch.stack([segment.k, segment.v], dim=1)
         kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows

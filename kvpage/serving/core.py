@@ -31,7 +31,7 @@ from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.step import Piece
+from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats import EngineStats
 
@@ -209,11 +209,11 @@ class EngineCore:
         """
         self._intake.check_length(num_prompt_tokens, max_tokens)
 
-    def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Compute pieces of sequences that belong to no request, in one forward pass.
+    def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
+        """Compute tokens of sequences that belong to no request, in one forward pass.
 
         Args:
-            pieces: The manager has given room for them, and the caller commits them.
+            items: The tokens. The manager has given room for them, and the caller commits them.
 
         Returns:
             The logits of the wanted tokens: [their number, vocab_size].
@@ -222,7 +222,7 @@ class EngineCore:
             RuntimeError: A step is under way.
             ValueError: The model is in training mode.
         """
-        return self._loop.compute(pieces)
+        return self._loop.compute(items)
 
     @uninterrupted
     def make_room(self) -> bool:

@@ -5,10 +5,11 @@ from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.layer_load import LayerLoad
-from kvpage.store.placement import Placed, register_tier
+from kvpage.store.placement import register_tier
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.summary import RecordSummary
 from kvpage.store.stack.pin import Pin
+from kvpage.store.stack.placed import Placed
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 

@@ -28,7 +28,7 @@ from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_load import TensorLoad
-from kvpage.store.placement import Placed, place_tiers
+from kvpage.store.placement import place_tiers
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.kv_tensors import (
     KVTensors,
@@ -43,6 +43,7 @@ from kvpage.store.records.kv_tensors import (
 from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.chunk_threads import done
 from kvpage.store.stack.pin import Pin
+from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiers.tier import Key, Tier
@@ -73,7 +74,7 @@ class KVStore:
     ) -> None:
         self.config, self.given_metadata = config, metadata
         self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
-        placed = [_placed(one, config) for one in tiers] if tiers is not None else place_tiers(config)
+        placed = [Placed.of(one, config.deadline) for one in tiers] if tiers is not None else place_tiers(config)
         if not placed:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
@@ -263,15 +264,17 @@ class KVStore:
 
         Close the load before the blocks are given to others. The records stay open until then, and are not promoted.
 
-        Arguments and errors are those of `load_blocks`.
+        Args:
+            tokens, engine, block_table, start, namespace: as in `load_blocks`.
 
         Returns:
             The load, whose `wait` blocks until a layer is there.
+
+        Raises:
+            ValueError: as in `load_blocks`.
         """
         load = tokens, engine, block_table, start, namespace
         return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
-
-    # --- records -----------------------------------------------------------------------------------------------------
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
@@ -332,11 +335,14 @@ class KVStore:
 
     @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Remove the tokens' chunks from every tier; return their number in the tier that had most.
+        """Remove the tokens' chunks from every tier.
 
         Args:
             tokens: int [num_tokens].
             namespace: the one that they were stored in.
+
+        Returns:
+            The number of chunks removed from the tier that had most of them.
         """
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
@@ -380,8 +386,6 @@ class KVStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
-
     @gated
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
         return self._chunks.pin(self._checked(tokens, namespace), namespace)
@@ -394,7 +398,3 @@ class KVStore:
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
         check_namespace(namespace)
         return as_tokens(tokens)
-
-
-def _placed(tier: Tier | Placed, config: KVStoreConfig) -> Placed:
-    return tier if isinstance(tier, Placed) else Placed(tier, deadline=config.deadline)

@@ -1,32 +1,15 @@
-"""Placed: a tier and its part in a store. Tiers are made from URLs by the factory of each scheme."""
+"""Placement: the tiers of a configuration, each made from its URL by the factory of the URL's scheme."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvpage.store.config import KVStoreConfig, TierURL, parse_size
+from kvpage.store.stack.placed import Placed
 from kvpage.store.tiers.tier import Tier
 
 Factory = Callable[[TierURL], Tier]
 FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
 COMMON_OPTIONS = ("write", "promote", "deadline")
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A tier and its part in a store.
-
-    Attributes:
-        tier: the tier.
-        is_written_back: whether it is written in the background, from a faster tier.
-        promotes: whether records that slower tiers have are copied here.
-        deadline: seconds of a call; None for no limit.
-    """
-
-    tier: Tier
-    is_written_back: bool = False
-    promotes: bool = True
-    deadline: float | None = None
 
 
 def _memory(url: TierURL) -> Tier:

@@ -1,4 +1,4 @@
-"""`kvpage store`: what lies in a tier, whether it is whole, and making room."""
+"""`kvpage store`: lists and checks the records of a tier, and makes room in it."""
 
 import json
 import sys
@@ -26,11 +26,11 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @contextmanager
 def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
-    """The tier; what is wrong with it ends the command with one line. Who else has it is told on standard error."""
+    """Yield the tier. Its errors end the command with one line. Other owners are named on standard error."""
     try:
         tier = open_tier(url)
         for owner in tier.owners if isinstance(tier, DiskView) else ():
-            print(f"{owner} has it open: what follows is how it was at one moment", file=sys.stderr)
+            print(f"{owner} has it open: the following is a view of one moment", file=sys.stderr)
         try:
             yield tier
         finally:
@@ -61,7 +61,7 @@ def stat(url: Url, as_json: AsJson = False) -> None:
     """Counts records, tokens and bytes, by model."""
     with opened(url, inspection.view_tier) as tier:
         rows = inspection.by_model(list(inspection.summaries(tier)))
-        stats = tier.stats()  # afterwards: without those that are gone
+        stats = tier.stats()  # afterwards: without records that are gone
     if as_json:
         models = [dict(zip(("model", "records", "tokens", "bytes"), row, strict=True)) for row in rows]
         print(json.dumps({**asdict(stats), "models": models}))
@@ -75,7 +75,7 @@ def stat(url: Url, as_json: AsJson = False) -> None:
 
 
 @store_app.command()
-def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove what is broken")] = False) -> None:
+def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove broken records")] = False) -> None:
     """Reads every record and compares its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
     open_tier = inspection.open_tier if delete else inspection.view_tier
     with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
@@ -87,7 +87,7 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remo
             tier.flush(sync=True)
     print(f"{num_whole} records are whole, {len(broken)} are broken{' and removed' if delete and broken else ''}")
     if num_damaged:
-        print(f"{num_damaged} places are damaged: what was there is lost")
+        print(f"{num_damaged} places are damaged: their records are lost")
     for key in broken:
         print(key.hex())
     raise typer.Exit(1 if broken or num_damaged else 0)
@@ -99,7 +99,7 @@ def gc(
     free: Annotated[str | None, typer.Option(help="bytes to free, such as 10GiB: the least recently used go")] = None,
     older_than: Annotated[str | None, typer.Option(help="age since the last use, such as 12h or 7d")] = None,
 ) -> None:
-    """Makes room. Not in a disk tier that a process has open: that makes room by itself."""
+    """Makes room. A disk tier that a process has open is refused: that process makes room by itself."""
     if (free is None) == (older_than is None):
         raise SystemExit("kvpage store: give either --free or --older-than")
     with opened(url, inspection.open_tier) as tier:
@@ -112,7 +112,7 @@ def gc(
 
 
 def parse_age(text: str) -> float:
-    """Seconds, of "90s", "5m", "12h" or "7d". ValueError for anything else."""
+    """Return the seconds of "90s", "5m", "12h" or "7d". Raises ValueError for other texts."""
     unit = UNITS.get(text[-1:])
     if unit is None or not text[:-1].isdecimal():
         raise ValueError(f"an age must be like 90s, 5m, 12h or 7d, got {text!r}")

@@ -55,10 +55,10 @@ def test_lengths_are_segments_from_the_first_token_on() -> None:
 def test_the_part_of_a_reuse_behind_a_position() -> None:
     kept = segment(5)
     one = Reuse(kept, 1, 10, 4)
-    assert one.behind(0) is not None and one.behind(10) == one
-    assert one.behind(12) == Reuse(kept, 3, 12, 2)
-    assert one.behind(13) == Reuse(kept, 4, 13, 1) and one.behind(14) is None
-    key, value = one.behind(12).rows(1)
+    assert one.after(0) is not None and one.after(10) == one
+    assert one.after(12) == Reuse(kept, 3, 12, 2)
+    assert one.after(13) == Reuse(kept, 4, 13, 1) and one.after(14) is None
+    key, value = one.after(12).rows(1)
     assert torch.equal(key, kept.k[1, 3:5]) and torch.equal(value, kept.v[1, 3:5])
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_measured() -> None:
         measure_sensitivity([(rows(5)[0], rows(5)[0]), (rows(1)[0], rows(1)[0])])
     with pytest.raises(ValueError, match="alone must have 3 dimensions"):
         measure_sensitivity([(rows(5), rows(5))])
-    with pytest.raises(TypeError, match="behind must be a "):
+    with pytest.raises(TypeError, match="after must be a "):
         measure_sensitivity([(rows(5)[0], None)])
 
 
@@ -103,7 +103,7 @@ def test_it_must_be_a_number_a_token() -> None:
 def test_of_the_tokens_that_are_reused() -> None:
     known = segment(5, sensitivity=torch.arange(5.0))
     assert Reuse(known, 1, 10, 3).sensitivity().tolist() == [1.0, 2.0, 3.0]
-    assert Reuse(known, 0, 10, 5).behind(12).sensitivity().tolist() == [2.0, 3.0, 4.0]
+    assert Reuse(known, 0, 10, 5).after(12).sensitivity().tolist() == [2.0, 3.0, 4.0]
     assert Reuse(segment(5), 1, 10, 3).sensitivity() is None
     # With nothing before the segment its rows are what they were.
     assert (

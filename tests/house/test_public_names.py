@@ -44,7 +44,7 @@ PRIVATE = {
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
-    "kvpage.serving.model.step.Piece": "of a step, which the engine makes",
+    "kvpage.serving.model.step.BatchItem": "of a step, which the engine makes",
     "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
     "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",

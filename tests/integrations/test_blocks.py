@@ -78,7 +78,7 @@ def test_keys_are_gathered_and_turned(place, layer_layout):
     layout, slots = make_layout(place, layer_layout, torch.bfloat16), slots_of().clamp(min=0)
     cache, rotation = random_caches(layout)[0], make_rotation()
     if place[0] == "paged":
-        with pytest.raises(ValueError, match="K must lie in one run"):
+        with pytest.raises(ValueError, match="K must be contiguous"):
             gather_rotated(cache, slots, layout, rotation)
         return
     keys = layout.views(cache)[0].read(slots // BLOCK, slots % BLOCK, 16)
@@ -119,5 +119,5 @@ def test_bad_arguments():
         torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(caches, before, strict=True)
     )
     quantised = make_layout(("flash", "NHD"), "separate", torch.int8)
-    with pytest.raises(ValueError, match="K must lie in one run and its own dtype"):
+    with pytest.raises(ValueError, match="K must be contiguous and in its own dtype"):
         gather_rotated(quantised.allocate(NUM_BLOCKS, 1, torch.device("cpu"))[0], slots, quantised, rotation)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpage.blend import RotaryTables, create_index, indices_to_mask, mask_to_indices, select_tokens, token_deviation
-from kvpage.blend.selection import offsets_behind_seams
+from kvpage.blend.selection import offsets_after_seams
 from kvpage.integrations.lmcache import CacheBlendImpl
 
 HEADS, SIZE = 2, 8
@@ -209,7 +209,7 @@ def test_offsets_are_those_of_a_loop(seed: int) -> None:
         assert position == row + 5
     tensors = torch.tensor(valid, dtype=torch.bool), torch.tensor(original).long(), torch.tensor(positions).long()
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        assert offsets_behind_seams(*tensors, torch.tensor(bounds, dtype=dtype)).tolist() == expected
+        assert offsets_after_seams(*tensors, torch.tensor(bounds, dtype=dtype)).tolist() == expected
 
 
 def test_rows_behind_a_seam_count_for_more() -> None:

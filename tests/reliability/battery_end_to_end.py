@@ -22,7 +22,7 @@ from support.models import generate_each, make_model, make_prompts
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.placement import Placed
+from kvpage.store.stack.placed import Placed
 
 B, CHUNK = 4, 8
 KINDS = ("llama", "mistral", "gemma3")  # the second with windows, the third in every other layer

@@ -21,7 +21,7 @@ from stamps import STAMP_BYTES, difference, stamps
 from support.redis_server import MISSING, Proxy, RedisServer
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
-from kvpage.store.placement import Placed
+from kvpage.store.stack.placed import Placed
 
 DEADLINE = 0.25  # seconds of a call
 GENEROUS = 10.0  # what a busy machine may add in the test run; the long form judges `max_excess_ms`

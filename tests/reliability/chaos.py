@@ -14,7 +14,7 @@ from support.disk_faults import SEGMENT_BYTES, FaultyOS, replace_os
 from support.redis_server import MISSING, RedisServer
 
 from kvpage.store.disk.disk_tier import DiskTier
-from kvpage.store.placement import Placed
+from kvpage.store.stack.placed import Placed
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, None)

@@ -1,9 +1,9 @@
-"""Segments into an engine's blocks, K rotated to where the segment now stands, and K and V out of them again.
+"""Rotated rows: segments into an engine's blocks, with K rotated to its new positions, and K out of them again.
 
     segment  [layers, parts, tokens, heads, size]  ── K rotated, V copied, one pass ──►  slots of every layer's blocks
 
-Where a cache keeps rows in the dtype they are computed in, and in one run, nothing lies between; where it quantises
-them, or packs them, K is rotated first and written as any other K.
+A cache that keeps rows contiguous and in the dtype of the segment takes them in one pass. For a cache that quantises or
+packs them, K is rotated first and written as any other K.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,20 @@ def load_rotated(
     rotations: Rotation | Sequence[Rotation | None] | None,
     scales: Sequence[KVScales] | None = None,
 ) -> None:
-    """Each token of a segment is written to its slot, in all layers.
+    """Write each token of a segment to its slot, in all layers. The arguments are checked before anything is written.
 
-    kv: [num_layers, parts, num_tokens, heads, size] ("vllm"; transpose(2, 3) of "huggingface"), fp32, bf16 or fp16, on
-        the caches' device. caches: one a layer. slots: int64 [num_tokens], each at most once; -1 to skip a token.
-    rotations: of K, in all layers, or one a layer; None to copy. scales: of 8-bit floats, one a layer.
+    Args:
+        kv: [num_layers, parts, num_tokens, heads, size] ("vllm"; transpose(2, 3) of "huggingface"), fp32, bf16 or fp16,
+            on the caches' device.
+        caches: the block memory of each layer.
+        slots: int64 [num_tokens], each at most once; -1 to skip a token.
+        layout: of the caches.
+        rotations: of K, one for all layers, or one a layer; None to copy.
+        scales: of 8-bit floats, one a layer; None means 1.
 
-    ValueError or TypeError as of kvpage.ops.mix_rows and reshape_and_cache. What is wrong in any layer is found before
-    anything is written.
+    Raises:
+        ValueError: shapes, dtypes or slots do not fit, as in kvpage.ops.mix_rows and reshape_and_cache.
+        TypeError: an argument is of the wrong type.
     """
     check_layout(layout)
     kv, caches = as_floats("kv", kv), as_list("caches", caches)
@@ -62,7 +68,7 @@ def load_rotated(
 def _scales(
     scales: Sequence[KVScales] | None, caches: Sequence[torch.Tensor], layout: CacheLayout
 ) -> Sequence[KVScales | None]:
-    """One for each layer, of those that its cache takes."""
+    """Return the scales of each layer. Raises ValueError for scales that its cache does not take."""
     if scales is None:
         return [None] * len(caches)
     each = as_list("scales", scales)
@@ -74,7 +80,7 @@ def _scales(
 
 
 def _rotations(kv: torch.Tensor, rotations: Rotation | Sequence[Rotation | None] | None) -> list[Rotation | None]:
-    """One for each layer. ValueError for one that does not fit the rows."""
+    """Return the rotation of each layer. Raises ValueError for one that does not fit the rows."""
     each = list(rotations) if isinstance(rotations, Sequence) else [rotations] * len(kv)
     if len(each) != len(kv):
         raise ValueError(f"rotations must be one for each of {len(kv)} layers, got {len(each)}")
@@ -109,16 +115,27 @@ def _rotated(key: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def gather_rotated(
     cache: torch.Tensor, slots: torch.Tensor, layout: CacheLayout, rotation: Rotation | None
 ) -> torch.Tensor:
-    """K of these slots of one layer, rotated: [num_tokens, heads, head_size], a new tensor.
+    """Gather K of some slots of one layer, rotated.
 
-    ValueError for a cache that quantises K or packs it, and as of kvpage.ops.mix_rows.
+    Args:
+        cache: the block memory of the layer.
+        slots: int64 [num_tokens].
+        layout: of the cache.
+        rotation: of the tokens; None to copy.
+
+    Returns:
+        A new tensor, [num_tokens, heads, head_size].
+
+    Raises:
+        ValueError: the cache quantises or packs K, or arguments do not fit, as in kvpage.ops.mix_rows.
+        TypeError: an argument is of the wrong type.
     """
     check_layout(layout)
     check_cache(cache, layout)
     slots = as_indices("slots", slots)
     view = layout.views(cache)[0]
     if not _is_plain(view, layout.dtype) or layout.is_quantized:
-        raise ValueError(f"K must lie in one run and its own dtype, got {layout.backend} of {layout.dtype}")
+        raise ValueError(f"K must be contiguous and in its own dtype, got {layout.backend} of {layout.dtype}")
     blocks = view.rows[..., 0, : layout.head_size]
     out = torch.empty(len(slots), *blocks.shape[2:], dtype=blocks.dtype, device=blocks.device)
     ops.mix_rows(blocks, out, rotation, slots=slots)

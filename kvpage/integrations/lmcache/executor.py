@@ -2,12 +2,11 @@
 
     layer 0 .. check layer - 1    everything is computed; nothing is blended
     check layer                   everything is computed; the rows that deviate most are chosen, only they go on
-    later layers                  retrieved K and V, rotated to their positions; the chosen rows' fresh ones in place of
-                                  theirs
+    later layers                  retrieved K and V, rotated to their positions; fresh K and V in the chosen rows
 
-With filters several layers choose: the first among all rows, each behind it among those that are left.
+With filters several layers choose: the first among all rows, each later one among the rows that are left.
 
-It keeps nothing between two forward passes: what was chosen lives from one layer 0 to the next.
+Nothing is kept between two forward passes: layer 0 forgets the selection of the pass before.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from kvpage.blend.selection import (
     Selection,
     check_filters,
     check_seam,
-    offsets_behind_seams,
+    offsets_after_seams,
     seam_weights,
     select_tokens,
     token_deviation,
@@ -35,16 +34,29 @@ from kvpage.layout.rotation import Rotation
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(positions, q, k) -> (q, k), rotated to the positions, or back from them."""
+Retrieved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""K, V, valid mask and original positions of all tokens."""
+Fresh = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Q, K and V of the rows that are computed."""
 
 
 class CacheBlendImpl(BlendExecutor):
-    """recompute_ratio: the share of valid rows that is computed again, 0 to 1; one for all requests, or one a request.
-    check_layer: the layer that chooses, at least 1. metric: what it compares, "k", "v" or "kv".
-    filters: (layer, ratio) of layers before it that let go of rows already, down to that share of the valid ones, or to
-        the request's own where that is larger; layers rise, ratios fall.
-    seam: how much more rows count near the begin of a segment, see seam_weights; 0 for all alike.
+    """Blends layer by layer and chooses the rows to compute again. Not thread-safe; one forward pass at a time.
 
-    K is rotated by `rotary`, or by the two encoders that are set (undo at the old positions, do at the new ones).
+    K is rotated by `rotary`, or by the two encoders that are set: back from the old positions, then to the new ones.
+
+    Args:
+        recompute_ratio: the share of valid rows to compute again, 0 to 1; one for all requests, or one a request.
+        check_layer: the layer that chooses, at least 1.
+        metric: the part that is compared, "k", "v" or "kv".
+        rotary: tables that rotate K; None for encoders that are set later.
+        filters: (layer, ratio) of layers before the check layer that drop rows already. They keep that share of the
+            valid rows, or the request's own share where it is larger. Layers rise, ratios fall.
+        seam: the extra weight of rows near the beginning of a segment, see seam_weights; 0 for none.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+        TypeError: an argument is of the wrong type.
     """
 
     def __init__(
@@ -72,18 +84,26 @@ class CacheBlendImpl(BlendExecutor):
         self.seam = check_seam(seam)
         self._least_ratio = {**dict(self.filters), check_layer: 0.0}
         self.selection: Selection | None = None
-        """What a layer of the running forward pass has chosen last, with the deviation that it saw of every row."""
+        """The last selection of the running forward pass, with every row's deviation; None before one was made."""
         self._next_layer = 0
         self._last_rotation: tuple[torch.Tensor, torch.Tensor, Rotation] | None = None
         self._encode: Encoder | None = None
         self._decode: Encoder | None = None
 
     def set_positional_encoder(self, encoder: Encoder) -> None:
-        """Turns q and k to positions, as the model does."""
+        """Set the function that rotates q and k to positions, as the model does.
+
+        Args:
+            encoder: takes (positions, q, k), int64 [num_tokens] and rows [num_tokens, ...]; returns (q, k).
+        """
         self._encode = encoder
 
     def set_reverse_positional_encoder(self, encoder: Encoder) -> None:
-        """Turns them back."""
+        """Set the function that undoes the rotation of q and k.
+
+        Args:
+            encoder: takes (positions, q, k), int64 [num_tokens] and rows [num_tokens, ...]; returns (q, k).
+        """
         self._decode = encoder
 
     def blend(
@@ -100,33 +120,41 @@ class CacheBlendImpl(BlendExecutor):
         query_start_loc: torch.Tensor,
         token_dim: int = 0,
     ) -> BlendOutput:
-        """See BlendExecutor. ValueError for layers out of order, and for shapes that do not fit each other."""
+        """Blend one layer, see BlendExecutor.
+
+        Args:
+            layer_id: the next layer, or 0 for a new forward pass.
+            retrieved_k: K of all tokens, their number in dimension `token_dim`, rotated to `original_positions`.
+            retrieved_v: V likewise.
+            valid_mask: bool [num_tokens], the rows that were found.
+            original_positions: int64 [num_tokens].
+            fresh_q: Q of the rows that are computed, rotated to `positions`.
+            fresh_k: K of these rows, rotated likewise.
+            fresh_v: V of these rows.
+            positions: int64 [num_fresh], of the rows that are computed.
+            query_start_loc: [num_requests + 1], the first retrieved row of each request, and the end.
+            token_dim: the dimension of tokens in Q, K and V.
+
+        Returns:
+            Q, K and V to attend with, and the rows to go on with.
+
+        Raises:
+            ValueError: layers are out of order, or shapes do not fit each other.
+            TypeError: an argument is of the wrong type.
+        """
         layer_id = as_integer("layer_id", layer_id)
         if layer_id not in (0, self._next_layer):
             raise ValueError(f"layer_id must be {self._next_layer}, or 0 for a new forward pass, got {layer_id}")
         selection = self.selection if layer_id else None
-        retrieved_k = as_floats("retrieved_k", retrieved_k)
-        token_dim = as_dim("token_dim", token_dim, retrieved_k)
-        num_tokens = retrieved_k.shape[token_dim]
-        retrieved_v = _of_rows("retrieved_v", retrieved_v, token_dim, num_tokens)
-        valid = as_mask(valid_mask).to(retrieved_k.device)
-        original_positions = as_indices("original_positions", original_positions)
+        retrieved, token_dim = _retrieved(retrieved_k, retrieved_v, valid_mask, original_positions, token_dim)
         positions = as_indices("positions", positions)
         query_start_loc = as_indices("query_start_loc", query_start_loc)
-        if len(valid) != num_tokens or len(original_positions) != num_tokens:
-            raise ValueError(
-                f"valid_mask and original_positions must be of {num_tokens} tokens, "
-                f"got {len(valid)} and {len(original_positions)}"
-            )
-        num_fresh = num_tokens if selection is None else len(selection.indices)
-        fresh_q = _of_rows("fresh_q", fresh_q, token_dim, num_fresh)
-        fresh_k = _of_rows("fresh_k", fresh_k, token_dim, num_fresh, retrieved_k)
-        fresh_v = _of_rows("fresh_v", fresh_v, token_dim, num_fresh, retrieved_v)
+        num_fresh = len(retrieved[2]) if selection is None else len(selection.indices)
+        fresh = _fresh(fresh_q, fresh_k, fresh_v, token_dim, num_fresh, retrieved)
         if len(positions) != num_fresh:
             raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
         if layer_id == 0:
             self.selection, self._next_layer, self._last_rotation = None, 0, None
-        fresh, retrieved = (fresh_q, fresh_k, fresh_v), (retrieved_k, retrieved_v, valid, original_positions)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:
             output = self._mix(retrieved, fresh, positions, token_dim)
@@ -138,13 +166,13 @@ class CacheBlendImpl(BlendExecutor):
     def _choose(
         self,
         layer_id: int,
-        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        retrieved: Retrieved,
+        fresh: Fresh,
         output: BlendOutput,
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """output: of the layer, with all rows that came in."""
+        """Return the output with the chosen rows alone. output: of the layer, with all rows that were given."""
         valid = retrieved[2]
         bounds = as_bounds("query_start_loc", query_start_loc, len(valid))
         ratios = [max(ratio, self._least_ratio[layer_id]) for ratio in self._ratios(len(bounds) - 1)]
@@ -152,7 +180,7 @@ class CacheBlendImpl(BlendExecutor):
         left = _all(len(valid), valid) if before is None else before.indices
         if before is None:
             self._positions = positions
-            offsets = offsets_behind_seams(valid, retrieved[3].to(valid.device), positions, query_start_loc)
+            offsets = offsets_after_seams(valid, retrieved[3].to(valid.device), positions, query_start_loc)
             self._weights = seam_weights(offsets, self.seam)
         deviation = torch.zeros(len(valid), device=valid.device)
         deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim) * self._weights[left]
@@ -166,13 +194,13 @@ class CacheBlendImpl(BlendExecutor):
 
     def _deviation(
         self,
-        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        retrieved: Retrieved,
+        fresh: Fresh,
         left: torch.Tensor,
         positions: torch.Tensor,
         token_dim: int,
     ) -> torch.Tensor:
-        """Of the rows that are left, which the fresh ones are."""
+        """Return the deviation of the rows that are left: the fresh rows are these."""
         k, v, valid, original = retrieved
         if len(left) < len(valid):
             k, v = (part.index_select(token_dim, left) for part in (k, v))
@@ -186,8 +214,8 @@ class CacheBlendImpl(BlendExecutor):
 
     def _mix(
         self,
-        retrieved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        retrieved: Retrieved,
+        fresh: Fresh,
         positions: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
@@ -214,7 +242,7 @@ class CacheBlendImpl(BlendExecutor):
         return rotated.movedim(0, token_dim)
 
     def _rotation(self, old: torch.Tensor, new: torch.Tensor, device: torch.device) -> Rotation:
-        """That of the layer before if the positions are the same, which on a device takes the same tensors."""
+        """Return the rotation, that of the layer before for the same positions: on a device, the same tensors."""
         assert self.rotary is not None
         last = self._last_rotation
         if last is None or not (_is_same(last[0], old) and _is_same(last[1], new)):
@@ -231,10 +259,39 @@ class CacheBlendImpl(BlendExecutor):
         return ratios
 
 
+def _retrieved(
+    k: torch.Tensor, v: torch.Tensor, valid_mask: torch.Tensor, original_positions: torch.Tensor, token_dim: int
+) -> tuple[Retrieved, int]:
+    """Return the checked tensors and their token dimension. Raises ValueError if they do not fit each other."""
+    k = as_floats("retrieved_k", k)
+    token_dim = as_dim("token_dim", token_dim, k)
+    num_tokens = k.shape[token_dim]
+    v = _of_rows("retrieved_v", v, token_dim, num_tokens)
+    valid = as_mask(valid_mask).to(k.device)
+    original_positions = as_indices("original_positions", original_positions)
+    if len(valid) != num_tokens or len(original_positions) != num_tokens:
+        raise ValueError(
+            f"valid_mask and original_positions must be of {num_tokens} tokens, "
+            f"got {len(valid)} and {len(original_positions)}"
+        )
+    return (k, v, valid, original_positions), token_dim
+
+
+def _fresh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token_dim: int, num_rows: int, retrieved: Retrieved
+) -> Fresh:
+    """Return the checked tensors. Raises ValueError unless they have `num_rows` rows of the retrieved shapes."""
+    return (
+        _of_rows("fresh_q", q, token_dim, num_rows),
+        _of_rows("fresh_k", k, token_dim, num_rows, retrieved[0]),
+        _of_rows("fresh_v", v, token_dim, num_rows, retrieved[1]),
+    )
+
+
 def _of_rows(
     name: str, tensor: torch.Tensor, token_dim: int, num_rows: int, like: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """ValueError unless it has so many rows, of the form of those of `like`."""
+    """Return the tensor. Raises ValueError unless it has `num_rows` rows, each of the shape of a row of `like`."""
     tensor = as_floats(name, tensor)
     shape = list(tensor.shape)
     if token_dim >= len(shape) or shape[token_dim] != num_rows:
@@ -249,7 +306,7 @@ def _kept(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Without waiting for a device."""
+    """Return whether the positions are known to be the same, without waiting for a device."""
     return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
 
 

@@ -1,6 +1,6 @@
-"""What blending consists of: a retriever finds the K and V of segments, an executor blends them with fresh ones.
+"""Interfaces of blending: a retriever finds the K and V of segments, an executor blends them with fresh ones.
 
-    new_request(tokens) ─► task ─ result(layer) ─► K, V, which rows are valid, where they stood
+    new_request(tokens) ─► task ─ result(layer) ─► K, V, the valid rows, their original positions
                                                             │
     the model's layer: fresh Q, K, V ─────────────────────► blend ─► Q, K, V to attend with, rows to go on with
 
@@ -15,11 +15,15 @@ import torch
 
 @dataclass(slots=True)
 class BlendOutput:
-    """What a layer attends with, and what it goes on with.
+    """Q, K and V that a layer attends with, and the rows that go on to the next layer.
 
-    q: of the rows that are computed from here on. k, v: of all rows. positions: of q's rows.
-    local_indices: int64, which of the rows that came in go on, ascending; all of them in layers that choose nothing.
-    query_start_loc: where each request's rows of q begin, and the end; None where it has not changed.
+    Attributes:
+        q: of the rows that are computed from here on.
+        k: of all rows.
+        v: of all rows.
+        positions: int64, of q's rows.
+        local_indices: int64, ascending: the given rows that go on; all of them in layers that choose nothing.
+        query_start_loc: [num_requests + 1], the first of q's rows of each request, and the end; None if unchanged.
     """
 
     q: torch.Tensor
@@ -34,10 +38,13 @@ class BlendOutput:
 class BlendRetrieverResult:
     """One layer's K and V of the input tokens, the task's own tensors.
 
-    k, v: [num_tokens, hidden] each; None if nothing was found. What stands in invalid rows means nothing.
-    valid_mask: bool [num_tokens], on k's device. original_positions: int64 [num_tokens] there: where each row's K was
-        rotated to; 0 for invalid rows. head_shape: (heads, head_size), of which hidden is the product; None if nothing
-        was found, or the retriever does not know. reason: where nothing was found, where it was looked for; else None.
+    Attributes:
+        k: [num_tokens, hidden]; None if nothing was found. Invalid rows hold no meaning.
+        v: likewise.
+        valid_mask: bool [num_tokens], on k's device.
+        original_positions: int64 [num_tokens], on k's device: the positions to which K was rotated; 0 in invalid rows.
+        head_shape: (heads, head_size), whose product is hidden; None if nothing was found or the shape is unknown.
+        reason: if nothing was found, a sentence on the places that were searched; otherwise None.
     """
 
     k: torch.Tensor | None
@@ -49,12 +56,12 @@ class BlendRetrieverResult:
 
     @property
     def k_heads(self) -> torch.Tensor | None:
-        """k as [num_tokens, heads, head_size]: a view. ValueError without a head_shape."""
+        """Return a view of k, [num_tokens, heads, head_size]; None without k. Raises ValueError without head_shape."""
         return self._by_head(self.k)
 
     @property
     def v_heads(self) -> torch.Tensor | None:
-        """v likewise; [num_tokens, heads, 0] where the model caches none (MLA)."""
+        """Return v likewise; [num_tokens, heads, 0] where the model caches none (MLA)."""
         return self._by_head(self.v)
 
     def _by_head(self, rows: torch.Tensor | None) -> torch.Tensor | None:
@@ -71,7 +78,17 @@ class BlendRetrieverTask(ABC):
 
     @abstractmethod
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Waits for the layer. ValueError for a layer that there is not."""
+        """Wait for a layer and return it.
+
+        Args:
+            layer_id: the layer, from 0.
+
+        Returns:
+            K and V of the layer, with the mask of valid rows and their original positions.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
 
 
 class BlendRetriever(ABC):
@@ -79,10 +96,14 @@ class BlendRetriever(ABC):
 
     @abstractmethod
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
-        """Begins a retrieval, and returns at once.
+        """Begin a retrieval, and return at once.
 
-        input_tokens: integers [num_tokens], of several requests one after the other.
-        query_start_loc: [num_requests + 1], where each begins, and the end.
+        Args:
+            input_tokens: integers [num_tokens], of several requests one after the other.
+            query_start_loc: [num_requests + 1], the first token of each request, and the end.
+
+        Returns:
+            The task, which waits for each layer.
         """
 
 
@@ -104,11 +125,22 @@ class BlendExecutor(ABC):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """retrieved_k, retrieved_v, valid_mask, original_positions: as a BlendRetrieverResult has them.
+        """Blend one layer. No argument is changed.
 
-        fresh_q, fresh_k, fresh_v: of the rows that are computed, their tokens in dimension `token_dim`; positions:
-            theirs. As many as retrieved ones up to the first layer that chooses, behind it those chosen last.
-        query_start_loc: of the retrieved rows.
+        Args:
+            layer_id: the next layer, or 0 for a new forward pass.
+            retrieved_k: K of all tokens, as in a BlendRetrieverResult.
+            retrieved_v: V of all tokens, likewise.
+            valid_mask: bool [num_tokens], likewise.
+            original_positions: int64 [num_tokens], likewise.
+            fresh_q: Q of the rows that are computed: all rows up to the first layer that chooses, then the rows that
+                were chosen last.
+            fresh_k: K of these rows.
+            fresh_v: V of these rows.
+            positions: int64, of these rows.
+            query_start_loc: [num_requests + 1], the first retrieved row of each request, and the end.
+            token_dim: the dimension of tokens in Q, K and V.
 
-        Nothing that is given is changed.
+        Returns:
+            Q, K and V to attend with, and the rows to go on with.
         """

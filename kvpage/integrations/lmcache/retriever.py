@@ -32,7 +32,15 @@ class SegmentSource(Protocol):
     """Finds one segment. Called from several threads; its errors are raised by the task's result."""
 
     def get(self, tokens: Tokens, namespace: bytes = b"") -> Segment | None:
-        """Return the leading tokens that are there, in host memory that nobody else writes; None for nothing."""
+        """Return the leading tokens that are there.
+
+        Args:
+            tokens: int32 [num_tokens], of one segment.
+            namespace: the tenant's name.
+
+        Returns:
+            K and V of the leading tokens, in host memory that no other thread writes; None if there are none.
+        """
 
 
 class _PlainStore:
@@ -64,7 +72,15 @@ class SegmentFetch(NamedTuple):
 
 
 class SegmentRetrieverTask(BlendRetrieverTask):
-    """Segments under way. Each result has memory of its own. place: a description of the source, for `reason`."""
+    """Segments under way. Each result has memory of its own.
+
+    Args:
+        fetched: the segments of the input tokens that are being fetched.
+        num_tokens: the number of input tokens.
+        token_dim: the dimension of tokens in one part of a segment: 0 for "vllm", 1 for "huggingface".
+        device: of results.
+        place: a description of the source, for `reason`.
+    """
 
     def __init__(
         self,
@@ -219,9 +235,9 @@ class SPTBlendRetriever(_SegmentRetriever):
 
     spt: the separator's tokens. namespace: where a plain KVStore has the segments; by default b"blend", so that
         segments, which were computed with nothing before them, are told from the beginnings of prompts; b"" finds
-        what `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever.
+        segments that `store(tokens, kv)` keeps. The other arguments: see _SegmentRetriever.
 
-    A result in which nothing was found tells in `reason` where it was looked for.
+    A result in which nothing was found names in `reason` the places that were searched.
     """
 
     def __init__(
@@ -244,8 +260,19 @@ class SPTBlendRetriever(_SegmentRetriever):
         query_start_loc: torch.Tensor,
         namespaces: Sequence[bytes] | None = None,
     ) -> SegmentRetrieverTask:
-        """See BlendRetriever. namespaces: the tenant of each request; None for none. ValueError or TypeError for bad
-        arguments."""
+        """Begin to fetch the segments of requests, and return at once.
+
+        Args:
+            input_tokens: integers [num_tokens], of several requests one after the other.
+            query_start_loc: [num_requests + 1], the first token of each request, and the end.
+            namespaces: the tenant's name of each request; None for none.
+
+        Returns:
+            The task, which waits for the segments.
+
+        Raises:
+            ValueError, TypeError: arguments do not fit together, or are of the wrong type.
+        """
         cut = cut_after_separators
         return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: cut(part, self._separator))
 
@@ -253,8 +280,8 @@ class SPTBlendRetriever(_SegmentRetriever):
 class SegmentBlendRetriever(_SegmentRetriever):
     """Segments without separators: the caller names where they begin, or the contents of the text decide.
 
-    boundaries: how contents decide. The other arguments: see _SegmentRetriever; a SegmentStore compares every token of
-    what it finds.
+    boundaries: how contents decide. The other arguments: see _SegmentRetriever; a SegmentStore compares every token
+    that it finds.
     """
 
     def __init__(
@@ -277,8 +304,21 @@ class SegmentBlendRetriever(_SegmentRetriever):
         namespaces: Sequence[bytes] | None = None,
         boundaries: Sequence[int] | None = None,
     ) -> SegmentRetrieverTask:
-        """See BlendRetriever. boundaries: ascending, in [0, num_tokens]: where segments of input_tokens begin or end;
-        those of requests need not be named. None: contents decide. ValueError or TypeError for bad arguments."""
+        """Begin to fetch the segments of requests, and return at once.
+
+        Args:
+            input_tokens: integers [num_tokens], of several requests one after the other.
+            query_start_loc: [num_requests + 1], the first token of each request, and the end.
+            namespaces: the tenant's name of each request; None for none.
+            boundaries: ascending, in [0, num_tokens]: the tokens at which segments begin or end. Boundaries of requests
+                may be left out. None: contents decide.
+
+        Returns:
+            The task, which waits for the segments.
+
+        Raises:
+            ValueError, TypeError: arguments do not fit together, or are of the wrong type.
+        """
         if boundaries is None:
             return self._begin(input_tokens, query_start_loc, namespaces, lambda part, _: self._contents.cuts(part))
         named = [as_integer("boundaries", boundary) for boundary in as_list("boundaries", boundaries)]

@@ -34,13 +34,13 @@ from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation
 from kvpage.serving.model.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.model.row_hooks import RowHooks, RowsChosen
-from kvpage.serving.model.step import Piece, Step
+from kvpage.serving.model.step import BatchItem, Step
 
 PAD_SLOT = -1  # written nowhere
 
 
 class BlendCounts(NamedTuple):
-    """Numbers of tokens of a piece that segments had: kept as they were, and computed again."""
+    """Numbers of an item's tokens that segments had: kept as they were, and computed again."""
 
     num_reused: int
     num_recomputed: int
@@ -55,33 +55,33 @@ class BlendPass:
         layers: Sequence[torch.nn.Module],
         rotary: Sequence[RotaryTables | None],
         step: Step,
-        pieces: Sequence[Piece],
+        items: Sequence[BatchItem],
     ) -> None:
-        self._config, self._layers, self._rotary, self._pieces = config, layers, rotary, pieces
+        self._config, self._layers, self._rotary, self._items = config, layers, rotary, items
         self._chose_at = -1  # the layer that has chosen last; -1, too, of a choice before the first one
         self._step = step
         self._order = {layer: index for index, layer in enumerate(step.caches)}
         self._first_rows = np.cumsum([0, *step.query_lens])
-        self._reuses = [reuse for piece in pieces for reuse in piece.reuse]
+        self._reuses = [reuse for item in items for reuse in item.reuse]
         rows = [
-            first + reuse.start - piece.start + np.arange(reuse.num_tokens)
-            for first, piece in zip(self._first_rows, pieces, strict=False)
-            for reuse in piece.reuse
+            first + reuse.start - item.start + np.arange(reuse.num_tokens)
+            for first, item in zip(self._first_rows, items, strict=False)
+            for reuse in item.reuse
         ]
         device = step.slot_mapping.device
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
         offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
         self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
-        sensitivity, is_known, whose = _known(pieces, config)
+        sensitivity, is_known, whose = _known(items, config)
         self._knows_all = bool(is_known.all())
         self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
-        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one kind and piece compare
-        self._stages = _stages(pieces, config, len(layers))
+        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one item and kind compare
+        self._stages = _stages(items, config, len(layers))
         self._rotations: dict[RotaryTables | None, list[Rotation | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
         self._selection: Selection | None = None
         self._narrowed = step  # of the rows that are computed: in the end, of those that were chosen
-        if _needs_no_look(pieces, config, self._stages):
+        if _needs_no_look(items, config, self._stages):
             self._narrow(-1, self._choose(self._stages.pop(0), None))
 
     @property
@@ -101,7 +101,7 @@ class BlendPass:
         return self._selection
 
     def counts(self) -> list[BlendCounts]:
-        """Return the counts of each piece, once the last check layer has been computed."""
+        """Return the counts of each item, once the last check layer has been computed."""
         is_reused = np.zeros(self.num_rows, dtype=bool)
         is_reused[self._rows.cpu().numpy()] = True
         is_chosen = np.zeros(self.num_rows, dtype=bool)
@@ -211,15 +211,15 @@ class BlendPass:
         return deviation * self._weights[is_left]
 
 
-def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the reused rows: their sensitivity, 0 where it is not known; whether it is; of which piece they are.
+def _known(items: Sequence[BatchItem], config: BlendConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return for each reused row its sensitivity, 0 where it is not known; whether it is; and the index of its item.
 
     Exact rows would be known. Beside some that are not, they are ranked with those, and last: none is to be chosen.
     """
     sensitivity, is_known, whose = [], [], []
-    for index, piece in enumerate(pieces):
-        is_all_known = _is_known(piece, config)
-        for reuse in piece.reuse:
+    for index, item in enumerate(items):
+        is_all_known = _is_known(item, config)
+        for reuse in item.reuse:
             counts = config.uses_sensitivity and (is_all_known or not reuse.is_exact)
             found = reuse.sensitivity() if counts else None
             sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
@@ -228,23 +228,23 @@ def _known(pieces: Sequence[Piece], config: BlendConfig) -> tuple[torch.Tensor, 
     return torch.cat(sensitivity), torch.cat(is_known), torch.cat(whose)
 
 
-def _stages(pieces: Sequence[Piece], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
-    """Return, for each layer that chooses in any piece, the share of each piece's rows that goes on after it."""
-    each = [config.stages_of(num_layers, _is_known(piece, config)) if piece.reuse else () for piece in pieces]
+def _stages(items: Sequence[BatchItem], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
+    """Return, for each layer that chooses in any item, the share of each item's rows that goes on after it."""
+    each = [config.stages_of(num_layers, _is_known(item, config)) if item.reuse else () for item in items]
     layers = sorted({stage.layer for stages in each for stage in stages})
     return {
         layer: [min([1.0, *(one.ratio for one in stages if one.layer <= layer)]) for stages in each] for layer in layers
     }
 
 
-def _needs_no_look(pieces: Sequence[Piece], config: BlendConfig, stages: dict[int, list[float]]) -> bool:
-    """Return whether layer 0 chooses, and can do so without its K and V: all rows of the pieces have a sensitivity."""
+def _needs_no_look(items: Sequence[BatchItem], config: BlendConfig, stages: dict[int, list[float]]) -> bool:
+    """Return whether layer 0 chooses, and can do so without its K and V: all rows of the items have a sensitivity."""
     ratios = stages.get(0)
     return ratios is not None and all(
-        ratio == 1 or _is_known(piece, config) for ratio, piece in zip(ratios, pieces, strict=True)
+        ratio == 1 or _is_known(item, config) for ratio, item in zip(ratios, items, strict=True)
     )
 
 
-def _is_known(piece: Piece, config: BlendConfig) -> bool:
+def _is_known(item: BatchItem, config: BlendConfig) -> bool:
     """Return whether all of its reused rows have a sensitivity that counts."""
-    return config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in piece.reuse)
+    return config.uses_sensitivity and all(reuse.sensitivity() is not None for reuse in item.reuse)

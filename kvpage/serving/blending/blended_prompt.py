@@ -51,7 +51,7 @@ class BlendedPrompt:
 
     def admit(self, num_cached_tokens: int) -> None:
         """Choose the segments that the prefill at hand reuses: those found, after the tokens that are cached anyway."""
-        clipped = [one.behind(num_cached_tokens) for one in self.reusable or ()]
+        clipped = [one.after(num_cached_tokens) for one in self.reusable or ()]
         self.reuse = [one for one in clipped if one is not None]
 
     def leave_blocks(self) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.rotary import RotaryTables
 from kvpage.serving.blending.blend_pass import BlendPass
-from kvpage.serving.model.step import Piece, Step
+from kvpage.serving.model.step import BatchItem, Step
 
 
 class Blender:
@@ -20,6 +20,6 @@ class Blender:
     def __init__(self, config: BlendConfig, layers: Sequence[nn.Module], rotary: Sequence[RotaryTables | None]) -> None:
         self.config, self._layers, self._rotary = config, layers, rotary
 
-    def begin(self, step: Step, pieces: Sequence[Piece]) -> BlendPass:
-        """Return the blending of `step`, which computes `pieces`: at least one of them reuses something."""
-        return BlendPass(self.config, self._layers, self._rotary, step, pieces)
+    def begin(self, step: Step, items: Sequence[BatchItem]) -> BlendPass:
+        """Return the blending of `step`, which computes `items`: at least one of them reuses something."""
+        return BlendPass(self.config, self._layers, self._rotary, step, items)

@@ -26,7 +26,7 @@ from kvpage.serving.model.probe import MAX_ERROR, MAX_ERROR_HALF, relative_error
 from kvpage.serving.model.rotary import check_rope, rotary_of_layers
 from kvpage.serving.model.row_hooks import decoder_layers
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Piece, Step
+from kvpage.serving.model.step import BatchItem, Step
 
 NUM_PROBE_TOKENS = 12
 REUSED = slice(2, 9)  # of the probe's tokens
@@ -107,8 +107,8 @@ class _Probe:
         step = Step.make(self._engine, np.arange(count), table, [0], [count])
         if blender and segment:
             reuse = Reuse(segment, REUSED.start, REUSED.start, REUSED.stop - REUSED.start)
-            piece = Piece(None, self._tokens, 0, count, [count - 1], [reuse])
-            step = replace(step, blend=blender.begin(step, [piece]))
+            item = BatchItem(None, self._tokens, 0, count, [count - 1], [reuse])
+            step = replace(step, blend=blender.begin(step, [item]))
         packed = PackedTokens(self._tokens, [position], [position + count], np.array([count - 1]))
         logits = self.runner.forward(packed, step)
         gathered = (

@@ -84,7 +84,7 @@ class _Lookup(NamedTuple):
 class BlendConnector:
     """Finds and keeps segments for one engine. All methods are for the engine's thread; `source` is called in another.
 
-    blender: blends the pieces of prompts that reuse segments. dtype: the model's, for segments of a cache that
+    blender: blends batch items that reuse segments. dtype: the model's, for segments of a cache that
         quantises.
 
     Of the blender's config it uses: deadline, the seconds that a request waits for its segments; max_bytes, of K and V

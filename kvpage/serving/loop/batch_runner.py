@@ -1,6 +1,6 @@
-"""BatchRunner: pieces of sequences through the model, over the blocks that the manager has given them.
+"""BatchRunner: a batch's items through the model, over the blocks that the manager has given them.
 
-pieces ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
+items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Piece, Step
+from kvpage.serving.model.step import BatchItem, Step
 
 
 class Computed(NamedTuple):
     """The result of a forward pass.
 
-    logits: of the wanted tokens, [their number, vocab_size]. blended: of each piece; empty if none reuses anything.
+    logits: of the wanted tokens, [their number, vocab_size]. blended: of each item; empty if none reuses anything.
     """
 
     logits: torch.Tensor
@@ -43,20 +43,20 @@ class BatchRunner:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
         self._runner.check()
 
-    def run(self, pieces: Sequence[Piece], blender: Blender | None = None) -> Computed:
+    def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass. Exceptions of the model come through.
 
-        blender: for pieces that reuse segments; None if there are none.
+        blender: for items that reuse segments; None if there are none.
         """
         self._transfers.run()
-        ids, token_ids, starts, ends, wanted, reuses = (list(column) for column in zip(*pieces, strict=True))
+        ids, token_ids, starts, ends, wanted, reuses = (list(column) for column in zip(*items, strict=True))
         slots, tables = self._manager.slot_mappings(ids, starts, ends), self._manager.block_tables(ids)
         step = Step.make(self._cache, slots, tables, starts, ends)
         packed = PackedTokens(np.concatenate(token_ids), starts, ends, _rows_of(token_ids, wanted))
         blended: list[BlendCounts] = []
         if any(reuses):
             assert blender is not None, "a request is admitted with reused segments only where there is a blender"
-            blend = blender.begin(step, pieces)
+            blend = blender.begin(step, items)
             logits = self._runner.forward(packed, replace(step, blend=blend))
             blended = blend.counts()
         else:
@@ -67,7 +67,7 @@ class BatchRunner:
 
 
 def _rows_of(token_ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return the rows of the pass for the wanted indices of each piece."""
+    """Return the rows of the pass for the wanted indices of each item."""
     first_rows = np.cumsum([0, *(len(tokens) for tokens in token_ids)])
     rows = [first + index for first, indices in zip(first_rows, wanted, strict=False) for index in indices]
     return np.array(rows, np.int64)

@@ -25,7 +25,7 @@ class Connectors:
 
     @property
     def blender(self) -> Blender | None:
-        """The object that blends pieces; None without blending."""
+        """The object that blends a batch's items; None without blending."""
         return None if self.blend is None else self.blend.blender
 
     def connect_store(self, store: StoreConnector) -> None:

@@ -28,7 +28,7 @@ from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Batch, Portion, Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
-from kvpage.serving.model.step import Piece
+from kvpage.serving.model.step import BatchItem
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +157,10 @@ class ServingLoop:
         if self._is_stepping:
             raise RuntimeError(f"{call} must not be called during a step")
 
-    def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Compute pieces of sequences that belong to no request; return the logits of the wanted tokens."""
+    def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
+        """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
         with self._step():
-            return self._batch_runner.run(pieces).logits
+            return self._batch_runner.run(items).logits
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -251,8 +251,8 @@ class ServingLoop:
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each portion: [len(batch.portions), vocab_size]."""
-        pieces = [_piece(portion) for portion in batch.portions]
-        computed = self._batch_runner.run(pieces, self._connectors.blender)
+        items = [_item(portion) for portion in batch.portions]
+        computed = self._batch_runner.run(items, self._connectors.blender)
         if computed.blended:
             self._connectors.note_blended([portion.request for portion in batch.portions], computed.blended)
         return computed.logits
@@ -306,7 +306,7 @@ class ServingLoop:
         self._connectors.forget(request)
 
 
-def _piece(portion: Portion) -> Piece:
-    """Return the piece to compute. Its last row is wanted: K and V that give no numbers are not committed."""
+def _item(portion: Portion) -> BatchItem:
+    """Return the batch item of a portion. Its last row is wanted: K and V that give no numbers are not committed."""
     request, start, end = portion
-    return Piece(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)
+    return BatchItem(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

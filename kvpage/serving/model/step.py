@@ -1,4 +1,4 @@
-"""Step: what attention has to know of the sequences that one forward pass computes, packed into one row.
+"""Step: the sequences that one forward pass computes, packed into one row, as attention needs them.
 
     input_ids    [ a17 | b5 | c0 c1 c2 c3 c4 | d8 d9 ]     4 sequences, 9 tokens
     query_lens   [ 1     1    5                2      ]     tokens of each in this step
@@ -24,10 +24,12 @@ from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
 
-class Piece(NamedTuple):
-    """The positions [start, end) of a sequence, to be computed in one forward pass.
+class BatchItem(NamedTuple):
+    """The positions [start, end) of one sequence, to be computed in one forward pass.
 
-    seq_id: in the block manager. token_ids: int32 [end - start]. wanted: indices into them, whose logits are asked for.
+    seq_id: the sequence's id in the block manager. token_ids: int32 [end - start].
+    wanted: indices into token_ids. Logits are computed for these tokens.
+    reuse: segments whose K and V take the place of computed ones.
     """
 
     seq_id: Hashable

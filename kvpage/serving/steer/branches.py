@@ -17,7 +17,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list
-from kvpage.serving.model.step import Piece
+from kvpage.serving.model.step import BatchItem
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.steer.steerable import SteerableEngine
 
@@ -178,15 +178,15 @@ class Branches:
         self._give_room(branches)
         passes = self._passes(branches, counts)
         logits, bad = [], set()
-        for pieces in passes:
-            rows, owners = self._compute_pass(pieces)
+        for items in passes:
+            rows, owners = self._compute_pass(items)
             logits.append(rows)
             bad |= owners
         if bad:
             places = [place for place, branch in enumerate(branches) if branch in bad]
             raise LogitsNotFinite(places, [f"branch {place}" for place in places])
-        for pieces in passes:
-            self._commit(pieces)
+        for items in passes:
+            self._commit(items)
         return torch.cat(logits)
 
     @uninterrupted
@@ -251,9 +251,9 @@ class Branches:
         for branch in branches:
             branch.num_room = branch.num_tokens
 
-    def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[Piece]]:
+    def _passes(self, branches: Sequence[Branch], counts: Sequence[Sequence[int]]) -> list[list[BatchItem]]:
         """Return the tokens left of the branches, in order, in passes of at most max_num_batched_tokens."""
-        passes: list[list[Piece]] = [[]]
+        passes: list[list[BatchItem]] = [[]]
         budget = limit = self.engine.config.max_num_batched_tokens
         for branch, each in zip(branches, counts, strict=True):
             start = branch.num_computed
@@ -263,35 +263,35 @@ class Branches:
                     budget = limit
                 end = min(start + budget, branch.num_tokens)
                 wanted = [count - 1 - start for count in each if start < count <= end]
-                passes[-1].append(Piece(branch, branch.token_ids[start:end], start, end, wanted))
+                passes[-1].append(BatchItem(branch, branch.token_ids[start:end], start, end, wanted))
                 budget -= end - start
                 start = end
         return passes
 
-    def _compute_pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, set[Hashable]]:
+    def _compute_pass(self, items: Sequence[BatchItem]) -> tuple[torch.Tensor, set[Hashable]]:
         """Return the wanted logits, and the branches with logits that are no numbers, after wanted or last tokens."""
-        checked = [_with_last(piece) for piece in pieces]
+        checked = [_with_last(item) for item in items]
         logits = self.engine.compute(checked)
-        owners = [piece.seq_id for piece in checked for _ in piece.wanted]
+        owners = [item.seq_id for item in checked for _ in item.wanted]
         bad = {owners[row] for row in rows_not_finite(logits.amax(dim=-1))}
         is_wanted = [
-            index < len(piece.wanted)
-            for piece, more in zip(pieces, checked, strict=True)
+            index < len(item.wanted)
+            for item, more in zip(items, checked, strict=True)
             for index in range(len(more.wanted))
         ]
         return logits if all(is_wanted) else logits[torch.tensor(is_wanted, device=logits.device)], bad
 
     @uninterrupted
-    def _commit(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            assert isinstance(piece.seq_id, Branch)
-            self._manager.commit(piece.seq_id, piece.token_ids)
-            piece.seq_id.num_computed = piece.end
+    def _commit(self, items: Sequence[BatchItem]) -> None:
+        for item in items:
+            assert isinstance(item.seq_id, Branch)
+            self._manager.commit(item.seq_id, item.token_ids)
+            item.seq_id.num_computed = item.end
 
 
-def _with_last(piece: Piece) -> Piece:
-    last = piece.end - piece.start - 1
-    return piece if last in piece.wanted[-1:] else piece._replace(wanted=[*piece.wanted, last])
+def _with_last(item: BatchItem) -> BatchItem:
+    last = item.end - item.start - 1
+    return item if last in item.wanted[-1:] else item._replace(wanted=[*item.wanted, last])
 
 
 def _counts(wanted: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.tokens import Tokens
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.model.step import Piece
+from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.defaults import ParamDefaults
 
 
@@ -30,8 +30,8 @@ class SteerableEngine(Protocol):
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """ValueError if the model does not take so many tokens."""
 
-    def compute(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Compute pieces in one forward pass; return the logits of the wanted tokens: [their number, vocab_size]."""
+    def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
+        """Compute items in one forward pass; return the logits of the wanted tokens: [their number, vocab_size]."""
 
     def make_room(self) -> bool:
         """Preempt the youngest request that runs; False if none does."""

@@ -134,7 +134,7 @@ class Allocator:
             raise
         return entry
 
-    # --- directories and files that somebody deletes ---
+    # --- directories and files that are deleted from outside ---
 
     def _present_directories(self) -> list[Directory]:
         """Return the directories that are there. Deleted ones are made anew, without their records."""

@@ -77,7 +77,7 @@ class Directory:
         return (entry for space in self.spaces for entry in space.entries)
 
     def is_deleted(self) -> bool:
-        """Return whether somebody has deleted or moved it. Raises OSError.
+        """Return whether it was deleted or moved. Raises OSError.
 
         Its open files can still be used, and are lost afterwards. A directory that took its place is not locked by us.
         """

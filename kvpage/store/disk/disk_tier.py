@@ -41,7 +41,7 @@ class DiskTier(Tier):
 
     `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
-    calls: no system call tells the disk how long it may take. In a forked child the tier is closed.
+    calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
     Args:
         paths: directories, made if they are not there; records are spread over them.
@@ -279,7 +279,7 @@ class DiskTier(Tier):
         writer.leave()
 
     def _reader(self, entry: Entry) -> Reader | None:
-        """Return None if the disk fails, or if somebody else has written over the record's header."""
+        """Return None if the disk fails, or if another process has written over the record's header."""
         reader = DiskReader(self, entry)
         try:
             if reader.is_there():
@@ -303,7 +303,7 @@ class DiskTier(Tier):
             directory.close()
 
 
-# The process's own list of what to do after a fork never gets shorter: there is one entry for all tiers.
+# A hook for forks can never be removed, so one hook serves all tiers.
 _open_tiers: "weakref.WeakSet[DiskTier]" = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""Drive: what the segments of one directory share: its errors, its pauses, and the calls at its files."""
+"""Drive: one directory of segments, with its errors, its pauses, and the calls at its files."""
 
 import threading
 import time
@@ -66,7 +66,7 @@ class Drive:
             self._when_unused()
 
     def retire(self, when_unused: Callable[[], None]) -> None:
-        """Call `when_unused` as soon as nobody uses the drive, at once if nobody does."""
+        """Call `when_unused` as soon as the drive has no users, at once if it has none."""
         self._when_unused = when_unused
         if self.num_users == 0:
             when_unused()

@@ -5,8 +5,9 @@
     commit  [ record header ]                              over the free one, after all else
     read    disk ─► [ piece ]
 
-Buffers are small enough for a core's cache to keep what is filled, hashed and written in turn. They are large enough
-that few calls are made. They begin at a page, and writes begin and end at a slot: no page is read only to be written.
+Buffers are small enough for a core's cache to keep bytes that are filled, hashed and written in turn. They are large
+enough that few calls are made. They begin at a page, and writes begin and end at a slot:
+no page is read only to be written.
 """
 
 import mmap
@@ -20,7 +21,7 @@ from kvpage.store.disk.space import Entry
 from kvpage.store.tiers.stretches import Runs
 from kvpage.store.tiers.tier import Reader, TierError, Writer
 
-STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and what is left of the one before
+STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and the rest of the one before
 MAX_KEPT = 16
 Result = TypeVar("Result")
 
@@ -79,7 +80,7 @@ class DiskReader(Reader):
         if not self._is_open:
             raise ValueError("a reader must not be closed, this one is")
         if not 0 <= begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must lie in [0, {self.num_bytes}], got [{begin}, {end}]")
+            raise ValueError(f"a piece must be in [0, {self.num_bytes}], got [{begin}, {end}]")
         if self._buffer is None:
             self._buffer = self._owner.buffers.take()
         if len(self._buffer) < end - begin:
@@ -160,7 +161,7 @@ class DiskWriter(Writer):
             raise ValueError(f"a record must be written to its end, {self._end} of {self.num_bytes} bytes are")
 
     def finish(self) -> None:
-        """Write what is left, its last slot filled up with zeros. Raises TierError."""
+        """Write the rest, its last slot filled up with zeros. Raises TierError."""
         end = -(-self._filled // self._slot_bytes) * self._slot_bytes
         self._lengthen(end - self._filled)
         self._buffer[self._filled : end] = bytes(end - self._filled)
@@ -188,7 +189,7 @@ class DiskWriter(Writer):
             raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
 
     def _write_out(self, num_bytes: int) -> None:
-        """Write whole slots, and move what follows them to the front. After a TierError all is as it was."""
+        """Write whole slots, and move the bytes after them to the front. A TierError leaves all as it was."""
         data, run = self._buffer[:num_bytes], self.entry.run
         self.owner.on_disk(self.entry, self._segment.write, run, self._begin, data)
         num_left = max(self._filled - num_bytes, 0)
@@ -196,7 +197,7 @@ class DiskWriter(Writer):
         self._begin, self._filled = self._begin + num_bytes, num_left
 
     def _lengthen(self, num_bytes: int) -> None:
-        """Take a longer buffer if this one is too short for `num_bytes` after what is filled."""
+        """Take a longer buffer if this one is too short for `num_bytes` after the filled bytes."""
         if self._filled + num_bytes > len(self._buffer):
             buffer = new_buffer(self._filled + num_bytes)
             buffer[: self._filled] = self._buffer[: self._filled]

@@ -94,7 +94,7 @@ def is_gone(path: Path, fd: int) -> bool:
 
 
 class Segment:
-    """One file. Thread-safe but for `close`: nobody may be reading or writing then."""
+    """One file. Thread-safe but for `close`: no thread may be reading or writing then."""
 
     def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int) -> None:
         self.path, self.slot_bytes, self.num_slots = path, slot_bytes, num_slots
@@ -169,7 +169,7 @@ class Segment:
         return _with_checksum(head).ljust(HEADER_BYTES, b"\0")
 
     def mark(self, run: Run) -> None:
-        """Write the run's header and leave what follows it. Raises OSError."""
+        """Write the run's header and leave the bytes after it. Raises OSError."""
         write_all(self._fd, memoryview(self.header(run)), run.slot * self.slot_bytes)
 
     def cover(self, run: Run) -> None:

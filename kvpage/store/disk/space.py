@@ -52,7 +52,7 @@ class Space:
     """The entries and free runs of a segment.
 
     Slot 0 is the segment's header, so that unit 0 of the extents is slot 1.
-    is_lost: whether the file was deleted by somebody else.
+    is_lost: whether the file was deleted from outside.
     unclaimed: runs that no header described when the segment was opened, since one was damaged.
     """
 
@@ -69,7 +69,7 @@ class Space:
         """Return a space with an entry for each record in the segment's headers. Raises OSError."""
         space, free = cls(segment, drive), []
         for run in segment.runs():
-            space._extents.take(run.slot - 1, run.num_slots)  # each at the beginning of what is left: O(log n)
+            space._extents.take(run.slot - 1, run.num_slots)  # each at the beginning of the rest: O(log n)
             if run.key is None:
                 free.append(run.slot)
                 space.unclaimed += [] if run.has_header else [run]

@@ -17,10 +17,13 @@ T = TypeVar("T")
 
 
 class CallGate:
-    """Thread-safe; a context manager, in which a call is under way. what: a name for errors, such as "the store"."""
+    """Thread-safe; a context manager, in which a call is under way.
 
-    def __init__(self, what: str) -> None:
-        self._what, self._process = what, ForkGuard(what)
+    name: of the object in errors, such as "the store".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._process = name, ForkGuard(name)
         self._changed = threading.Condition()
         self._num_under_way = 0
         self._is_closed = False
@@ -34,7 +37,7 @@ class CallGate:
         self.check()
         with self._changed:
             if self._is_closed:
-                raise ValueError(f"{self._what} is closed")
+                raise ValueError(f"{self._name} is closed")
             self._num_under_way += 1
 
     def leave(self) -> None:

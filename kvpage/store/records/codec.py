@@ -4,9 +4,9 @@
     zstd    bfloat16:zstd    the first bytes of all elements, then the second ones, .. : one zstd frame.  Lossless
     fp8     bfloat16:fp8     scales float32 [layers, parts, heads], then elements in 8-bit floats (e4m3).  Lossy
 
-The record names its codec and the dtype that it decodes to (`RecordHead.codec`). A payload may come from anywhere. One
-that is not right to the last byte is a CorruptRecord, and none makes the reader allocate more than `raw_bytes`, which
-the reader has checked.
+The record names its codec and the dtype that it decodes to (`RecordHead.codec`). A payload may come from anywhere. A
+payload that is not right to the last byte raises CorruptRecord. No payload makes the reader allocate more than
+`raw_bytes`, which the reader has checked.
 """
 
 import ctypes
@@ -21,31 +21,36 @@ import torch
 from kvpage.store.records.record import CorruptRecord, Shape
 
 Format = Literal["vllm", "huggingface"]
-SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # with a suffix they have to fit 16 characters
+SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # names and suffixes must fit 16 characters
 LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-SLICE_ELEMENTS = 32767  # from 32,768 on torch shares the work among threads
+SLICE_ELEMENTS = 32767  # from 32,768 on, torch shares the work among threads
 LOSSLESS = ("zstd",)  # besides raw
 ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
 
 
 class Codec(ABC):
-    """Stateless and thread-safe. name: at most 16 ASCII characters. is_lossless: decode gives what encode was given."""
+    """An encoding of payloads. Stateless and thread-safe.
+
+    name: at most 16 ASCII characters. is_lossless: whether `decode` returns the bytes that `encode` was given.
+    """
 
     name: str
     is_lossless = True
 
     @abstractmethod
     def encode(self, raw: memoryview, shape: Shape) -> memoryview:
-        """The payload. raw: contiguous bytes of a tensor [layers, parts, tokens, heads, size] or
-        [layers, parts, heads, tokens, size], or of whatever is kept raw. May share its memory.
+        """Return the payload, which may share the memory of `raw`.
+
+        raw: contiguous bytes of a tensor [layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size];
+        any bytes for the codec "raw".
         """
 
     @abstractmethod
     def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
-        """`raw_bytes` bytes; may share the payload's memory. CorruptRecord if they cannot be had."""
+        """Return `raw_bytes` bytes, which may share the payload's memory. Raises CorruptRecord for a wrong payload."""
 
 
 class RawCodec(Codec):
@@ -61,8 +66,10 @@ class RawCodec(Codec):
 
 
 class ZstdCodec(Codec):
-    """Sign, exponent and mantissa of neighbours resemble each other, each on its own: bf16 of normal values shrinks to
-    two thirds. A rest that is no whole element follows as it is.
+    """Compresses the bytes of equal places in all elements together, without loss.
+
+    Neighbours have similar signs and exponents: bf16 of normal values shrinks to two thirds. Bytes after the last whole
+    element follow unchanged.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -78,7 +85,7 @@ class ZstdCodec(Codec):
         return memoryview(self._zstd.ZstdCompressor(level=ZSTD_LEVEL).compress(_shuffled(data, self._width).data))
 
     def decode(self, payload: memoryview, raw_bytes: int, shape: Shape) -> memoryview:
-        """The frame's length is looked at before it is decoded: it decides how much is allocated."""
+        """Check the frame's length before it is decoded: it decides the bytes that are allocated."""
         try:
             _check_length("frame", self._zstd.get_frame_parameters(payload).content_size, raw_bytes)
             data = self._zstd.ZstdDecompressor().decompress(payload, allow_extra_data=False)
@@ -89,10 +96,11 @@ class ZstdCodec(Codec):
 
 
 class Fp8Codec(Codec):
-    """Half the bytes of bf16. Each layer, part and head has a scale s, the least power of two with
-    max |x| <= 448 s, but at least 2**-126, so that scaling rounds nothing. What comes back is finite where x is, of the
-    same sign, and differs from x by at most |x| / 16 or s / 1024, whichever is more; s < max |x| / 224. Infinities
-    come back as 448 s or the dtype's largest number, NaN as NaN.
+    """Stores elements as 8-bit floats with scales, in half the bytes of bf16. Lossy.
+
+    Each layer, part and head has a scale s, the least power of two with max |x| <= 448 s, but at least 2**-126. So
+    scaling rounds nothing, and s < max |x| / 224. A finite x comes back finite and with its sign. The error is at most
+    |x| / 16 or s / 1024, whichever is more. Infinities come back as 448 s or the dtype's largest number, NaN as NaN.
     """
 
     is_lossless = False
@@ -106,7 +114,7 @@ class Fp8Codec(Codec):
         self._dtype, self._head_axis = dtype, 1 if fmt == "vllm" else 0  # of [tokens, heads, size] or [heads, ..]
 
     def encode(self, raw: memoryview, shape: Shape) -> memoryview:
-        """ValueError if raw is not of this shape."""
+        """Return scales and elements. Raises ValueError if `raw` is not of this shape."""
         count = math.prod(shape)
         if raw.nbytes != count * self._dtype.itemsize:
             raise ValueError(f"raw must have {count * self._dtype.itemsize} bytes for {shape}, got {raw.nbytes}")
@@ -117,7 +125,7 @@ class Fp8Codec(Codec):
             pieces = self._slices(part)
             scale.copy_(_scale_of(pieces, scale.shape))
             for piece, coded in zip(pieces, self._slices(code), strict=True):
-                # clamped, since older versions of torch make NaN of what is too large
+                # clamped, since older versions of torch make NaN of larger values
                 coded.copy_((piece.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
         return out.data
 
@@ -136,8 +144,9 @@ class Fp8Codec(Codec):
         return out.data
 
     def _slices(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Runs of tokens, so small that torch keeps to this thread: its others cost ten times as much as they bring
-        where the cores have work already.
+        """Return runs of tokens, so small that torch uses this thread alone.
+
+        On busy cores, torch's other threads cost ten times the time that they save.
         """
         axis = 1 - self._head_axis
         of_token = max(part.numel() // max(part.shape[axis], 1), 1)
@@ -147,7 +156,7 @@ class Fp8Codec(Codec):
         return 4 * shape[0] * shape[1] * shape[2 + self._head_axis]
 
     def _split(self, payload: np.ndarray, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales [layers * parts, .., heads, .., 1], to be multiplied with a part; codes as `_parts`."""
+        """Return scales [layers * parts, .., heads, .., 1], to multiply a part with, and codes as of `_parts`."""
         cut = self._scale_bytes(shape)
         of_part = [1, 1, 1]
         of_part[self._head_axis] = shape[2 + self._head_axis]
@@ -156,8 +165,9 @@ class Fp8Codec(Codec):
 
 
 def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Codec:
-    """The codec "raw", "zstd" or "fp8" for payloads of `dtype`. fmt: where fp8 finds the heads. ValueError for what
-    there is none of.
+    """Return the codec "raw", "zstd" or "fp8" for payloads of `dtype`. Raises ValueError for another name or dtype.
+
+    fmt: the order of a payload's dimensions, in which fp8 finds the heads.
     """
     dtype = _dtype(dtype)
     if name == "raw":
@@ -170,7 +180,7 @@ def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Code
 
 
 def codec_of(recorded: str, fmt: Format = "vllm") -> Codec:
-    """The codec that a record names. CorruptRecord if there is none of this name."""
+    """Return the codec that a record names. Raises CorruptRecord for an unknown name."""
     dtype, _, name = recorded.partition(":")
     try:
         codec = get_codec(name or "raw", LONG_NAMES.get(dtype, dtype), fmt)
@@ -182,7 +192,7 @@ def codec_of(recorded: str, fmt: Format = "vllm") -> Codec:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As records name it: at most 11 characters."""
+    """Return the name of a dtype in records, at most 11 characters."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_NAMES.get(name, name)
 
@@ -221,8 +231,9 @@ def _unshuffled(data: np.ndarray, width: int) -> np.ndarray:
 
 
 def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A view, for as long as `data` lives. By its address, since torch takes no memory that must not be written; it is
-    for whoever calls this not to.
+    """Return a view, valid as long as `data`. Callers must not write to a view of read-only memory.
+
+    It is made from the address, since torch refuses read-only arrays.
     """
     if data.size == 0:
         return torch.empty(0, dtype=dtype)
@@ -230,12 +241,12 @@ def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _parts(data: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """[layers * parts, ...]: each small enough to stay in the cache from one step to the next."""
+    """Return a view [layers * parts, ...], whose parts are small enough to stay in a core's cache."""
     return _tensor(data, dtype).view(shape[0] * shape[1], *shape[2:])
 
 
 def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """[.., heads, .., 1]: the least powers of two, at least 2**-126, that bring finite values within 448."""
+    """Return [.., heads, .., 1]: the least powers of two, at least 2**-126, that bring finite values within 448."""
     most = torch.zeros(shape)
     axes = [axis for axis, size in enumerate(shape) if size == 1 or axis == 2]
     for piece in pieces if most.numel() else ():
@@ -247,7 +258,7 @@ def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 7/8 * 2**9
     exponent = exponent - 9 + (mantissa > 0.875).to(torch.int32)
     exponent = torch.where(most > 0, exponent, 0).clamp(min=-126)
-    return ((exponent + 127) << 23).view(torch.float32)  # exact, as torch.ldexp is not sure to be
+    return ((exponent + 127) << 23).view(torch.float32)  # exact on every platform, unlike torch.ldexp
 
 
 def _are_scales(scales: torch.Tensor) -> bool:
@@ -256,7 +267,7 @@ def _are_scales(scales: torch.Tensor) -> bool:
 
 
 def _floats_of(codes: torch.Tensor) -> torch.Tensor:
-    """float32 of e4m3, by way of float16, whose exponent is one bit longer: eight times as fast as torch's way."""
+    """Return e4m3 as float32, through float16, whose exponent is one bit longer: eight times as fast as torch."""
     bits = codes.view(torch.int8).to(torch.int16)  # the sign bit comes along
     bits <<= 7
     bits &= ~0x4000

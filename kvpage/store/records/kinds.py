@@ -77,7 +77,7 @@ def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | Non
     for other in LOSSLESS:
         try:
             codec = get_codec(other, dtype, fmt)
-        except (ImportError, ValueError):  # not for this dtype, or what it wrote elsewhere cannot be read here
+        except (ImportError, ValueError):  # not for this dtype, or its records cannot be read here
             continue
         codecs.setdefault(codec.name, codec)
     return codecs

@@ -20,7 +20,7 @@ class Source(Protocol):
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """Write the payload's stretches from the byte `begin` on into the buffer, and return their digests.
 
-        streaming: write past the CPU's cache, since nobody reads them soon.
+        streaming: write past the CPU's cache, since the bytes are not read soon.
         """
 
     def runs(self) -> Runs | None:

@@ -1,4 +1,4 @@
-"""Backend: what a store has to offer to be a tier: values by key, in batches.
+"""Backend: the calls that a store must offer to be a tier: values by key, in batches.
 
 class Mine(Backend):        RemoteTier(Mine(...)) is then a tier, with deadlines, a circuit breaker, checked
     get, put                records and, if wished, a MAC

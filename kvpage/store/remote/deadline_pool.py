@@ -2,7 +2,7 @@
 
     call(function, timeout) ─► an idle thread, or a new one ─► result
              │ too late
-             └──► the caller goes on; give_up(thread) closes what the thread waits for, again and again until
+             └──► the caller goes on; give_up(thread) closes the thread's connection, again and again until
                   the call has returned, and the thread ends
 
 A socket's timeout bounds each read alone: a server that sends a byte now and then never exceeds it, and looking up a

@@ -2,12 +2,12 @@
 
     mooncake://master:50051?segment_size=4GiB&protocol=rdma&device=mlx5_0
 
-A process gives `segment_size` of its memory to the fleet and finds what any of them has put; which process holds what,
-the master knows. Everything that comes and goes passes a buffer of `buffer_size`, which so bounds what a foreign value
-can take. Mooncake evicts by itself and lists nothing: `infos` is not to be had.
+A process gives `segment_size` of its memory to the fleet, and finds the records of all processes. The master knows
+the process that holds each record. All values pass through a buffer of `buffer_size`, which bounds the memory that a
+foreign value can take. Mooncake evicts by itself. It cannot list its records, so `infos` raises an error.
 
-Its Python binding answers a get with b"" both where there is nothing and where the master is gone; so when nothing at
-all comes, it is asked whether the first is there, which tells the two apart.
+Its Python binding answers a get with b"" both for a missing value and for a lost master. So if all answers are empty,
+the backend asks whether the first value exists: that call fails without a master.
 """
 
 import re
@@ -32,7 +32,11 @@ Store = Any  # MooncakeDistributedStore
 
 
 class MooncakeBackend(Backend):
-    """connect: makes the client, on the first call; one for all threads. buffer_bytes: what passes through at once."""
+    """Records in a Mooncake Store. Thread-safe.
+
+    connect: makes the client, on the first call; one for all threads. max_value_bytes: of one value.
+    buffer_bytes: of all values that one call of the client returns.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class MooncakeBackend(Backend):
         self._is_closed = False
 
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
-        names = list(dict.fromkeys(self._name(key) for key in keys))  # of a name twice, the binding finds one
+        names = list(dict.fromkeys(self._name(key) for key in keys))  # of a name given twice, the binding finds one
         values: list[bytes] = []
         with self._client() as store:
             for i in range(0, len(names), self._max_keys):
@@ -64,7 +68,7 @@ class MooncakeBackend(Backend):
         return [found[self._name(key)] or None for key in keys]
 
     def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
-        """Each by itself if all at once cannot be: the binding does not say which one could not."""
+        """Store all values at once, or else one by one: the binding does not report which one failed."""
         names, values = [self._name(key) for key, _ in items], [value for _, value in items]
         with self._client() as store:
             if store.upsert_batch(names, values) == 0:
@@ -82,7 +86,7 @@ class MooncakeBackend(Backend):
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """Also what somebody has just read, on which Mooncake holds a lease: readers have a copy."""
+        """Remove values, also those with a lease of Mooncake for a recent read: readers have a copy."""
         with self._client() as store:
             codes = store.batch_remove([self._name(key) for key in keys], True)
         for code in codes:
@@ -94,7 +98,7 @@ class MooncakeBackend(Backend):
             _raise_if_failed("remove", store.remove_by_regex(f"^{re.escape(self._prefix)}[0-9a-f]{{64}}$", True))
 
     def close(self) -> None:
-        """Waits for calls that go on: the client must not be closed under them."""
+        """Wait for running calls, then close the client, which they use until they return."""
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: self._num_calls == 0)
@@ -119,7 +123,7 @@ class MooncakeBackend(Backend):
                 self._changed.notify_all()
 
     def _connected(self) -> Store:
-        """The client; the first that asks connects, and the next one if it fails."""
+        """Return the client. The first caller connects; if that fails, the next one tries."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_connecting)
             if self._store is not None:
@@ -136,9 +140,10 @@ class MooncakeBackend(Backend):
 
 
 def from_url(url: str) -> RemoteTier:
-    """The tier that a URL names (above). Options: segment_size, buffer_size, protocol (tcp, rdma), device, local (this
-    host's address, for others to reach it), metadata, prefix, and those of `RemoteOptions.take`. ValueError for a URL
-    that is none. Nothing is connected yet.
+    """Return the tier of a URL, not connected yet. Raises ValueError for a bad URL, ImportError without mooncake.
+
+    Options: segment_size, buffer_size, protocol (tcp, rdma), device, local (this host's address, as others reach it),
+    metadata, prefix, and those of `RemoteOptions.take`.
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
@@ -183,6 +188,6 @@ def _connect(store: Store, settings: dict[str, Any]) -> Store:
     return store
 
 
-def _raise_if_failed(what: str, code: int) -> None:
+def _raise_if_failed(call: str, code: int) -> None:
     if code < 0:
-        raise OSError(f"{what} failed with Mooncake's error {code}")
+        raise OSError(f"{call} failed with Mooncake's error {code}")

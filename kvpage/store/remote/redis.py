@@ -1,4 +1,4 @@
-"""RedisBackend: one key a record, in Redis or Valkey, alone, behind Sentinel, or as a cluster.
+"""RedisBackend: one key a record, in Redis or Valkey, alone, with Sentinel, or as a cluster.
 
     redis://user:password@host:6379/0?ttl=86400            rediss:// with TLS, unix:///path
     redis+cluster://host:7000,host:7001                    rediss+cluster:// with TLS
@@ -27,8 +27,10 @@ LIST_COUNT = 1000  # keys a round trip of a listing
 
 
 class RedisBackend(Backend):
-    """connect: makes a client (of redis-py), one for each call that goes on at once. max_value_bytes: of a value that
-    is fetched whole; of a longer one no more than one byte beyond. ttl: seconds that a value stays, None for ever.
+    """Records in Redis. Thread-safe.
+
+    connect: makes a client of redis-py; each concurrent call has one of its own. max_value_bytes: of a value that is
+    fetched whole; of a longer one, one byte more is fetched. ttl: seconds until a value expires; None for never.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class RedisBackend(Backend):
         return [answer is True for answer in self._answers([("SET", self._name(k), v, *life) for k, v in items])]
 
     def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
-        """By STRLEN, which knows what cannot be a record, so that a store replaces it. EXISTS would not; but neither
-        would it count as a use for a server that evicts by last use.
+        """Return for each key whether a value is there whose length a record can have.
+
+        STRLEN finds the lengths, so that a store replaces values that cannot be records. EXISTS would find them there.
         """
         lengths = self._answers([("STRLEN", self._name(key)) for key in keys])
         return [isinstance(n, int) and MIN_RECORD_BYTES <= n <= self._max_value_bytes for n in lengths]
@@ -78,7 +81,7 @@ class RedisBackend(Backend):
                     yield RecordInfo(bytes.fromhex(name.removeprefix(self._prefix).decode()), num_bytes)
 
     def clear(self) -> None:
-        """What is under the prefix, and of that only what is named as records are."""
+        """Remove all keys with the prefix that have the name of a record."""
         for names in self._listed():
             self._remove(names)
 
@@ -108,7 +111,7 @@ class RedisBackend(Backend):
         return sum(answer for answer in self._answers([("UNLINK", name) for name in names]) if answer == 1)
 
     def _listed(self) -> Iterator[list[bytes]]:
-        """Names of records, LIST_COUNT or so at a time: gathered first, since another call needs the client too."""
+        """Yield names of records, at most LIST_COUNT at a time. All are found first, since callers need the client."""
         glob = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"?" * 64
         pattern = re.compile(re.escape(self._prefix) + rb"[0-9a-f]{64}")
         with self._client() as client:
@@ -143,7 +146,7 @@ class RedisBackend(Backend):
         try:
             yield client
         except BaseException:
-            disconnect(client)  # answers may be on their way that nobody has read
+            disconnect(client)  # unread answers may be on their way
             raise
         finally:
             with self._lock:
@@ -157,8 +160,9 @@ class RedisBackend(Backend):
 
 
 def from_url(url: str) -> RemoteTier:
-    """The tier that a URL names (above). Options: ttl in seconds, prefix, those of `RemoteOptions.take` and of TLS
-    (`kvpage.store.remote.redis_client`). ValueError for a URL that is none. Nothing is connected yet.
+    """Return the tier of a URL, not connected yet. Raises ValueError for a bad URL.
+
+    Options: ttl in seconds, prefix, those of `RemoteOptions.take` and of TLS (`kvpage.store.remote.redis_client`).
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
@@ -173,7 +177,7 @@ def from_url(url: str) -> RemoteTier:
 
 
 def _value(answer: object) -> object:
-    """None for an empty one, which GETRANGE gives where there is none, and for what could not be had."""
+    """Return the value; None for an empty one, GETRANGE's answer for a missing key, and for an error."""
     return answer if isinstance(answer, bytes | memoryview) and len(answer) else None
 
 
@@ -182,5 +186,5 @@ def _is_of_another_type(answer: object) -> bool:
 
 
 def _is_refusal(answer: object) -> bool:
-    """Whether an error tells of the value, or of a full server, and not of one that cannot be used."""
+    """Return whether an error is about the value or about a full server. Other errors mean an unusable server."""
     return isinstance(answer, redis.exceptions.OutOfMemoryError) or _is_of_another_type(answer)

@@ -107,7 +107,7 @@ class BulkParser(BaseParser):
         return value
 
     def _fill(self) -> None:
-        if self._begin:  # what is left goes to the front: little, since large values do not pass here
+        if self._begin:  # the rest goes to the front: little, since large values do not pass here
             left = bytes(self._buffer[self._begin : self._end])
             self._buffer[: len(left)] = left
             self._begin, self._end = 0, len(left)

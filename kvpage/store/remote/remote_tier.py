@@ -1,6 +1,6 @@
-"""RemoteTier: records in a store behind a network.
+"""RemoteTier: records in a store across a network.
 
-    open([key, ..])    ─► one get of all  ─► value ─► length, key, MAC right? ─► Reader, a view of what came
+    open([key, ..])    ─► one get of all  ─► value ─► length, key, MAC right? ─► Reader, a view of the value
     create, piece, ..  ─► one buffer      ─► commit ─► one put of all
 
                  value = record, and with a mac_key 32 bytes after it: BLAKE3(mac_key, key and record)

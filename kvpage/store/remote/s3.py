@@ -21,7 +21,7 @@ from kvpage.store.tiers.tier import Key, RecordInfo
 T = TypeVar("T")
 K = TypeVar("K")
 MAX_REMOVED = 1000  # objects a removal, by the protocol
-CONNECT_SECONDS, READ_SECONDS = 5, 20  # of threads left behind: a call's own deadline is the tier's
+CONNECT_SECONDS, READ_SECONDS = 5, 20  # of abandoned threads: a call's own deadline is the tier's
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 
 

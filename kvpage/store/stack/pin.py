@@ -9,8 +9,9 @@ from kvpage.store.tiers.tier import Reader
 class Pin:
     """Chunks that stay until `release`; a context manager that releases.
 
-    Attributes:
-        num_tokens: leading tokens whose chunks are kept.
+    Args:
+        num_tokens: the number of leading tokens whose chunks are kept.
+        readers: an open reader of each chunk. The pin owns and closes them.
     """
 
     def __init__(self, num_tokens: int, readers: Sequence[Reader]) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from kvpage.store.placement import Placed
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.payload import Source
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
 from kvpage.store.records.record_io import copy_record, encoded, write_record
 from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
+from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy
 from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
 
@@ -328,7 +328,7 @@ class TierStack:
 
         try:
             return self.ask(one, copy) or False
-        except CorruptRecord:  # whoever reads it will find that out
+        except CorruptRecord:  # its next reader reports it
             return False
 
     def _read_one(

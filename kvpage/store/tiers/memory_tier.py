@@ -223,7 +223,7 @@ class MemoryTier(Tier):
 
     def _bytes(self, entry: _Entry, begin: int, end: int) -> memoryview:
         if not 0 <= begin <= end <= entry.num_bytes:
-            raise ValueError(f"a piece must lie in [0, {entry.num_bytes}], got [{begin}, {end}]")
+            raise ValueError(f"a piece must be in [0, {entry.num_bytes}], got [{begin}, {end}]")
         view = self._view
         if view is None:
             raise TierError(f"{self.name} is closed")

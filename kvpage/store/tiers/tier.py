@@ -243,7 +243,14 @@ class Tier(ABC):
 
     @abstractmethod
     def infos(self) -> Iterator[RecordInfo]:
-        """Walk over the records, in no particular order. Raises TierError if the tier cannot list them."""
+        """Iterate over the records, in no particular order.
+
+        Returns:
+            The key, bytes and age of each record.
+
+        Raises:
+            TierError: the tier cannot list its records.
+        """
 
     @abstractmethod
     def clear(self) -> None:

@@ -150,7 +150,7 @@ def test_writers_write_in_order_and_to_the_end(tmp_path: Path) -> None:
         tier.commit([writer])
     put(tier, {key(0): record(key(0))})
     (reader,) = tier.open([key(0)])
-    with pytest.raises(ValueError, match="a piece must lie in"):
+    with pytest.raises(ValueError, match="a piece must be in"):
         reader.piece(0, reader.num_bytes + 1)
 
 

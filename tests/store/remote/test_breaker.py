@@ -1,5 +1,6 @@
 """The circuit breaker by a clock that the test turns; calls with a deadline against functions that never return."""
 
+import queue
 import random
 import threading
 import time
@@ -112,26 +113,22 @@ def test_one_thread_makes_calls_that_follow_each_other():
 
 
 def test_a_late_call_is_left_and_given_up():
-    given_up, release = [], threading.Event()
-    seen = threading.Event()
+    given_up, running = queue.SimpleQueue(), queue.SimpleQueue()
+    release = threading.Event()
+    caller = DeadlinePool(1, given_up.put)
 
-    def give_up(thread_id: int) -> None:
-        given_up.append(thread_id)
-        seen.set()
+    def late() -> None:
+        running.put(threading.get_ident())
+        release.wait()
 
-    caller = DeadlinePool(1, give_up)
-    who = []
-
-    def never() -> None:
-        who.append(threading.get_ident())
-        release.wait(SOON)
-
-    with pytest.raises(TimeoutError, match="no answer"):
-        caller.call(never, 0.01)
-    assert seen.wait(SOON) and set(given_up) == set(who)
-    with pytest.raises(TimeoutError, match="busy"):
-        caller.call(lambda: 7, 0.01)  # the late one holds the only place
-    release.set()
+    try:
+        with pytest.raises(TimeoutError, match="no answer"):
+            caller.call(late, 0.01)
+        assert given_up.get(timeout=SOON) == running.get(timeout=SOON)
+        with pytest.raises(TimeoutError, match="busy"):
+            caller.call(lambda: 7, 0.01)  # the late one holds the only place
+    finally:
+        release.set()
     assert caller.call(lambda: 7, SOON) == 7  # and has now left it
     caller.close()
 

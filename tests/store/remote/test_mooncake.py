@@ -160,19 +160,28 @@ def test_it_connects_once_and_again_after_a_failure():
 
 def test_a_client_is_not_closed_under_a_call(monkeypatch):
     monkeypatch.setattr("kvpage.store.remote.remote_tier.CLOSE_SECONDS", 0.05)
-    fake, go = Fake(), threading.Event()
-    fake.batch_is_exist = lambda names: go.wait(SOON) and [0] * len(names)
-    tier = fake_tier(fake)
-    with pytest.raises(TierError, match="no answer"):
-        tier.contains(K, 0.02)
-    with pytest.raises(TierError, match="no answer"):
-        tier.close()
-    assert not fake.is_closed
-    go.set()
-    end = time.monotonic() + SOON
-    while not fake.is_closed and time.monotonic() < end:
-        time.sleep(0.005)
-    assert fake.is_closed
+    asked, answer, closed = threading.Event(), threading.Event(), threading.Event()
+    fake = Fake()
+
+    def batch_is_exist(names: list[str]) -> list[int]:
+        asked.set()
+        answer.wait()
+        return [0] * len(names)
+
+    fake.batch_is_exist, fake.close = batch_is_exist, closed.set
+    tier, found = fake_tier(fake), []
+    caller = threading.Thread(target=lambda: found.extend(tier.contains(K, SOON)))
+    caller.start()
+    try:
+        assert asked.wait(SOON)
+        with pytest.raises(TierError, match="no answer"):
+            tier.close()
+        assert not closed.is_set()
+    finally:
+        answer.set()
+    assert closed.wait(SOON)
+    caller.join()
+    assert found == [False] * len(K)
 
 
 @pytest.mark.parametrize(

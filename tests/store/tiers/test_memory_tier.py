@@ -214,7 +214,7 @@ def test_pieces_outside_and_closed_tiers() -> None:
     put(tier, {key(0): record(key(0))})
     (reader,) = tier.open([key(0)])
     for begin, end in ((-1, 1), (0, reader.num_bytes + 1), (5, 4)):
-        with pytest.raises(ValueError, match="a piece must lie in"):
+        with pytest.raises(ValueError, match="a piece must be in"):
             reader.piece(begin, end)
     tier.close()
     tier.close()
