@@ -148,6 +148,11 @@ def bad_layers():
         yield "sinks", {"attention": ops.Attention(0.3, sinks=sinks, value_size=8)}
     yield "must be on", {"key": rows_of(layout).to("meta")}
     yield "with strides", {"key": rows_of(layout).to_sparse()}
+    gone = SLOTS.clone()
+    gone.untyped_storage().resize_(0)
+    yield "slot_mapping must have memory for its elements", {"slot_mapping": gone}
+    yield "slot_mapping must be a tensor with strides", {"slot_mapping": SLOTS.to_sparse()}
+    yield "value must be a tensor with strides", {"value": torch.nested.nested_tensor([rows_of(layout)[0]] * 2)}
 
 
 @pytest.mark.parametrize("match, change", list(bad_layers()))
@@ -162,6 +167,25 @@ def test_a_layer_of_another_form_is_refused(match, change):
         )
     if not {"query", "attention"} & change.keys():  # those are looked at when the rows are written
         assert same_bits(bound, tensor)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "slot_mapping"])
+def test_a_layer_of_no_tensors_is_refused(name):
+    layout = LAYOUTS[0]
+    bound, tensor = pair(layout)
+    sequences = ops.Sequences(bound, 5, TABLES, SEQ_LENS, QUERY_LENS)
+    given = {"query": rows_of(layout, 4), "key": rows_of(layout), "value": rows_of(layout), "slot_mapping": SLOTS}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        ops.write_and_attend(
+            cache=bound, sequences=sequences, attention=ops.Attention(0.3, value_size=8), **{**given, name: [1]}
+        )
+    assert same_bits(bound, tensor)
+
+
+def test_a_number_of_tokens_that_is_none_is_refused():
+    bound, _ = pair(LAYOUTS[0])
+    with pytest.raises(TypeError, match="num_tokens must be an integer"):
+        ops.Sequences(bound, torch.tensor([5, 5]), TABLES, SEQ_LENS, QUERY_LENS)
 
 
 def test_memory_that_is_another_is_refused():
