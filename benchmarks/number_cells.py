@@ -150,14 +150,18 @@ def right(method: str, ratio: float, check: tuple[int, ...] = (1,)) -> Callable[
     return cell
 
 
-def quality_beside(result: Result) -> str:
-    others = {
-        "plain reuse": lost("v", 0.0),
-        "a check layer chooses": lost("v at seams"),
-        "that, without `seam`": lost("v"),
-    }
-    others |= {"random tokens": lost("random"), "an oracle": lost("oracle deviation")}
-    return "0: full recompute; " + "; ".join(f"{cell(result)}: {name}" for name, cell in others.items())
+LOSSES = {
+    "plain reuse": lost("v", 0.0),
+    "chosen by a check layer": lost("v at seams"),
+    "by a check layer without `seam`": lost("v"),
+    "random tokens": lost("random"),
+    "an oracle": lost("oracle deviation"),
+}
+
+
+def losses(*names: str) -> Callable[[Result], str]:
+    """Lost answers of full recompute, which are none, and of these methods of LOSSES."""
+    return lambda result: "; ".join(["0: full recompute", *(f"{LOSSES[name](result)}: {name}" for name in names)])
 
 
 def pool_cell(batch: int | str, kind: str = "pool") -> Callable[[Result], str]:

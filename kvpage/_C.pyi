@@ -84,7 +84,7 @@ def mix_rows(
     fresh_rows: tuple[int, int],  # address or 0, num_fresh
     row_type: int,
     shape: tuple[int, int, int],  # num_rows, num_heads, size
-    turn: tuple[int, int, int],  # first, num_pairs, is_interleaved
+    rotated: tuple[int, int, int],  # first, num_pairs, is_interleaved
     cos: int,
     sin: int,
     max_threads: int,
@@ -100,7 +100,7 @@ def mix_rows(
         fresh_rows: Address of int64 [num_rows] (0: none), and the number of fresh rows.
         row_type: The rows' dtype, as for `types` of paged_attention.
         shape: (num_rows, num_heads, size).
-        turn: First rotated element, number of pairs (0: copy), and 1 if pairs are neighbours.
+        rotated: First rotated element, number of pairs (0: copy), and 1 if pairs are neighbours.
         cos: Address of fp32 [num_rows, num_pairs].
         sin: The same.
         max_threads: The most threads to use.

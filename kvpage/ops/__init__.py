@@ -3,7 +3,7 @@
 Each operation validates its arguments and picks the implementation: `cpu`, `cuda`, or the plain torch of `reference`.
 No other package of kvpage comes near a kernel. In code that torch.compile or a dispatch mode of torch (fake tensors)
 traces, each operation stands for its operator in torch.ops.kvpage (`traced`), which does the same at run time. The
-operations of blending are not traced.
+operations of blending are not traced: kvpage never compiles the code that calls them.
 """
 
 import functools

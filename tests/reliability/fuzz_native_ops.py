@@ -9,8 +9,9 @@ from fuzz_caches import BLOCK_SIZE, HEAD_SIZE, NUM_BLOCKS, CacheWorld, lengths_o
 from fuzz_case import Case
 from fuzz_values import with_number
 
-from kvpage import _C
-from kvpage.ops.args.tokens import native_blocks, native_parts, native_tables, row_view
+from kvpage import _C, KVScales
+from kvpage.layout.kv_view import KVView
+from kvpage.ops.args.tokens import native_blocks, native_part, native_tables, row_view
 
 
 class NativeOpsWorld(CacheWorld):
@@ -31,7 +32,7 @@ class NativeOpsWorld(CacheWorld):
         slots = self.slots(num_tokens)
         if self.rng.random() < 0.4:
             slots = with_number(slots, self.rng)
-        parts = native_parts(self.layout.views(self.caches[0]), (key, value), self.scales)
+        parts = parts_of(self.layout.views(self.caches[0]), (key, value), self.scales)
         args = [self._parts(parts), slots.data_ptr(), num_tokens, self.layout.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, 1]
         return self._case("reshape_and_cache", _C.reshape_and_cache, args, (2, 3, 4, 5, 6), key, value, slots)
 
@@ -46,7 +47,7 @@ class NativeOpsWorld(CacheWorld):
         native = native_tables(self.caches[0], tables, self.layout)
         row = self.layout.num_kv_heads * HEAD_SIZE * dtype.itemsize
         offsets = [sum(lengths[:i]) * row for i in range(len(lengths))]
-        parts = self._parts(native_parts(self.layout.views(self.caches[0]), out, self.scales))
+        parts = self._parts(parts_of(self.layout.views(self.caches[0]), out, self.scales))
         args = [
             parts,
             self._numbers(native, (2, 3, 4, 5)),
@@ -66,7 +67,7 @@ class NativeOpsWorld(CacheWorld):
             self.rng.sample(range(NUM_BLOCKS), -(-(num_tokens + start) // BLOCK_SIZE)), dtype=torch.int32
         )
         ids = with_number(ids, self.rng) if self.rng.random() < 0.3 else ids
-        parts = self._parts(native_parts((self.layout.views(self.caches[0])[0], None), (rows, None), self.scales))
+        parts = self._parts(parts_of((self.layout.views(self.caches[0])[0], None), (rows, None), self.scales))
         name = self.rng.choice(("store_chunk", "load_chunk"))
         args = [parts, ids.data_ptr(), len(ids), NUM_BLOCKS, BLOCK_SIZE, start, num_tokens, self.layout.num_kv_heads, 1]
         return self._case(name, getattr(_C, name), args, (2, 3, 4, 5, 6, 7, 8), ids, rows)
@@ -151,3 +152,16 @@ class NativeOpsWorld(CacheWorld):
         place = self.rng.choice((5, 6, 14, 15, 16))
         made[-1][place] = self.rng.choice((0, -1, -(2**63), 99, 2**31) if place in (14, 15) else (0, -1, -(2**63), -8))
         return self.rng.choice((made, made, made, [part[:-1] for part in parts], None, [parts]))
+
+
+def parts_of(
+    views: tuple[KVView, KVView | None],
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    scales: KVScales | None,
+) -> list[tuple[int, ...]]:
+    """Return native_part of K, and of V where there is one."""
+    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
+    parts = [native_part(views[0], rows[0], key_scale)]
+    if views[1] is not None and rows[1] is not None:
+        parts.append(native_part(views[1], rows[1], value_scale))
+    return parts

@@ -42,19 +42,6 @@ def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) ->
     return *native_blocks(view), *row_view(rows), row_type, codec, rows.shape[-1], *scales
 
 
-def native_parts(
-    views: tuple[KVView, KVView | None],
-    rows: tuple[torch.Tensor, torch.Tensor | None],
-    scales: KVScales | None,
-) -> list[tuple[int, ...]]:
-    """native_part of K, and of V where there is one."""
-    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
-    parts = [native_part(views[0], rows[0], key_scale)]
-    if views[1] is not None and rows[1] is not None:
-        parts.append(native_part(views[1], rows[1], value_scale))
-    return parts
-
-
 def row_view(rows: torch.Tensor) -> tuple[int, int, int]:
     """Address and strides in bytes of rows [..., num_tokens, num_heads, size]."""
     item, strides = rows.element_size(), rows.stride()
