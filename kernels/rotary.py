@@ -1,10 +1,10 @@
-"""Rows of K or V rotated, and mixed with fresh ones, wherever they lie: one launch, one pass over memory.
+"""Rows of K or V rotated, and mixed with fresh ones, wherever they are: one launch, one pass over memory.
 
 a tile   TILE_ROWS of the rows (token * NUM_HEADS + head) with all their elements:
 
     [ ... FIRST | x x x x   y y y y | ... SIZE )     the pairs, as PAIRS columns of x and of y, and the rest
 
-See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tiles and offsets are.
+See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for tiles and offsets.
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class MixConstants(Constants):
 
 @triton.jit
 def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.constexpr):
-    """[rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
+    """Return [rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
     if BLOCK_SIZE == 0:
         place = slot * row_stride + head * head_stride
     else:
@@ -98,7 +98,7 @@ def known_slots(slot_ptr, token, inside, num_slots, LEAST: tl.constexpr, error_p
 
 @triton.jit
 def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
-    """Of each row its elements, or its fresh row's. Only elements that are wanted are read."""
+    """Return each row's elements, or its fresh row's. Only wanted elements are read."""
     elements = tl.load(ptr + row[:, None] + cols, mask=(wanted & (is_fresh == 0))[:, None] & mask, other=0)
     if fresh_ptr is not None:
         others = tl.load(fresh_ptr + fresh[:, None] + cols, mask=(wanted & is_fresh)[:, None] & mask, other=0)
@@ -108,7 +108,7 @@ def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
 
 @triton.jit
 def rotated(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
-    """Bits of pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
+    """Return bits of rotated pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
     a = to_fp32(x, ROW)
     b = to_fp32(y, ROW)
     new_x = from_fp32(a * cos - b * sin, ROW)
@@ -271,7 +271,7 @@ def mix_constants(
 def _whole(
     rows: torch.Tensor, out: torch.Tensor, fresh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What is only copied as rows of one head, where all heads lie side by side everywhere."""
+    """Return rows that are only copied as rows of one head, where all heads are side by side everywhere."""
     given = [part for part in (rows, out, fresh) if part is not None]
     if rows.shape[-2] == 1 or any(part.stride(-2) != part.shape[-1] for part in given):
         return rows, out, fresh

@@ -8,7 +8,12 @@ import numpy.typing as npt
 
 from kvpage.checks.errors import OutOfBlocks as OutOfBlocks
 
-def build_info() -> dict[str, Any]: ...
+def build_info() -> dict[str, Any]:
+    """Return the build's facts.
+
+    Returns:
+        "version", "sources" (a digest), "compiler", "cuda" (a version, or None) and "cuda_archs" (or None).
+    """
 
 # Tokens. Rows: address, strides of token and head in bytes. Blocks: address, strides of block, token, head and run in
 # bytes, elements of a run, bytes of an element; of the scales address and three strides (0s: none). A part: blocks;
@@ -27,7 +32,22 @@ def reshape_and_cache(
     block_size: int,
     max_threads: int,
     /,
-) -> None: ...
+) -> None:
+    """Write rows of K and V to slots of one layer's blocks.
+
+    Args:
+        parts: The move of K's rows, and of V's where there is a value part.
+        slot_mapping: Address of int64 [num_tokens], a slot for each row; -1 skips a row.
+        num_tokens: Number of rows.
+        num_heads: KV heads.
+        num_blocks: Blocks of the cache.
+        block_size: Tokens of a block.
+        max_threads: The most threads to use.
+
+    Raises:
+        ValueError: A slot is out of range or named twice, or a number does not fit. Nothing is written then.
+    """
+
 def gather_cache(
     parts: list[_Numbers],
     tables: _Tables,
@@ -37,7 +57,21 @@ def gather_cache(
     num_heads: int,
     max_threads: int,
     /,
-) -> None: ...
+) -> None:
+    """Copy tokens of sequences from one layer's blocks to rows.
+
+    Args:
+        parts: The move of K's rows, and of V's where there is a value part.
+        tables: The block tables.
+        seq_starts: First token of each sequence.
+        seq_lens: Tokens of each sequence from there on.
+        row_offsets: For each part, the bytes from its rows to the first row of each sequence.
+        num_heads: KV heads.
+        max_threads: The most threads to use.
+
+    Raises:
+        ValueError: A block id or a number is out of range. Nothing is written then.
+    """
 
 # Address, strides of row and head in bytes; then of blocks the address of slots (0: rows), num_blocks, block_size, and
 # the stride of blocks in bytes; row stride is then that of an offset.
@@ -56,7 +90,26 @@ def mix_rows(
     max_threads: int,
     /,
     kernel: str = "",
-) -> None: ...
+) -> None:
+    """Write rotated, copied or fresh rows: see kvpage.ops.mix_rows.
+
+    Args:
+        rows: The rows to read.
+        out: The rows to write.
+        fresh: The fresh rows.
+        fresh_rows: Address of int64 [num_rows] (0: none), and the number of fresh rows.
+        row_type: The rows' dtype, as for `types` of paged_attention.
+        shape: (num_rows, num_heads, size).
+        turn: First rotated element, number of pairs (0: copy), and 1 if pairs are neighbours.
+        cos: Address of fp32 [num_rows, num_pairs].
+        sin: The same.
+        max_threads: The most threads to use.
+        kernel: The name of an instruction set's kernel; "" takes the best.
+
+    Raises:
+        ValueError: A slot, a row or a number is out of range. Nothing is written then.
+    """
+
 def row_deviation(
     fresh: _Place,
     retrieved: _Place,
@@ -67,7 +120,23 @@ def row_deviation(
     max_threads: int,
     /,
     kernel: str = "",
-) -> None: ...
+) -> None:
+    """Compute the mean squared difference of each row: see kvpage.ops.row_deviation.
+
+    Args:
+        fresh: Rows to compare.
+        retrieved: Rows to compare them with.
+        valid: Address of bool [num_rows].
+        out: Address of fp32 [num_rows], zeroed.
+        row_type: The rows' dtype, as for `types` of paged_attention.
+        shape: (num_rows, num_heads, size).
+        max_threads: The most threads to use.
+        kernel: The name of an instruction set's kernel; "" takes the best.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
 def store_chunk(
     parts: list[_Numbers],  # of each layer
     block_ids: int,
@@ -79,7 +148,24 @@ def store_chunk(
     num_heads: int,
     max_threads: int,
     /,
-) -> None: ...
+) -> None:
+    """Copy tokens from the blocks of all layers to a chunk: see kvpage.ops.store_chunk.
+
+    Args:
+        parts: The moves of each layer.
+        block_ids: Address of int32 [num_block_ids].
+        num_block_ids: Blocks of the sequence.
+        num_blocks: Blocks of each cache.
+        block_size: Tokens of a block.
+        start: First token, counted from the first block's beginning.
+        num_tokens: Tokens of the chunk.
+        num_heads: KV heads.
+        max_threads: The most threads to use.
+
+    Raises:
+        ValueError: A needed id or a number is out of range. Nothing is written then.
+    """
+
 def load_chunk(
     parts: list[_Numbers],
     block_ids: int,
@@ -91,9 +177,47 @@ def load_chunk(
     num_heads: int,
     max_threads: int,
     /,
-) -> None: ...
-def xxh3_128_of_stretches(data: int, num_bytes: int, stretch_bytes: int, max_threads: int, /) -> bytes: ...
-def copy_and_xxh3_128(data: int, to: int, num_bytes: int, streaming: bool, /) -> bytes: ...
+) -> None:
+    """Copy a chunk to tokens of the blocks of all layers: see kvpage.ops.load_chunk.
+
+    Args:
+        parts: As in `store_chunk`.
+        block_ids: As in `store_chunk`.
+        num_block_ids: As in `store_chunk`.
+        num_blocks: As in `store_chunk`.
+        block_size: As in `store_chunk`.
+        start: As in `store_chunk`.
+        num_tokens: As in `store_chunk`.
+        num_heads: As in `store_chunk`.
+        max_threads: As in `store_chunk`.
+
+    Raises:
+        ValueError: As in `store_chunk`.
+    """
+
+def xxh3_128_of_stretches(data: int, num_bytes: int, stretch_bytes: int, max_threads: int, /) -> bytes:
+    """Return the xxh3-128 digests of stretches of memory, 16 bytes each.
+
+    Args:
+        data: Address of the bytes.
+        num_bytes: Number of bytes.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        max_threads: The most threads to use.
+
+    Raises:
+        ValueError: `num_bytes` is negative, or `stretch_bytes` is not positive.
+    """
+
+def copy_and_xxh3_128(data: int, to: int, num_bytes: int, streaming: bool, /) -> bytes:
+    """Copy bytes, and return their xxh3-128 digest, 16 bytes.
+
+    Args:
+        data: Address of the bytes.
+        to: Address of the copy.
+        num_bytes: Number of bytes.
+        streaming: Whether writes go past the processor's cache.
+    """
+
 def write_stretches(
     fd: int,
     offset: int,
@@ -103,24 +227,101 @@ def write_stretches(
     tail: memoryview,
     max_threads: int,
     /,
-) -> bytes: ...
+) -> bytes:
+    """Write bytes from many places of memory to one run of a file, and hash each stretch on the way.
+
+    Args:
+        fd: Descriptor of the file.
+        offset: Where in the file to write.
+        lead: Bytes of the file before those of the runs.
+        runs: int64 [num_runs, 2]: address and bytes of each run.
+        stretch_bytes: Bytes of a stretch.
+        tail: Memory that takes the last bytes of the runs, as many as it has, in place of the file. It may be `lead`'s.
+        max_threads: The most threads to use.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+        OSError: An error of the file. Any of the bytes may be written then.
+    """
 
 _ChunkPlace = tuple[int, int, int, int, bool]  # address and number of block ids, start, max_threads, streaming
 
 @final
 class ChunkPlan:
+    """Moves bytes between the blocks of a sequence and the payload of a record, and hashes them on the way.
+
+    A layer is a stretch of the payload, with a digest of its own. So layers can be moved in any order, and by threads.
+    A plan serves all chunks of as many tokens. It reads each byte once, moves bytes as they are, and owns no memory of
+    theirs.
+    """
     def __init__(
         self,
         parts: list[_Numbers],  # of each layer; the rows' addresses count from the payload's beginning
         # num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes
         shape: tuple[int, int, int, int, int, int, int],
         /,
-    ) -> None: ...
-    def store(self, place: _ChunkPlace, first: int, payload: int, num_bytes: int, /) -> bytes: ...
-    def runs(self, place: _ChunkPlace, /) -> npt.NDArray[np.int64]: ...
+    ) -> None:
+        """Make a plan.
+
+        Args:
+            parts: The moves of all layers, equally many a layer. The rows' addresses count from the payload's
+                beginning.
+            shape: (num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes).
+
+        Raises:
+            ValueError: Sizes are not positive or do not fit each other, or a move changes bits.
+        """
+    def store(self, place: _ChunkPlace, first: int, payload: int, num_bytes: int, /) -> bytes:
+        """Copy whole layers from blocks to the payload.
+
+        Args:
+            place: The chunk's tokens in the sequence.
+            first: First layer.
+            payload: Address of that layer in the payload.
+            num_bytes: Bytes of the layers.
+
+        Returns:
+            The layers' xxh3-128 digests, 16 bytes each.
+
+        Raises:
+            ValueError: A needed id, a layer or a number is out of range, or layers are not whole. Nothing is written
+                then.
+        """
+    def runs(self, place: _ChunkPlace, /) -> npt.NDArray[np.int64]:
+        """Return the payload as runs of the cache's memory, in the payload's order: one for each block's tokens in
+        each part.
+
+        Args:
+            place: The chunk's tokens in the sequence.
+
+        Returns:
+            int64 [num_runs, 2]: address and bytes. Without rows where the tokens are in smaller runs.
+
+        Raises:
+            ValueError: A needed id or a number is out of range.
+        """
     def load(
         self, place: _ChunkPlace, first: int, payload: int, num_bytes: int, first_token: int, last_token: int, /
-    ) -> bytes: ...
+    ) -> bytes:
+        """Copy tokens of whole layers from the payload to blocks. The caller compares the digests afterwards.
+
+        Args:
+            place: The chunk's tokens in the sequence, wanted or not. Only wanted tokens need blocks.
+            first: First layer.
+            payload: Address of that layer in the payload.
+            num_bytes: Bytes of the layers.
+            first_token: First wanted token, counted from the chunk's beginning.
+            last_token: The token after the last wanted one.
+
+        Returns:
+            The digests of the whole layers, 16 bytes each.
+
+        Raises:
+            ValueError: As in `store`.
+        """
 
 @final
 class _Xxh3:
@@ -148,7 +349,32 @@ def paged_attention(
     max_threads: int,
     /,
     kernel: str = "",  # one of attention_kernels(); "": the best
-) -> None: ...
+) -> None:
+    """Attend over the blocks of one layer: see kvpage.ops.paged_attention.
+
+    Args:
+        query: The query's rows, [num_tokens, num_heads, key_size].
+        out: The output's rows, [num_tokens, num_heads, value_size].
+        key_cache: K's blocks.
+        value_cache: V's blocks.
+        types: The dtypes of query and out, and of the cache (0 fp32, 1 bf16, 2 fp16), and its codec.
+        scales: Address and stride of the scales of K's heads, and of V's.
+        tables: The block tables.
+        seq_lens: Tokens of each sequence in the cache.
+        query_lens: Queries of each sequence.
+        positions: Address of the queries' positions; 0 for the last ones.
+        sizes: (num_tokens, num_kv_heads, group_size, key_size, value_size).
+        window: Keys that a query sees, its own included.
+        scale: Factor of the products.
+        softcap: Bound of the scores; 0 for none.
+        sinks: Address of one more score a head; 0 for none.
+        max_threads: The most threads to use.
+        kernel: One of attention_kernels(); "" takes the best.
+
+    Raises:
+        ValueError: A block id or a number is out of range. Nothing is written then.
+    """
+
 def _transpose(
     name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
 ) -> None: ...
@@ -165,7 +391,8 @@ def _codec_row_by_table(
 def _codec_int8_rows(
     name: str, rows: int, row_stride: int, codes: int, code_stride: int, num_rows: int, size: int, scales: int, /
 ) -> None: ...
-def attention_kernels() -> list[str]: ...
+def attention_kernels() -> list[str]:
+    """Return the names of the attention kernels that this machine runs, the best first."""
 
 # --- blocks: moving them ---
 
@@ -173,6 +400,7 @@ Layer = tuple[int, Sequence[int]]  # address, strides in bytes
 
 @final
 class BlockCopier:
+    """Moves blocks between two caches of one shape, as kvpage.ops.BlockCopier does. It owns no memory of theirs."""
     def __init__(
         self,
         *,
@@ -188,27 +416,112 @@ class BlockCopier:
         pinned: bool,
         kernel_max_bytes: int,  # extents from and to pinned memory up to which the SM kernel copies; 0: never
         max_groups: int,  # of threads, that it may take for that
-    ) -> None: ...
+    ) -> None:
+        """Make a copier.
+
+        Args:
+            sizes: The generic shape of a cache with one block.
+            block_dim: The dimension of it that counts blocks.
+            element_bytes: Bytes of an element.
+            srcs: The caches to read, one a layer.
+            dsts: The caches to write, one a layer.
+            num_src_blocks: Blocks of each source.
+            num_dst_blocks: Blocks of each destination.
+            src_device: Index of the sources' CUDA device; -1 is the host.
+            dst_device: Index of the destinations' CUDA device; -1 is the host.
+            pinned: Whether the host side is pinned.
+            kernel_max_bytes: Extents between CUDA and pinned memory, up to which the SM kernel copies; 0 for never.
+            max_groups: Groups of threads that it may take for that.
+
+        Raises:
+            ValueError: A number is out of range, a destination overlaps itself or the sources, or the two devices
+                differ. Or a device is given in a build without CUDA.
+        """
     @property
-    def num_fragments(self) -> int: ...
+    def num_fragments(self) -> int:
+        """Number of runs of memory that make up a block in all layers."""
     @property
-    def block_bytes(self) -> int: ...
-    def run(self, pairs: int, num_pairs: int, stream: int, max_threads: int) -> None: ...
-    def check(self, pairs: int, num_pairs: int) -> None: ...
-    def executor(self, pairs: int, num_pairs: int) -> str: ...  # that run would take, as choose_executor's
-    def extents(self, pairs: int, num_pairs: int, begin: int = 0, end: int = ...) -> list[tuple[int, int, int]]: ...
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+    def run(self, pairs: int, num_pairs: int, stream: int, max_threads: int) -> None:
+        """Copy pairs of blocks. On the host it waits for the copy; on a device it enqueues the copy. Threads may share
+        a copier.
+
+        Args:
+            pairs: Address of int64 [num_pairs, 2]: (source, destination).
+            num_pairs: Number of pairs.
+            stream: The CUDA stream's handle; 0 for the default one and on the host.
+            max_threads: The most host threads to use.
+
+        Raises:
+            ValueError: An id is out of range or the pairs depend on each other; nothing is written then.
+            RuntimeError: CUDA fails.
+        """
+    def check(self, pairs: int, num_pairs: int) -> None:
+        """Check pairs as `run` does, and copy nothing.
+
+        Args:
+            pairs: Address of int64 [num_pairs, 2].
+            num_pairs: Number of pairs.
+
+        Raises:
+            ValueError: As in `run`.
+        """
+    def executor(self, pairs: int, num_pairs: int) -> str:
+        """Return the executor that `run` would take, as choose_executor names it.
+
+        Args:
+            pairs: Address of int64 [num_pairs, 2].
+            num_pairs: Number of pairs.
+
+        Raises:
+            ValueError: As in `run`.
+        """
+    def extents(self, pairs: int, num_pairs: int, begin: int = 0, end: int = ...) -> list[tuple[int, int, int]]:
+        """Return the extents of the bytes [begin, end) of a copy, for tests.
+
+        Args:
+            pairs: Address of int64 [num_pairs, 2].
+            num_pairs: Number of pairs.
+            begin: First byte.
+            end: The byte after the last one. Default: the end.
+
+        Returns:
+            (source address, destination address, bytes) of each extent.
+
+        Raises:
+            ValueError: As in `run`.
+        """
 
 def _copy_kernel_on_host(
     copier: BlockCopier, pairs: int, num_pairs: int, vector_bytes: int = 0, max_threads: int = ..., capacity: int = ...
 ) -> None: ...
 def choose_executor(
     *, src_device: int, dst_device: int, pinned: bool, extent_bytes: int, num_extents: int, kernel_max_bytes: int
-) -> str: ...  # "host", "engine" or "kernel"; device -1 is the host
+) -> str:
+    """Return the executor for copies between two places: "host", "engine" or "kernel".
+
+    Args:
+        src_device: Index of the sources' CUDA device; -1 is the host.
+        dst_device: Index of the destinations' CUDA device; -1 is the host.
+        pinned: Whether the host side is pinned.
+        extent_bytes: Bytes of an extent, on average.
+        num_extents: Number of extents.
+        kernel_max_bytes: As for BlockCopier.
+    """
+
 def _split_for_launches(
     num_fragments: int, num_pairs: int, capacity: int
 ) -> list[tuple[int, int, int, int]]: ...  # (first_fragment, num_fragments, first_pair, num_pairs) of each launch
-def cuda_error() -> str | None: ...
-def cuda_machine() -> dict[str, Any] | None: ...
+def cuda_error() -> str | None:
+    """Return the reason why the native part cannot use CUDA here; None if it can."""
+
+def cuda_machine() -> dict[str, Any] | None:
+    """Return the driver and the devices; None in a build without CUDA.
+
+    Returns:
+        "driver_version", "devices" (name, compute_capability and num_copy_engines of each) and "batched_copy".
+    """
 
 # Blocks. Integers: a contiguous one-dimensional int32 or int64 array, a buffer of such (array.array, memoryview), or a
 # torch CPU tensor, all read in place; or a list. Every ValueError leaves all as it was.
@@ -788,22 +1101,95 @@ _SlotMatch = tuple[int, int, int] | tuple[int, None, None]  # prefix_len, slot, 
 class SlotTree:
     """The tree inside kvpage.extras.slots.PrefixCacheManager, which documents it. Safe to use from several threads."""
 
-    def __init__(self, max_capacity: int) -> None: ...
-    def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int: ...
-    def find(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch: ...
-    def pin(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch: ...
-    def release(self, token_ids: _Integers, /) -> None: ...
-    def withdraw(self, slot: int, /) -> bool: ...
+    def __init__(self, max_capacity: int) -> None:
+        """Make an empty tree.
+
+        Args:
+            max_capacity: The most tokens in the tree, as far as they are not pinned. A shared prefix counts once.
+
+        Raises:
+            ValueError: `max_capacity` is negative.
+        """
+    def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int:
+        """Record that a slot holds these tokens and nothing else. Pin their path, and evict down to the capacity.
+
+        Args:
+            token_ids: The tokens, at least one.
+            slot: The slot.
+            slot_ver: The slot's version, as SlotAllocator counts it.
+
+        Returns:
+            `num_over` after it.
+
+        Raises:
+            ValueError: There are no tokens, one does not fit into 32 bits, or the slot is negative.
+        """
+    def find(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch:
+        """Return the longest prefix that a slot holds, without a pin.
+
+        Args:
+            token_ids: The tokens of a prompt.
+            allocator: With it, a slot counts only while its version is the allocator's. A stale one is withdrawn for
+                good.
+
+        Returns:
+            (prefix_len, slot, slot_ver), the length in tokens; (0, None, None) if no slot holds a prefix.
+
+        Raises:
+            ValueError: The allocator has no such slot.
+        """
+    def pin(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch:
+        """Find a prefix as `find` does, and pin it. Release it by its tokens.
+
+        Args:
+            token_ids: As in `find`.
+            allocator: As in `find`.
+
+        Returns:
+            As `find`. Nothing is pinned if no slot holds a prefix.
+
+        Raises:
+            ValueError: As in `find`.
+        """
+    def release(self, token_ids: _Integers, /) -> None:
+        """Give back one pin that ends at the end of these tokens.
+
+        Args:
+            token_ids: The tokens.
+
+        Raises:
+            ValueError: There is no such pin.
+        """
+    def withdraw(self, slot: int, /) -> bool:
+        """Record that a slot holds nothing any more.
+
+        Args:
+            slot: The slot.
+
+        Returns:
+            False if it held nothing before.
+        """
     @property
-    def max_capacity(self) -> int: ...
+    def max_capacity(self) -> int:
+        """The most tokens in the tree, as far as they are not pinned."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Number of tokens in the tree."""
     @property
-    def num_over(self) -> int: ...
+    def num_over(self) -> int:
+        """Number of tokens above `max_capacity`, all of them pinned."""
     @property
-    def num_slots(self) -> int: ...
+    def num_slots(self) -> int:
+        """Number of slots that hold something."""
     @property
-    def num_nodes(self) -> int: ...
+    def num_nodes(self) -> int:
+        """Number of edges, with which a path's cost grows."""
     @property
-    def num_pins(self) -> int: ...
-    def check(self) -> None: ...
+    def num_pins(self) -> int:
+        """Number of pins that are not released."""
+    def check(self) -> None:
+        """Check the tree's invariants, for tests. It takes time in proportion to the tree.
+
+        Raises:
+            RuntimeError: An invariant is broken; the message names it.
+        """

@@ -8,6 +8,8 @@ A decode step of a small model calls this once a layer, and the native calls tak
 attributes. The short way takes nothing that the long one would not take, and leaves every error to it.
 """
 
+from dataclasses import replace
+
 import torch
 
 import kvpage._C as _C
@@ -75,9 +77,9 @@ def _attend_on_host(
         return None
     if value_size is None or not 1 <= value_size <= head_size or attention.scale is None:
         return None
-    if attention.sinks is not None or attention.query_positions is not None or not _are_slots(slots, num_tokens):
+    num_heads, given = query.shape[1], _host_options(attention, query.shape[1])
+    if given is None or not _are_slots(slots, num_tokens):
         return None
-    num_heads = query.shape[1]
     if not key.shape[1] == value.shape[1] == num_kv_heads or num_heads == 0 or num_heads % num_kv_heads:
         return None
     if not cache.is_writable:
@@ -96,15 +98,17 @@ def _attend_on_host(
     out = query.new_empty(1, num_tokens, num_heads, value_size)
     item = out.element_size()
     place = out.data_ptr(), num_heads * value_size * item, value_size * item
-    given = Queries(queries[:3], place, ROW_TYPES[query.dtype], num_tokens, num_heads, queries[5], value_size)
-    attend_queries(given, cache, sequences, attention)
+    asked = Queries(queries[:3], place, ROW_TYPES[query.dtype], num_tokens, num_heads, queries[5], value_size)
+    attend_queries(asked, cache, sequences, given)
     return out
 
 
 def _host_rows(rows: torch.Tensor, cache: BoundCache, num_tokens: int) -> tuple[int, int, int, int, int, int] | None:
     """Address, strides of token and head, row type, codec and size of [1, heads, num_tokens, size] in host memory."""
+    if not _is_plain(rows):
+        return None
     form = cache.host_forms.get(rows.dtype)
-    if form is None or type(rows) is not torch.Tensor or rows.layout is not torch.strided:
+    if form is None:
         return None
     shape, strides, address = rows.shape, rows.stride(), rows.data_ptr()
     if not rows.is_cpu or not address or rows.is_neg() or len(shape) != 4:
@@ -115,9 +119,37 @@ def _host_rows(rows: torch.Tensor, cache: BoundCache, num_tokens: int) -> tuple[
     return address, strides[2] * item, strides[1] * item, *form, size
 
 
+def _host_options(attention: Attention, num_heads: int) -> Attention | None:
+    """Return the options with sinks as the native call takes them; None for sinks or positions of another form."""
+    sinks = attention.sinks
+    if attention.query_positions is not None:
+        return None
+    if sinks is None:
+        return attention
+    if type(sinks) not in (torch.Tensor, torch.nn.Parameter) or sinks.dtype not in ROW_TYPES:
+        return None
+    if (
+        sinks.layout is not torch.strided
+        or not sinks.is_cpu
+        or sinks.is_neg()
+        or sinks.shape != (num_heads,)
+        or not sinks.data_ptr()
+    ):
+        return None
+    if sinks.dtype == torch.float32 and sinks.is_contiguous():
+        return attention
+    return replace(attention, sinks=sinks.float().contiguous())
+
+
 def _are_slots(slots: torch.Tensor, num_tokens: int) -> bool:
-    is_row = type(slots) is torch.Tensor and slots.dtype == torch.int64 and slots.shape == (num_tokens,)
-    return is_row and slots.is_cpu and slots.is_contiguous() and not slots.is_neg()
+    if not _is_plain(slots) or slots.dtype != torch.int64 or slots.shape != (num_tokens,):
+        return False
+    return slots.is_cpu and slots.data_ptr() != 0 and slots.is_contiguous() and not slots.is_neg()
+
+
+def _is_plain(given: torch.Tensor) -> bool:
+    """Whether it is a tensor of no subclass that has a shape, strides and an address."""
+    return type(given) is torch.Tensor and given.layout is torch.strided and not given.is_nested
 
 
 def _by_token(name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -265,7 +265,7 @@ class KVStore:
         Close the load before the blocks are given to others. The records stay open until then, and are not promoted.
 
         Args:
-            tokens, engine, block_table, start, namespace: as in `load_blocks`.
+            tokens: as in `load_blocks`. So are engine, block_table, start and namespace.
 
         Returns:
             The load, whose `wait` blocks until a layer is there.

@@ -79,7 +79,19 @@ def forms(layout):
     yield "small", {"key": rows_of(layout, size=5), "query": rows_of(layout, 4, 5), "value": rows_of(layout, size=3)}
     yield "parameters", {name: torch.nn.Parameter(rows_of(layout), requires_grad=False) for name in ("key", "value")}
     yield "options", {"attention": ops.Attention(0.3, 4, 5.0, torch.randn(4), 6, torch.tensor([6, 7, 8, 0, 5]))}
+    for name, sinks in sinks_of_four_heads():
+        yield name, {"attention": ops.Attention(0.3, sinks=sinks, value_size=8)}
     yield "open options", {"attention": ops.Attention()}
+
+
+def sinks_of_four_heads():
+    sinks = torch.randn(8)
+    yield "sinks", sinks[:4]
+    yield "sinks of a parameter", torch.nn.Parameter(sinks[:4], requires_grad=False)
+    yield "sinks in bf16", sinks[:4].bfloat16()
+    yield "strided sinks", sinks[::2]
+    yield "negated sinks", torch._neg_view(sinks[:4])
+    yield "sinks in fp64", sinks[:4].double()
 
 
 @EVERY_LAYOUT
@@ -132,8 +144,15 @@ def bad_layers():
     yield "slot_mapping.shape", {"slot_mapping": SLOTS[:4]}
     yield "slot_mapping.4. must be -1 or in", {"slot_mapping": torch.tensor([3, 0, 20, 16, 24])}
     yield "value_size must be in", {"attention": ops.Attention(0.3, value_size=9)}
+    for sinks in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
+        yield "sinks", {"attention": ops.Attention(0.3, sinks=sinks, value_size=8)}
     yield "must be on", {"key": rows_of(layout).to("meta")}
     yield "with strides", {"key": rows_of(layout).to_sparse()}
+    gone = SLOTS.clone()
+    gone.untyped_storage().resize_(0)
+    yield "slot_mapping must have memory for its elements", {"slot_mapping": gone}
+    yield "slot_mapping must be a tensor with strides", {"slot_mapping": SLOTS.to_sparse()}
+    yield "value must be a tensor with strides", {"value": torch.nested.nested_tensor([rows_of(layout)[0]] * 2)}
 
 
 @pytest.mark.parametrize("match, change", list(bad_layers()))
@@ -148,6 +167,25 @@ def test_a_layer_of_another_form_is_refused(match, change):
         )
     if not {"query", "attention"} & change.keys():  # those are looked at when the rows are written
         assert same_bits(bound, tensor)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "slot_mapping"])
+def test_a_layer_of_no_tensors_is_refused(name):
+    layout = LAYOUTS[0]
+    bound, tensor = pair(layout)
+    sequences = ops.Sequences(bound, 5, TABLES, SEQ_LENS, QUERY_LENS)
+    given = {"query": rows_of(layout, 4), "key": rows_of(layout), "value": rows_of(layout), "slot_mapping": SLOTS}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        ops.write_and_attend(
+            cache=bound, sequences=sequences, attention=ops.Attention(0.3, value_size=8), **{**given, name: [1]}
+        )
+    assert same_bits(bound, tensor)
+
+
+def test_a_number_of_tokens_that_is_none_is_refused():
+    bound, _ = pair(LAYOUTS[0])
+    with pytest.raises(TypeError, match="num_tokens must be an integer"):
+        ops.Sequences(bound, torch.tensor([5, 5]), TABLES, SEQ_LENS, QUERY_LENS)
 
 
 def test_memory_that_is_another_is_refused():

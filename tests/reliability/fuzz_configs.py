@@ -21,8 +21,8 @@ from kvpage import (
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
-from kvpage.ops import Rotation
-from kvpage.serving import BeamSearchParams, SamplingParams
+from kvpage.ops import Attention, Rotation
+from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.records.keys import ChunkKeys
@@ -54,6 +54,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SamplingParams": (SamplingParams, {"max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "seed": 1}
                        | {"stop_token_ids": (1, 2), "ignore_eos": False, "priority": 1, "n": 2}),
     "BeamSearchParams": (BeamSearchParams, {"num_beams": 2, "max_tokens": 3}),
+    "Attention": (Attention, {"scale": 0.5, "sliding_window": 3, "softcap": 5.0, "sinks": torch.zeros(2)}
+                  | {"value_size": 8, "query_positions": torch.arange(3)}),
+    "EngineConfig": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "max_num_seqs": 2, "max_model_len": 32}
+                     | {"max_num_batched_tokens": 8, "enable_prefix_caching": True, "share_parts": False}
+                     | {"host_policy": HostPolicy(), "load_or_compute": True, "pin_quota": 1, "store_deadline": 0.5}
+                     | {"kv_scales": (KVScales.of(0.5, 1.0),), "calibration_tokens": None, "save_generated": True}
+                     | {"residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}),
+    "EngineConfig, calibrated": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "kv_scales": "calibrate"}
+                                 | {"calibration_tokens": [1, 2, 3]}),
     "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}
                     | {"high_water_mark": 5, "encoding": "map", "connect": False, "data_parallel_rank": 0}),
     "KVStoreConfig": (KVStoreConfig, {"chunk_size": 4, "tiers": ("memory://?size=1MiB",), "codec": "raw"}
@@ -90,7 +99,8 @@ class ConfigWorld:
         ]
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
-    covers += ("kvpage.ops.Rotation", "kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
+    covers += ("kvpage.ops.Attention", "kvpage.ops.Rotation", "kvpage.serving.EngineConfig")
+    covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

@@ -7,6 +7,7 @@ from typing import Any
 
 import fuzz_blend
 import fuzz_blocks
+import fuzz_bound
 import fuzz_branches
 import fuzz_configs
 import fuzz_copier
@@ -32,6 +33,7 @@ TARGETS = [
     Target("ops", fuzz_ops.OpsWorld, 3),
     Target("torch.ops", fuzz_ops.TorchOpsWorld),
     Target("native ops", fuzz_native_ops.NativeOpsWorld, 2),
+    Target("bound ops", fuzz_bound.BoundWorld),
     Target("copier", fuzz_copier.CopierWorld),
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),

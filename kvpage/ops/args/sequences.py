@@ -3,6 +3,7 @@
 import torch
 
 from kvpage.checks.tensors import readable
+from kvpage.checks.values import as_integer
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.args.tokens import Lengths, host_lengths, length_bound, native_tables
 
@@ -49,6 +50,7 @@ class Sequences:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
     ) -> None:
+        num_tokens = as_integer("num_tokens", num_tokens)
         self.block_tables = readable("block_tables", block_tables)
         self.native_tables = native_tables(cache.tensor, self.block_tables, cache.layout)
         self.num_tokens, self.shape = num_tokens, (cache.device, *cache.shape[:2])
