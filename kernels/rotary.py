@@ -82,18 +82,26 @@ def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.c
 
 
 @triton.jit
-def known_slots(slot_ptr, token, inside, num_slots, LEAST: tl.constexpr, error_ptr, BIT: tl.constexpr):
-    """Return [rows] slots, the tokens themselves where no slots are given, and whether each names a row.
+def slot_of(slot_ptr, token, inside, LEAST: tl.constexpr):
+    """[rows] slots, or the tokens themselves where no slots are given; those outside are LEAST."""
+    return token if slot_ptr is None else tl.load(slot_ptr + token, mask=inside, other=LEAST)
 
-    LEAST: the least that a slot may be; -1 is no row, and no error.
+
+@triton.jit
+def wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, BIT: tl.constexpr):
+    """[rows] whether a row has a slot, and a place.
+
+    An out slot of -1 is no place. Other slots out of range are reported.
     """
-    slot = token
-    known = inside
+    wanted = inside
     if slot_ptr is not None:
-        slot = tl.load(slot_ptr + token, mask=inside, other=LEAST)
-        report(inside & ((slot < LEAST) | (slot >= num_slots)), error_ptr, BIT)
-        known = inside & (slot >= 0) & (slot < num_slots)
-    return slot, known
+        known = (slot >= 0) & (slot < num_slots)
+        report(inside & (known == 0), error_ptr, BIT)
+        wanted = wanted & known
+    if out_slot_ptr is not None:
+        report(inside & ((out_slot < -1) | (out_slot >= num_out_slots)), error_ptr, BIT)
+        wanted = wanted & (out_slot >= 0) & (out_slot < num_out_slots)
+    return wanted
 
 
 @triton.jit
@@ -186,9 +194,9 @@ def mix_rows_kernel(
     NUM_HEADS: tl.constexpr = MIX.value.NUM_HEADS
     SLOT_BIT: tl.constexpr = MIX.value.SLOT_BIT
     token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, MIX.value.TILE_ROWS, False)
-    slot, has_row = known_slots(slot_ptr, token, inside, num_slots, 0, error_ptr, SLOT_BIT)
-    out_slot, has_place = known_slots(out_slot_ptr, token, inside, num_out_slots, -1, error_ptr, SLOT_BIT)
-    wanted = has_row & has_place
+    slot = slot_of(slot_ptr, token, inside, 0)
+    out_slot = slot_of(out_slot_ptr, token, inside, -1)
+    wanted = wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, SLOT_BIT)
     is_fresh = token < 0
     fresh = token
     if fresh_ptr is not None:
