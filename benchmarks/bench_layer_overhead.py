@@ -15,7 +15,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -57,6 +57,11 @@ def without_native(call: Callable[[], object], number: int) -> float:
         return seconds(call, number, time.thread_time)
 
 
+def call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
 class Layer:
     """A layer of a decode step: `num_seqs` sequences with one new token each."""
 
@@ -77,8 +82,11 @@ class Layer:
     def attend(self) -> torch.Tensor:
         """The call that a model makes."""
         self.step.calls.clear()
-        given: Any = (self.module, self.query, self.key, self.value, None)
-        return paged_attention(*given, scaling=self.scale, kvpage=self.step)[0]
+        module: Any = self.module
+        output, _ = paged_attention(
+            module, self.query, self.key, self.value, None, scaling=self.scale, kvpage=self.step
+        )
+        return output
 
     def attend_unbound(self) -> torch.Tensor:
         """The same operations, given tensors."""
@@ -139,7 +147,7 @@ def measure(rounds: int, number: int) -> list[dict[str, Any]]:
                 native, held = layer.native_calls()
                 whole: dict[str, Callable[[], object]] = {
                     "layer": layer.attend,
-                    "native": lambda native=native: [call() for call in native],
+                    "native": functools.partial(call_all, native),
                 }
                 rest: dict[str, Callable[[], object]] = {"besides": layer.attend, "unbound": layer.attend_unbound}
                 taken = in_turns(whole, rounds, number, functools.partial(seconds, clock=time.thread_time))

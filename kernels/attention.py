@@ -6,12 +6,12 @@
     token 7                              . # # # # # # # . .        edge  [6 7]
                                                                     [8 9] is never read
 
-A thread block takes one tile of queries, one KV head and one split of the keys, and keeps a running maximum, a running
-sum and the weighted values in fp32 (online softmax). Queries of all sequences lie one after the other; each thread
-block finds its sequence by adding up the lengths, which stay on the device.
+A thread block takes one tile of queries, one KV head and one split of the keys. It keeps a running maximum, a running
+sum and the weighted values in fp32 (online softmax). The sequences' queries follow each other. Each thread block finds
+its sequence by adding up the lengths, which stay on the device.
 
-What nobody sees reaches no sum: rows that no query of the tile sees are not read, those seen by some queries only are
-made finite for the others. A block id out of range is reported, and its keys count as not there.
+Unseen keys reach no sum: keys that no query of the tile sees are not read, and keys that only some queries see are made
+finite for the others. A block id out of range is reported, and its keys count as not there.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""How attention is cut into thread blocks: sizes of tiles, and splits of the keys. Plain integers, no tensors.
+"""The cut of attention into thread blocks: sizes of tiles, and splits of the keys. Plain integers, no tensors.
 
 rows of a tile     TILE_TOKENS tokens of HEADS query heads of one KV head: token * HEADS + head of the group
                    a group of more heads than rows takes HEAD_TILES tiles, each of one token
@@ -15,7 +15,7 @@ FEW_BYTES = 20_000  # of a tile of keys: more than one has to be under way to ke
 
 
 class Sizes(NamedTuple):
-    """What a call is about. Bytes: of an element as it is stored, and as it is computed in."""
+    """The sizes of a call. stored_bytes and compute_bytes: of an element in the cache, and in the products."""
 
     group_size: int
     key_size: int
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     precision: str  # of products in fp32
 
     def num_tokens(self, group_size: int, max_query_len: int) -> int:
-        """Of a tile. One, where no sequence has more: what the kernel reads is then what all rows see."""
+        """Return the tokens of a tile: one, where no sequence has more. All its rows then see all keys."""
         return 1 if max_query_len == 1 else max(self.rows // group_size, 1)
 
 
@@ -48,16 +48,16 @@ def next_power_of_2(number: int) -> int:
 
 
 def split_columns(size: int) -> tuple[int, int]:
-    """(tile, tail): powers of two that hold `size` columns with less padding than one power would, if two can."""
+    """Return (tile, tail): powers of two that hold `size` columns, two where that needs less padding than one."""
     whole = max(next_power_of_2(size), MIN_ROWS)
     half, tail = whole // 2, max(next_power_of_2(size - whole // 2), MIN_ROWS)
     return (half, tail) if half >= MIN_ROWS and half + tail < whole else (whole, 0)
 
 
 def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
-    """The tile for about `rows_wanted` rows a sequence and KV head (its queries times its group).
+    """Choose the tile for about `rows_wanted` rows a sequence and KV head (its queries times its group).
 
-    capability: of the device, 10 * major + minor.
+    capability: the device's, 10 * major + minor.
     """
     key_tile, key_tail = split_columns(sizes.key_size)
     shares = sizes.shares_rows and sizes.value_size <= key_tile
@@ -76,7 +76,7 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
 def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
     """Return as many rows as leave a tile's sums and products in registers.
 
-    tests/kernels/test_attention_compile.py holds that.
+    tests/kernels/test_attention_compile.py checks this.
 
     Where the tensor cores read their operands from shared memory (sm_90, sm_100), a tile may have twice as many.
     """
@@ -89,16 +89,16 @@ def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
 
 
 def _precision(widest: int) -> str:
-    """Three products of 19 bits on tensor cores, which come near one in fp32, where they find room in registers."""
+    """Return "tf32x3" where registers have room: three products of 19 bits, nearly as exact as one in fp32."""
     return "tf32x3" if widest <= 128 else "ieee"
 
 
 def choose_splits(num_tiles: int, max_seq_len: int, total_keys: int, tile: Tile, num_multiprocessors: int) -> int:
-    """Over how many thread blocks the keys of the longest sequence are split.
+    """Choose the number of thread blocks over which the keys of the longest sequence are split.
 
-    num_tiles: of queries, over all heads. total_keys: that these tiles read, or a bound. Decoding is bound by memory
-    and merging cheap, so that it takes as many pieces as even out the end; of tiles of many rows only those too few
-    for the device are split.
+    num_tiles: tiles of queries, over all heads. total_keys: keys that these tiles read, or a bound. Decoding is bound
+    by memory and merging is cheap, so it takes enough pieces for all thread blocks to end together. Tiles of many rows
+    are split only where they are too few for the device.
     """
     pieces = num_multiprocessors * (8 if tile.rows <= 2 * MIN_ROWS else 2)
     if num_tiles == 0 or max_seq_len == 0 or (tile.rows > 2 * MIN_ROWS and num_tiles >= num_multiprocessors):
@@ -108,5 +108,5 @@ def choose_splits(num_tiles: int, max_seq_len: int, total_keys: int, tile: Tile,
 
 
 def min_keys_of_split(tile: Tile) -> int:
-    """Less is not worth a thread block and its part of the merging."""
+    """Return the least keys that are worth a thread block and its part of the merging."""
     return max(2 * tile.keys, 8 * tile.rows)

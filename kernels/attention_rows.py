@@ -1,10 +1,10 @@
-"""The rows that attention reads: gathered out of blocks by table lookups, and widened to what it computes in.
+"""The rows that attention reads: gathered out of blocks by table lookups, and widened to the type of the products.
 
 one key      position ─► block_id = table[position // BLOCK_SIZE], offset = position % BLOCK_SIZE ─► a row
 a row        SIZE elements in runs of RUN
 stored as    "float", "int8" and, from sm_89 on, "e4m3": converted by the device; "e5m2", "e4m3 bits": by integers
 
-8-bit floats are exact in fp16, which is what they are computed in unless the queries are fp32.
+8-bit floats are exact in fp16. Their products are in fp16 unless the queries are fp32.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 def load_rows(
     ptr, row, wanted, run_stride, BEGIN: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr
 ):  # row: int64, in elements
-    """[len(row), TILE]: the elements from BEGIN on of each row; 0 past SIZE elements, and where not wanted."""
+    """Return [len(row), TILE]: the elements from BEGIN on of each row; 0 past SIZE elements, and where not wanted."""
     column = BEGIN + tl.arange(0, TILE)
     offset = column
     if RUN < SIZE:
@@ -28,7 +28,7 @@ def load_rows(
 
 @triton.jit
 def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
-    """The rows in COMPUTE, exact for each type that is stored but a wider float."""
+    """Return the rows in COMPUTE, exact for each stored type but a wider float."""
     if STORED == "e4m3 bits":
         bits = rows.to(tl.int16)
         # As fp16 its exponent is 8 too small; a product is exact, of subnormals too.
@@ -44,14 +44,14 @@ def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def power_of_two_below(numbers):
-    """Of fp32 magnitudes; 2^-126 for what is smaller."""
+    """Return the power of two below each fp32 magnitude; 2^-126 for a smaller one."""
     bits = tl.maximum(numbers, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_queries(query_ptr, query_row, valid, factor, A: tl.constexpr):
-    """(rows, their columns after KEY_TILE if there are any, the factor of their scores)."""
+    """Return (rows, their columns after KEY_TILE if there are any, the factor of their scores)."""
     SIZE: tl.constexpr = A.value.KEY_SIZE
     TILE: tl.constexpr = A.value.KEY_TILE
     TAIL: tl.constexpr = A.value.KEY_TAIL
@@ -74,7 +74,7 @@ def load_queries(query_ptr, query_row, valid, factor, A: tl.constexpr):
 
 @triton.jit
 def score(q, q_tail, key_ptr, key_row, wanted, run_stride, A: tl.constexpr):
-    """(products of each query with each key, the keys' first KEY_TILE columns)."""
+    """Return (products of each query with each key, the keys' first KEY_TILE columns)."""
     SIZE: tl.constexpr = A.value.KEY_SIZE
     TILE: tl.constexpr = A.value.KEY_TILE
     TAIL: tl.constexpr = A.value.KEY_TAIL
@@ -92,7 +92,7 @@ def score(q, q_tail, key_ptr, key_row, wanted, run_stride, A: tl.constexpr):
 
 @triton.jit
 def load_values(value_ptr, value_row, wanted, run_stride, A: tl.constexpr):
-    """[keys, VALUE_TILE] in COMPUTE."""
+    """Return [keys, VALUE_TILE] in COMPUTE."""
     SIZE: tl.constexpr = A.value.VALUE_SIZE
     TILE: tl.constexpr = A.value.VALUE_TILE
     RUN: tl.constexpr = A.value.VALUE_RUN

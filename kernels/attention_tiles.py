@@ -1,4 +1,4 @@
-"""Which queries and which keys a program of the attention kernel takes.
+"""Queries and keys that a program of the attention kernel takes.
 
     program ─► KV head, split, tile of queries ─► sequence, rows, positions ─► tiles of keys, those that all rows see
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def program_of(num_tiles, num_splits, num_kv_heads, A: tl.constexpr):
-    """(tile of heads of a group, KV head, split of the keys, tile of queries) of this program."""
+    """Return (tile of heads of a group, KV head, split of the keys, tile of queries) of this program."""
     GROUP: tl.constexpr = A.value.GROUP
     HEADS: tl.constexpr = A.value.HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -25,7 +25,7 @@ def program_of(num_tiles, num_splits, num_kv_heads, A: tl.constexpr):
 
 @triton.jit
 def sequence_of(tile, query_len_ptr, num_seqs, A: tl.constexpr):
-    """(sequence, its queries, row of the first, which of them is the tile's first); num_seqs for a tile too many."""
+    """Return (sequence, its queries, row of the first, index of the tile's first); num_seqs for a tile too many."""
     if query_len_ptr is None:
         seq, num_queries, first_row, first_query = tile, tile * 0 + 1, tile, tile * 0
     else:
@@ -35,7 +35,7 @@ def sequence_of(tile, query_len_ptr, num_seqs, A: tl.constexpr):
 
 @triton.jit
 def find_sequence(tile, query_len_ptr, num_seqs, A: tl.constexpr):
-    """sequence_of where the sequences' queries differ in number."""
+    """Do sequence_of where the sequences' queries differ in number."""
     TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     SEARCH: tl.constexpr = A.value.SEARCH
     seq = tile * 0
@@ -57,7 +57,7 @@ def find_sequence(tile, query_len_ptr, num_seqs, A: tl.constexpr):
 
 @triton.jit
 def queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A: tl.constexpr):
-    """[TILE_ROWS] of each row its query among the sequence's, its token among all, its head, and whether there is one.
+    """Return [TILE_ROWS] each row's query in the sequence, its token among all, its head, and whether there is one.
 
     HEADS heads of a token come one after the other.
     """
@@ -106,7 +106,7 @@ def given_positions(position_ptr, first_row, first_query, num_queries, num_token
 
 @triton.jit
 def keys_of_split(first, last, window, split, num_splits, A: tl.constexpr):
-    """(first key that any row sees, begin, full_begin, full_end, end), the latter four in tiles.
+    """Return (first key that any row sees, begin, full_begin, full_end, end), the latter four in tiles.
 
     [begin, end) are this split's. Every row sees all keys of [full_begin, full_end).
     """
@@ -126,6 +126,6 @@ def keys_of_split(first, last, window, split, num_splits, A: tl.constexpr):
     if A.value.HAS_EDGES:
         full_begin = tl.minimum(tl.maximum((full_low + TILE_KEYS - 1) // TILE_KEYS, begin), end)
         full_end = tl.maximum(tl.minimum(tl.maximum(first + 1, 0) // TILE_KEYS, end), full_begin)
-    else:  # what is read is seen
+    else:  # all rows see all keys that are read
         full_begin, full_end = begin, end
     return low, begin, full_begin, full_end, end

@@ -1,4 +1,4 @@
-"""How far each row of K or V is from the one that was retrieved: one pass over both, sums in fp32."""
+"""The distance of each row of K or V from the retrieved one: one pass over both, sums in fp32."""
 
 from dataclasses import dataclass
 

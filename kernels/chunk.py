@@ -48,7 +48,7 @@ def pointer_of(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def move_scales(chunk_ptr, row, scale_ptr, scale_at, wanted, TO_CHUNK: tl.constexpr):
-    """fp32 as four bytes, little end first, from row[i] on: they need not lie on a multiple of four."""
+    """Move fp32 as four bytes, little end first, from row[i] on: their address need not be a multiple of four."""
     scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
     if TO_CHUNK:
         word = tl.load(scale_ptr + scale_at, mask=wanted, other=0)
@@ -156,7 +156,7 @@ def move_chunk(
     max_programs: int = 2**31 - 1,
     one_by_one: bool = False,  # a launch a layer, for which nothing is uploaded: where a graph captures
 ) -> None:
-    """A chunk of the dtype of int8 caches holds each row's scale behind the row, as it is."""
+    """Move a chunk; one of the dtype of int8 caches holds each row's scale after the row, as it is."""
     if chunk.shape[0] == 0 or chunk.shape[2] == 0:
         return
     addresses, given = _addresses(caches, views, scales), None if scales is None else scales[0]
@@ -172,7 +172,7 @@ def move_chunk(
 def _addresses(
     caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVScales] | None
 ) -> list[tuple[int, int, int, int]]:
-    """Of each layer's K's and V's elements and scales; 0 for what there is not."""
+    """Return the addresses of each layer's elements and scales of K and V; 0 for a missing one."""
     base = caches[0].data_ptr()
     offsets = [None if part is None else part.data_ptr() - base for part in cache_pointers(views, None)]
     layers = []
@@ -187,7 +187,7 @@ def _addresses(
 def _uploaded(
     addresses: list[tuple[int, int, int, int]], block_ids: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The addresses, int64 [4 * num_layers], and the ids on the device: in one copy, for which nobody waits."""
+    """Return the addresses, int64 [4 * num_layers], and the ids on the device: in one copy that is not waited for."""
     table = torch.tensor([*zip(*addresses, strict=True)], dtype=torch.int64).flatten()
     num_addresses, ids_are_there = len(table), block_ids.device == device
     if not ids_are_there:

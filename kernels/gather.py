@@ -185,7 +185,7 @@ def gather_cache_by_device_lengths(
     scales: KVScales | None,
     error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK, and BAD_LENGTH for a sequence that does not fit, which is skipped
 ) -> None:
-    """Lengths and starts that nobody waits for; `out` may have more rows than they name, which stay."""
+    """Gather without waiting for lengths and starts; rows of `out` beyond them stay."""
     if len(lengths) == 0:
         return
     packed = out[0].dim() == 3
@@ -235,5 +235,5 @@ def _launch(
 
 
 def _row_strides(rows: torch.Tensor) -> tuple[int, ...]:
-    """Elements from sequence to sequence, token to token and head to head; packed sequences are tokens alone."""
+    """Return the strides of sequence, token and head in elements; packed sequences are tokens alone."""
     return (0, *rows.stride()[:2]) if rows.dim() == 3 else rows.stride()[:3]

@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def to_fp32(bits, ROW: tl.constexpr):
-    """The numbers that the bits of rows stand for."""
+    """Return the numbers that the bits of rows mean."""
     if ROW == "fp32":
         numbers = bits.to(tl.float32, bitcast=True)
     elif ROW == "fp16":  # a GPU that widens a NaN drops its sign
@@ -33,7 +33,7 @@ def to_fp32(bits, ROW: tl.constexpr):
 
 @triton.jit
 def from_fp32(numbers, ROW: tl.constexpr):
-    """The bits of rows that stand for the numbers nearest to these."""
+    """Return the bits of rows that mean the numbers nearest to these."""
     if ROW == "fp32":
         bits = numbers.to(tl.int32, bitcast=True)
     elif ROW == "fp16":
@@ -49,7 +49,7 @@ def from_fp32(numbers, ROW: tl.constexpr):
 
 @triton.jit
 def encode_fp8(numbers, scales, CODE: tl.constexpr):
-    """int8 bits of the 8-bit floats nearest to numbers [rows, cols] / scales [rows], where given; saturating."""
+    """Return int8 bits of the 8-bit floats nearest to numbers [rows, cols] / scales [rows]; saturating."""
     if CODE == "e4m3":
         SHIFT: tl.constexpr = 20
         BIAS: tl.constexpr = (127 - 7) << 3
@@ -77,9 +77,9 @@ def encode_fp8(numbers, scales, CODE: tl.constexpr):
 
 @triton.jit
 def decode_fp8(codes, CODE: tl.constexpr):
-    """fp32 of the 8-bit floats whose int8 bits these are; exact."""
+    """Return in fp32, exactly, the 8-bit floats whose int8 bits these are."""
     if CODE == "e4m3":
-        # Exponent and mantissa move to where fp32 has them: what is missing is the difference of the biases.
+        # Exponent and mantissa move to their places in fp32. The product adds the difference of the biases.
         numbers = ((codes.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
         numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
     else:
@@ -89,7 +89,7 @@ def decode_fp8(codes, CODE: tl.constexpr):
 
 @triton.jit
 def encode_int8(numbers):
-    """int8 [rows, cols] and the scale of each row [rows]: its largest magnitude becomes 127. See the reference."""
+    """Return int8 [rows, cols] and the scale of each row [rows]: its largest magnitude becomes 127."""
     # Magnitudes order as integers do, a NaN above all numbers: a row that holds one gets no number for a scale.
     words = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(words, 1).to(tl.float32, bitcast=True)

@@ -1,10 +1,10 @@
-"""Rows of K or V rotated, and mixed with fresh ones, wherever they lie: one launch, one pass over memory.
+"""Rows of K or V rotated, and mixed with fresh ones, wherever they are: one launch, one pass over memory.
 
 a tile   TILE_ROWS of the rows (token * NUM_HEADS + head) with all their elements:
 
     [ ... FIRST | x x x x   y y y y | ... SIZE )     the pairs, as PAIRS columns of x and of y, and the rest
 
-See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for what tiles and offsets are.
+See kvpage.ops.mix_rows for the arguments, and kvpage.kernels.rows for tiles and offsets.
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class MixConstants(Constants):
 
 @triton.jit
 def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.constexpr):
-    """[rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
+    """Return [rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
     if BLOCK_SIZE == 0:
         place = slot * row_stride + head * head_stride
     else:
@@ -82,23 +82,31 @@ def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.c
 
 
 @triton.jit
-def known_slots(slot_ptr, token, inside, num_slots, LEAST: tl.constexpr, error_ptr, BIT: tl.constexpr):
-    """Return [rows] slots, the tokens themselves where no slots are given, and whether each names a row.
+def slot_of(slot_ptr, token, inside, LEAST: tl.constexpr):
+    """[rows] slots, or the tokens themselves where no slots are given; those outside are LEAST."""
+    return token if slot_ptr is None else tl.load(slot_ptr + token, mask=inside, other=LEAST)
 
-    LEAST: the least that a slot may be; -1 is no row, and no error.
+
+@triton.jit
+def wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, BIT: tl.constexpr):
+    """[rows] whether a row has a slot, and a place.
+
+    An out slot of -1 is no place. Other slots out of range are reported.
     """
-    slot = token
-    known = inside
+    wanted = inside
     if slot_ptr is not None:
-        slot = tl.load(slot_ptr + token, mask=inside, other=LEAST)
-        report(inside & ((slot < LEAST) | (slot >= num_slots)), error_ptr, BIT)
-        known = inside & (slot >= 0) & (slot < num_slots)
-    return slot, known
+        known = (slot >= 0) & (slot < num_slots)
+        report(inside & (known == 0), error_ptr, BIT)
+        wanted = wanted & known
+    if out_slot_ptr is not None:
+        report(inside & ((out_slot < -1) | (out_slot >= num_out_slots)), error_ptr, BIT)
+        wanted = wanted & (out_slot >= 0) & (out_slot < num_out_slots)
+    return wanted
 
 
 @triton.jit
 def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
-    """Of each row its elements, or its fresh row's. Only elements that are wanted are read."""
+    """Return each row's elements, or its fresh row's. Only wanted elements are read."""
     elements = tl.load(ptr + row[:, None] + cols, mask=(wanted & (is_fresh == 0))[:, None] & mask, other=0)
     if fresh_ptr is not None:
         others = tl.load(fresh_ptr + fresh[:, None] + cols, mask=(wanted & is_fresh)[:, None] & mask, other=0)
@@ -108,7 +116,7 @@ def load_either(ptr, row, fresh_ptr, fresh, cols, wanted, is_fresh, mask):
 
 @triton.jit
 def rotated(x, y, cos, sin, is_fresh, ROW: tl.constexpr):
-    """Bits of pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
+    """Return bits of rotated pairs [rows, pairs]; fresh rows stay as they are, bit by bit."""
     a = to_fp32(x, ROW)
     b = to_fp32(y, ROW)
     new_x = from_fp32(a * cos - b * sin, ROW)
@@ -186,9 +194,9 @@ def mix_rows_kernel(
     NUM_HEADS: tl.constexpr = MIX.value.NUM_HEADS
     SLOT_BIT: tl.constexpr = MIX.value.SLOT_BIT
     token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, MIX.value.TILE_ROWS, False)
-    slot, has_row = known_slots(slot_ptr, token, inside, num_slots, 0, error_ptr, SLOT_BIT)
-    out_slot, has_place = known_slots(out_slot_ptr, token, inside, num_out_slots, -1, error_ptr, SLOT_BIT)
-    wanted = has_row & has_place
+    slot = slot_of(slot_ptr, token, inside, 0)
+    out_slot = slot_of(out_slot_ptr, token, inside, -1)
+    wanted = wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, SLOT_BIT)
     is_fresh = token < 0
     fresh = token
     if fresh_ptr is not None:
@@ -271,7 +279,7 @@ def mix_constants(
 def _whole(
     rows: torch.Tensor, out: torch.Tensor, fresh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What is only copied as rows of one head, where all heads lie side by side everywhere."""
+    """Return rows that are only copied as rows of one head, where all heads are side by side everywhere."""
     given = [part for part in (rows, out, fresh) if part is not None]
     if rows.shape[-2] == 1 or any(part.stride(-2) != part.shape[-1] for part in given):
         return rows, out, fresh

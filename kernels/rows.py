@@ -1,11 +1,11 @@
-"""What the kernels share: tiles of rows, moved between where rows lie by themselves and where a cache keeps them.
+"""Tiles of rows, moved between plain rows and a cache: the code that the kernels share.
 
 a row   the SIZE elements of one head of one token, side by side in memory
-a tile  TILE_ROWS rows. Where the cache keeps a row in one run, they are numbered token * num_heads + head, as mostly
-        they lie in memory. Where it keeps it in many runs (the backend "paged"), they are of one head, one token after
-        the other, since there it is the tokens of a block that lie side by side.
+a tile  TILE_ROWS rows. Where the cache keeps a row in one run, they are numbered token * num_heads + head, mostly their
+        order in memory. Where it keeps a row in many runs (the backend "paged"), they are of one head, one token after
+        the other, since there the tokens of a block are side by side.
 
-Offsets count elements, in int64. Pointers are to integers: what moves without conversion keeps every bit of a NaN.
+Offsets count elements, in int64. Pointers are to integers: rows that move without conversion keep every bit of a NaN.
 """
 
 import triton
@@ -18,7 +18,7 @@ ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= 
 
 @triton.jit
 def at(block_id, offset, head, block_stride, offset_stride, head_stride):
-    """[rows] offsets of what a cache keeps for each token and head."""
+    """Return [rows] offsets of a cache's entries for each token and head."""
     return block_id * block_stride + offset * offset_stride + head * head_stride
 
 
@@ -38,7 +38,7 @@ def rows_of_tile(tile, num_tokens, NUM_HEADS: tl.constexpr, TILE_ROWS: tl.conste
 
 @triton.jit
 def load_rows(ptr, row, wanted, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """[rows, TILE] elements from row[i] on; 0 past SIZE and for what is not wanted."""
+    """Return [rows, TILE] elements from row[i] on; 0 past SIZE and for rows that are not wanted."""
     col = tl.arange(0, TILE)
     return tl.load(ptr + (row[:, None] + col[None, :]), mask=wanted[:, None] & (col < SIZE)[None, :], other=0)
 
@@ -51,10 +51,10 @@ def store_rows(ptr, row, elements, wanted, SIZE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def run_offsets(row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
-    """[runs, rows, RUN] offsets of elements of which d lies in run d // RUN, and whether they are wanted.
+    """Return [runs, rows, RUN] offsets, element d in run d // RUN, and whether the elements are wanted.
 
-    Neighbouring threads must take neighbouring tokens. Where no dimension is known to lie side by side in memory, they
-    take the last one, but up to Triton 3.6 the first: for that, rows come before runs.
+    Neighbouring threads must take neighbouring tokens. Where no dimension is known to be contiguous, threads follow the
+    last one, but up to Triton 3.6 the first: for that, rows come before runs.
     """
     run = tl.arange(0, TILE // RUN)
     col = tl.arange(0, RUN)[None, None, :]
@@ -71,7 +71,7 @@ def run_offsets(row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr,
 
 @triton.jit
 def load_runs(ptr, row, run_stride, wanted, SIZE: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr):
-    """load_rows where a row lies in runs."""
+    """Do load_rows where a row is in runs."""
     offsets, mask = run_offsets(row, run_stride, wanted, SIZE, TILE, RUN)
     runs = tl.load(ptr + offsets, mask=mask, other=0)
     if not ROWS_FIRST:
@@ -145,6 +145,6 @@ def out_of_cache(
 
 @triton.jit
 def report(bad, error_ptr, BIT: tl.constexpr):
-    """Sets BIT of the error word if any of `bad` is true."""
+    """Set BIT of the error word if any of `bad` is true."""
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(error_ptr, BIT)

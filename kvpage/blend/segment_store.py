@@ -117,7 +117,7 @@ class SegmentStore:
             positions: int [num_tokens], at which K was computed.
             is_standalone: whether nothing was before it.
             namespace: the tenant's.
-            blocking: as of KVStore.store.
+            blocking: as in KVStore.store.
             sensitivity: of each token of a standalone segment, see SegmentKV.
 
         Returns:

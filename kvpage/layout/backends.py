@@ -1,8 +1,8 @@
-"""Attention backends: the shape of one layer's cache, and the order in which its dimensions lie in memory.
+"""Attention backends: the shape of one layer's cache, and the order of its dimensions in memory.
 
-A backend is a class of static facts. It gives the *generic* shape, the one that attention indexes; which of these
-dimensions counts blocks; and, for each `kv_layout`, the *stride order*: the generic dimensions from the outermost in
-memory to the innermost. For flash with HND
+A backend is a class of static facts. It gives the *generic* shape, which attention indexes, and the dimension that
+counts blocks. For each `kv_layout` it gives the *stride order*: the generic dimensions from the outermost in memory to
+the innermost. For flash with HND
 
     generic shape   (2, num_blocks, block_size, heads, head_size)        dimension 0  1  2  3  4
     stride order     0  1           3      2           4
@@ -35,17 +35,17 @@ RUN_BYTES = 16  # of K in the backend "paged"
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """What a backend has to give. Optional besides:
+    """A backend's facts. These are optional:
 
     `kv_layouts`: the layouts it knows (default: NHD only). `max_kv_heads`: default any number.
     `get_kv_cache_stride_order(kv_layout) -> Sequence[int]`: default is the order of the generic shape.
     `split_kv(cache) -> (key, value)`: strided views [num_blocks, block_size, num_kv_heads, head_size]; value None where
-        there is no value part. A backend without it (and without `kv_views`) can be swapped and copied, but not
-        written and read by the operations on tokens.
+        there is no value part. Caches without it and without `kv_views` can be swapped and copied, but the operations
+        on tokens cannot write or read them.
     `kv_views(cache, block_size, num_kv_heads, head_size) -> (key, value)`: KVViews, for backends whose heads are not
         one run of memory; called instead of split_kv. head_size is the padded one, without scales.
-    `padded_head_size(head_size, element_bytes)`: default head_size. Where a scale goes with each token and head, 4
-        bytes are added for it, and the sum is what get_kv_cache_shape is asked for.
+    `padded_head_size(head_size, element_bytes)`: default head_size. Where each token and head has a scale, 4 bytes are
+        added for it, and get_kv_cache_shape is asked for the sum.
     `swap_blocks(src, dst, block_mapping)` and `copy_blocks(caches, block_mapping)`: called instead of kvpage's own,
         with one layer's tensors, or with the tensors of all layers; `block_mapping` is int64 [num_pairs, 2] on the CPU.
     """
@@ -118,8 +118,8 @@ class PagedBackend:
         K of a block   [num_kv_heads, head_size / x, block_size, x]      x = elements in 16 bytes
         V of a block   [num_kv_heads, head_size, block_size]
 
-    The generic shape is flat within a block. Heads are padded to a multiple of x. Scales lie behind the elements of
-    their block, [num_kv_heads, block_size].
+    The generic shape is flat within a block. Heads are padded to a multiple of x. Scales follow the elements of their
+    block, [num_kv_heads, block_size].
     """
 
     block_dim = 1
@@ -227,7 +227,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
 
 def stride_order(backend: type[AttentionBackend], kv_layout: str) -> tuple[int, ...]:
-    """The backend's generic dimensions, outermost in memory first. ValueError if it is no permutation."""
+    """Return the backend's generic dimensions, outermost in memory first. ValueError if they are no permutation."""
     if kv_layout not in getattr(backend, "kv_layouts", KV_LAYOUTS[:1]):
         raise ValueError(f"kv_layout must be one that {backend.__name__} knows, got {kv_layout!r}")
     num_dims = len(backend.get_kv_cache_shape(1, 1, 1, 1))
@@ -240,5 +240,5 @@ def stride_order(backend: type[AttentionBackend], kv_layout: str) -> tuple[int, 
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that undoes `order`. It differs from `order` unless that is its own inverse."""
+    """Return the permutation that undoes `order`. It differs from `order` unless that is its own inverse."""
     return tuple(order.index(dim) for dim in range(len(order)))

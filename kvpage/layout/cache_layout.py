@@ -1,4 +1,4 @@
-"""CacheLayout: how one layer's cache tensor is to be read. It goes with the tensors into every operation.
+"""CacheLayout: the way to read one layer's cache tensor. It goes with the tensors into every operation.
 
 A layout is always named, never guessed from a shape: [2, num_blocks, ...] and [num_blocks, 2, ...] cannot be told
 apart when there are two blocks.
@@ -213,8 +213,8 @@ class CacheLayout:
             return torch.zeros(size, dtype=self.dtype, device=device, pin_memory=pin_memory)
 
         if self.layer_layout == "separate":
-            lying = [shape[dim] for dim in order]
-            return [zeros(lying).permute(inverse(order)) for _ in range(num_layers)]
+            in_memory = [shape[dim] for dim in order]
+            return [zeros(in_memory).permute(inverse(order)) for _ in range(num_layers)]
         order = (self.block_dim, *(dim for dim in order if dim != self.block_dim))
         first, *rest = (shape[dim] for dim in order)
         slab = zeros([first, num_layers, *rest])

@@ -175,7 +175,7 @@ class ModelConfig:
 
 
 def _layer_words(layer_types: Any) -> tuple[str, ...]:
-    if isinstance(layer_types, Iterable) and not isinstance(layer_types, str):  # whose letters would be layers
+    if isinstance(layer_types, Iterable) and not isinstance(layer_types, str):  # a str's letters would be layers
         words = tuple(layer_types)
         if all(isinstance(word, str) for word in words):
             return words

@@ -1,4 +1,4 @@
-"""KVScales: what the elements of a cache of 8-bit floats are multiplied by, and how they are found."""
+"""KVScales: the factors of the elements in a cache of 8-bit floats, and the ways to find them."""
 
 import hashlib
 from collections.abc import Sequence

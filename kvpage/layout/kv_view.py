@@ -1,6 +1,6 @@
 """KVView: K or V of one layer, whatever the backend, as the operations on tokens see it.
 
-one head of one token    element d lies in run d // run_size, at d % run_size
+one head of one token    element d is in run d // run_size, at d % run_size
 
   flash, flashinfer, mla   [ 0 1 2 ... head_size )                                   one run
   paged, K                 [ 0 .. x )   [ x .. 2x )   ...    block_size * x apart    runs of x = 16 bytes

@@ -1,6 +1,6 @@
-"""Rotation: by which angle each row's pairs of numbers are rotated, for kvpage.ops.mix_rows.
+"""Rotation: the angle by which each row's pairs of numbers are rotated, for kvpage.ops.mix_rows.
 
-a head     [ ... first | x x x x  y y y y | ... ]     neox: x and y of a pair lie num_pairs apart
+a head     [ ... first | x x x x  y y y y | ... ]     neox: x and y of a pair are num_pairs apart
                        | x y x y  x y x y |           interleaved: side by side
 """
 

@@ -1,9 +1,9 @@
-"""ViewLayout: the layout of a cache that no backend laid out, made of the views that somebody has.
+"""ViewLayout: the layout of a cache that no backend laid out, made of given views.
 
-It answers what the operations on tokens ask of a CacheLayout, so that they work on K and V that come as two tensors:
+It has the methods of a CacheLayout that the operations on tokens call. So they work on K and V that are two tensors:
 
     key_cache ──► KVView ─┐
-                          ├─► ViewLayout ─► token_ops.reshape_and_cache(key, value, key_cache, slots, layout)
+                          ├─► ViewLayout ─► ops.reshape_and_cache(key, value, key_cache, slots, layout)
     value_cache ► KVView ─┘
 """
 
@@ -20,10 +20,10 @@ from kvpage.layout.kv_view import KVView
 
 @dataclass(frozen=True, slots=True)
 class ViewLayout:
-    """Sizes, and where the views lie. The `cache` that goes with it is K's rows; where V's lie is part of the layout.
+    """Sizes and places of the views. The `cache` that goes with it is K's rows; the place of V's is in the layout.
 
-    Two are equal if what is known of calls with the one holds of calls with the other. It holds no tensor, so that
-    whoever remembers calls keeps no cache alive: the views must be held by who made them, as long as they are used.
+    Two are equal if facts about calls with the one hold for calls with the other. It holds no tensor, so a memory of
+    calls keeps no cache alive. The maker of the views must hold them as long as they are used.
 
     head_size: the most elements of a head that may be written or read, in either part.
     """
@@ -50,7 +50,7 @@ class ViewLayout:
         return cache.shape[0]
 
     def validate(self, cache: torch.Tensor, name: str = "cache") -> None:
-        """Nothing is left to check: the views were made of what was given."""
+        """Check nothing: the views were made of the given tensors."""
 
     def views(self, cache: torch.Tensor) -> tuple[KVView, KVView | None]:
         key, value = (None if row is None else row() for row in self._rows)
@@ -59,9 +59,9 @@ class ViewLayout:
 
 
 def layout_of(key: KVView, value: KVView | None, head_size: int) -> CacheLayout:
-    """The layout of views without scales a token, of one dtype; value is None where there is no value part.
+    """Return the layout of views of one dtype without token scales; value is None where there is no value part.
 
-    A ViewLayout, under the type that the operations name.
+    It is a ViewLayout, under the type that the operations name.
     """
     rows, parts = key.rows, [key.rows] if value is None else [key.rows, value.rows]
     geometry = (*((part.shape, part.stride(), part.data_ptr() - rows.data_ptr()) for part in parts),)

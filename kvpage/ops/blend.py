@@ -1,11 +1,11 @@
-"""Rows of K and V as blending needs them: rotated, mixed with fresh ones, compared; each in one pass over memory.
+"""Rows of K and V for blending: rotated, mixed with fresh ones, compared; each in one pass over memory.
 
                       rows, or slots of blocks ── rotated, or copied ──┐
                                                                       ├──►  out, or slots of blocks
     fresh_rows[i] >= 0:                       fresh rows ── copied ───┘
 
-With neither slots nor fresh rows it rotates K; from slots it gathers and rotates; into slots it loads what was stored
-elsewhere; with fresh rows it scatters them over what was retrieved.
+With neither slots nor fresh rows it rotates K. From slots it gathers and rotates. Into slots it loads rows that were
+stored elsewhere. With fresh rows it scatters them over the retrieved ones.
 """
 
 import torch
@@ -174,11 +174,11 @@ def _check_rotation(rotation: Rotation | None, num_rows: int, rows: torch.Tensor
 
 
 def _place(rows: torch.Tensor, slots: torch.Tensor | None) -> tuple[int, int, int, int, int, int, int]:
-    """RowPlace of csrc/blend/blend_rows.h."""
+    """Return the RowPlace of csrc/blend/blend_rows.h."""
     item, strides = rows.element_size(), rows.stride()
     if slots is None:
         return rows.data_ptr(), strides[0] * item, strides[1] * item, 0, 0, 0, 0
     num_blocks, block_size = rows.shape[:2]
-    # Of no slots torch has no memory: any address but 0 says that there are slots.
+    # Torch has no memory for an empty tensor of slots. Any address but 0 says that there are slots.
     address = slots.data_ptr() or 8
     return rows.data_ptr(), strides[1] * item, strides[2] * item, address, num_blocks, block_size, strides[0] * item

@@ -5,8 +5,8 @@
                                       kernel          CUDA   ─► CUDA (one device), and the way between CUDA and pinned
                                                                 memory for many small extents
 
-What the tensors look like is read and checked once; each call then only checks its pairs. In a build without CUDA, or
-with a driver that it cannot use, CUDA tensors go through torch operations, with one warning.
+The tensors are checked once; each call then only checks its pairs. In a build without CUDA, or with a driver that it
+cannot use, torch operations copy CUDA tensors, with one warning.
 """
 
 import warnings

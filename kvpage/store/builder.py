@@ -19,8 +19,8 @@ class KVStoreBuilder:
 
         Args:
             instance_id: any text.
-            config: as of KVStore.
-            metadata: as of KVStore.
+            config: as in KVStore.
+            metadata: as in KVStore.
 
         Returns:
             The store.

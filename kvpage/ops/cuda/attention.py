@@ -1,7 +1,7 @@
 """Attention over blocks in a CUDA device's memory: Triton kernels, or the reference where Triton is not installed.
 
-Lengths may be on the device: then nothing is read back, a captured graph takes what they hold at each replay, and the
-kernels see to it that no wrong one reaches beyond a table or a tensor.
+Lengths may be on the device: then nothing is read back, and a captured graph reads them at each replay. The kernels
+keep a wrong length from reaching beyond a table or a tensor.
 """
 
 import functools
@@ -29,7 +29,7 @@ def attends_in_place(device: torch.device) -> bool:
 def attend(
     query: torch.Tensor, cache: BoundCache, sequences: Sequences, attention: Attention, out: torch.Tensor
 ) -> None:
-    """Write kvpage.ops.attend into `out`; all but what is in the device's memory is checked."""
+    """Write kvpage.ops.attend into `out`; all but values in the device's memory is checked."""
     if len(query) == 0:
         return
     if not token_ops_cuda._has_triton():
@@ -78,7 +78,7 @@ def _positions_on_device(positions: torch.Tensor | None, device: torch.device) -
 
 @functools.cache
 def _facts(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, capability), the latter that of sm_80 where it is no CUDA device's."""
+    """Return (multiprocessors, capability); on ROCm the capability is that of sm_80."""
     properties = torch.cuda.get_device_properties(device)
     capability = 80 if torch.version.hip else 10 * properties.major + properties.minor
     return properties.multi_processor_count, capability

@@ -1,7 +1,7 @@
 """Blending's operations on rows in a CUDA device's memory: Triton kernels, or torch where Triton is not installed.
 
-Arguments are checked by kvpage.ops.blend, but for slots and fresh rows, which lie on the device: the kernel checks
-them, skips what is bad, and sets a bit of the device's error word (`check_device`).
+Arguments are checked by kvpage.ops.blend, but for slots and fresh rows, which are on the device. The kernel checks
+them, skips the bad ones, and sets a bit of the device's error word (`check_device`).
 """
 
 import torch
@@ -43,7 +43,7 @@ def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Ten
 
 
 def _check_range(name: str, ids: torch.Tensor | None, least: int, end: int) -> None:
-    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    """Check the ids: torch would end the process for a bad index on a device, and waits for it in any case."""
     if ids is None:
         return
     bad = (ids < least) | (ids >= end)

@@ -1,7 +1,7 @@
 """Chunks of tokens to and from blocks in a CUDA device's memory: a Triton kernel, or torch where Triton is missing.
 
-Arguments are checked by kvpage.ops.chunks, but for block ids in the device's memory: the kernel checks them, skips what
-is bad, and sets a bit of the device's error word (`check_device`).
+Arguments are checked by kvpage.ops.chunks, but for block ids in the device's memory. The kernel checks them, skips the
+bad ones, and sets a bit of the device's error word (`check_device`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.ops import reference
 from kvpage.ops.cuda.rows import _check_if_debugging, _error_word, _has_triton
 
-HOST_PROGRAMS = 64  # fill a bus; the other multiprocessors are for whoever computes meanwhile
+HOST_PROGRAMS = 64  # fill a bus; the other multiprocessors are left to computation
 
 
 def store_chunk(
@@ -24,10 +24,10 @@ def store_chunk(
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
 ) -> None:
-    """The tokens from `start` on of a sequence's blocks become chunk's, in all layers with one launch.
+    """Copy the tokens from `start` on of a sequence's blocks into the chunk, all layers with one launch.
 
-    chunk: [num_layers, parts, num_tokens, num_kv_heads, size], any strides with the last dimension contiguous, on the
-        caches' device or in pinned host memory: then it is whole once the stream is.
+    chunk: [num_layers, parts, num_tokens, num_kv_heads, size], any strides with the last dimension contiguous. It is on
+        the caches' device or in pinned host memory; there it is complete once the stream is done.
     block_ids: int32, on the host or the device. See reference.store_chunk.
     """
     _move(caches, block_ids, start, chunk, layout, scales, to_chunk=True)
@@ -41,7 +41,7 @@ def load_chunk(
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
 ) -> None:
-    """The way back: chunk's tokens are written into the blocks. One on the host must stay until the stream is done."""
+    """Write the chunk's tokens into the blocks. A chunk on the host must stay until the stream is done."""
     _move(caches, block_ids, start, chunk, layout, scales, to_chunk=False)
 
 
@@ -85,7 +85,7 @@ def _move(
 
 
 def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) -> list[tuple[int, int]]:
-    """Runs [first, last) of layers that one launch can serve: almost always one run of all."""
+    """Return runs [first, last) of layers that one launch can serve: almost always one run of all."""
     kinds = [
         (cache.stride(), cache.data_ptr() % 16, None if scales is None else (len(scales[i].key), len(scales[i].value)))
         for i, cache in enumerate(caches)
@@ -95,7 +95,7 @@ def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) ->
 
 
 def _check_ids(block_ids: torch.Tensor, num_blocks: int) -> None:
-    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    """Check the ids: torch would end the process for a bad index on a device, and waits for it in any case."""
     for block_id in block_ids.tolist():
         if not 0 <= block_id < num_blocks:
             raise ValueError(f"block_ids must be in [0, {num_blocks}), got {block_id}")

@@ -1,7 +1,7 @@
-"""Launches: how a kernel that writes rows was launched, so that the next launch like it needs none of Triton's look-up.
+"""Launches: earlier launches of a kernel that writes rows, so that the next one like them needs no look-up by Triton.
 
-Triton derives from all arguments which machine code to take. That takes longer than to write the rows of a step, and a
-model asks for the same once a layer and step. All arguments are checked before; only addresses are taken anew here.
+Triton derives from all arguments the machine code to run. This takes longer than writing the rows of a step, and a
+model asks for the same once a layer and step. All arguments are checked before; only addresses are read anew here.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     slots: torch.Tensor
 
     def kind(self) -> tuple[Any, ...]:
-        """All that a kernel is compiled for, but for the alignment of addresses."""
+        """Return all that a kernel is compiled for, but for the alignment of addresses."""
         key, value, cache, _ = self
         return (
             cache.geometry,
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
         )
 
     def addresses(self, error: torch.Tensor) -> tuple[int, ...]:
-        """Of key, value, K's and V's elements, K's and V's scales, slots, and error word; 0 for what is not there."""
+        """Return those of key, value, K's and V's elements and scales, slots, and error word; 0 for a missing one."""
         cache = self.cache
         views, scales = cache.views, cache.scales
         given = [None if view is None else view.scales for view in views]
@@ -77,6 +77,6 @@ class Launches:
 
 
 def _are_aligned(addresses: tuple[int, ...]) -> bool:
-    """Whether key, value, and K's and V's elements are."""
+    """Return whether the addresses of key, value, and K's and V's elements are aligned."""
     key, value, key_part, value_part, *_ = addresses
     return (key | value | key_part | value_part) % ALIGNMENT == 0

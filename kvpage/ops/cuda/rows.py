@@ -1,7 +1,7 @@
 """Operations on tokens in a CUDA device's memory: Triton kernels, or torch operations where Triton is not installed.
 
-Arguments are checked by kvpage.ops.rows, but for ids in the device's memory, for which nobody waits: the kernels check
-them, skip what is bad, and set a bit of the device's error word.
+Arguments are checked by kvpage.ops.rows, but for ids in the device's memory, which are not waited for. The kernels
+check them, skip the bad ones, and set a bit of the device's error word.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _error_word(device: torch.device) -> torch.Tensor:
-    """The device's error word, made at its first use and zero for every stream from then on."""
+    """Return the device's error word, made at its first use and zero for every stream from then on."""
     if device not in _error_words:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"an operation must have run once on {device} before a graph captures one")
@@ -141,7 +141,7 @@ def gather_cache_by_device_lengths(
 
 
 def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
-    """Torch's operations would end the process for a bad index on a device, and they wait for it anyhow."""
+    """Check the slots: torch would end the process for a bad index on a device, and waits for it in any case."""
     bad = (slots < -1) | (slots >= num_slots)
     if bool(bad.any()):
         raise ValueError(f"slot_mapping must be -1 or in [0, {num_slots}), got {int(slots[bad][0])}")

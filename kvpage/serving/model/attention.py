@@ -1,8 +1,8 @@
 """The attention function that transformers' models call while kvpage serves them.
 
 It writes the new K and V into the step's slots, then attends over the sequences' blocks. It is registered under the
-name "kvpage" in AttentionInterface and deliberately not in AttentionMaskInterface: the models then build no mask at
-all, and causality and window are decided here, by the positions in each sequence.
+name "kvpage" in AttentionInterface, and deliberately not in AttentionMaskInterface: so the models build no mask at all.
+Causality and window are decided here, by the positions in each sequence.
 """
 
 from contextvars import ContextVar
@@ -22,7 +22,7 @@ IMPLEMENTATION = "kvpage"
 IN_PLACE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 current_step: ContextVar[Step | None] = ContextVar("kvpage_step", default=None)
-"""The step, for models that drop keywords on the way to the attention function; others pass the keyword `kvpage`."""
+"""The step, for models that drop keywords on the way to the attention function. Others pass the keyword `kvpage`."""
 
 
 class StepMissing(RuntimeError):
@@ -43,10 +43,10 @@ def paged_attention(
     kvpage: Step | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the new tokens over all of their sequences: ([1, num_tokens, heads, size of a value], None).
+    """Attend from the new tokens to all of their sequences: ([1, num_tokens, heads, size of a value], None).
 
-    query: [1, heads, num_tokens, size]. key, value: [1, kv heads, num_tokens, size]. attention_mask, dropout and what
-    else a model may give are not looked at; that nothing of it matters is what `verify_model` has shown at load.
+    query: [1, heads, num_tokens, size]. key, value: [1, kv heads, num_tokens, size]. attention_mask, dropout and other
+    arguments of a model are ignored: `verify_model` has shown at load that none of them matters.
     """
     step = kvpage or current_step.get()
     if step is None:
@@ -90,7 +90,7 @@ def _check_heads(num_heads: int, cache: ops.BoundCache) -> None:
 def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, step: Step, attention: Attention
 ) -> torch.Tensor:
-    """Attention of the step's rows, whose K and V are written, over their sequences: [rows, heads, value size]."""
+    """Attend from the step's rows, whose K and V are written, to their sequences: [rows, heads, value size]."""
     if step.device_query_positions is not None:
         attention = replace(attention, query_positions=step.device_query_positions)
     if query.dtype not in IN_PLACE_DTYPES or not step.attends_in_place:
@@ -102,7 +102,7 @@ def attend_rows(
 
 
 def row_dtype(dtype: torch.dtype, layout: CacheLayout) -> torch.dtype:
-    """What goes into a cache and comes out of it: rows of its dtype, or, where it quantises, of the model's own."""
+    """Return the dtype of rows that a cache takes and gives: its own or, where it quantises, the model's."""
     if not layout.is_quantized:
         return layout.dtype
     return dtype if dtype in IN_PLACE_DTYPES else torch.float32
@@ -116,8 +116,9 @@ def _attend_gathered(
     step: Step,
     attention: Attention,
 ) -> torch.Tensor:
-    """Sequence by sequence, over K and V copied out of the blocks as far as the window reaches; those of a sequence
-    that begins are at hand.
+    """Attend sequence by sequence, over K and V copied out of the blocks as far as the window reaches.
+
+    A sequence that begins needs no copy: its K and V are at hand.
     """
     layout, outputs, begin = step.layout, [], 0
     for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):

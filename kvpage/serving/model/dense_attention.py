@@ -1,7 +1,7 @@
 """Causal attention of one sequence over contiguous K and V, with window, softcap and sinks, on any device.
 
-The queries are the sequence's last positions, or some of them; they are taken in tiles, and a tile looks at its own
-keys only:
+The queries are the sequence's last positions, or some of them. They are taken in tiles, and a tile reads its own keys
+only:
 
     keys        0 1 2 3 4 5 6 7 8        window 4, queries at positions 4..8 in tiles of 3 rows
     query 4     . # # # #                 tile 1 reads keys 1..6
@@ -10,8 +10,7 @@ keys only:
     query 7     . . . . # # # #           tile 2 reads keys 4..8
           8     . . . . . # # # #
 
-torch's scaled_dot_product_attention does the work where it can, fp32 products where softcap or sinks, which it lacks,
-apply.
+torch's scaled_dot_product_attention does the work where it can. It has no softcap and no sinks: fp32 products do these.
 """
 
 from collections.abc import Iterator
@@ -38,12 +37,13 @@ def attend(
     attention: Attention,
     positions: npt.NDArray[np.int64] | None = None,
 ) -> torch.Tensor:
-    """Attention of queries to the keys up to their own positions: [num_queries, num_heads, value size], in query's
-    dtype.
+    """Attend from queries to the keys up to their own positions.
+
+    Returns [num_queries, num_heads, value size] in the query's dtype.
 
     query: [num_queries, num_heads, size]. key: [num_keys, num_kv_heads, size]. value: [num_keys, num_kv_heads, its own
     size]. All may be strided. A group of num_heads / num_kv_heads query heads shares a KV head.
-    positions: of the queries among the keys, ascending; None for the last ones.
+    positions: those of the queries among the keys, ascending; None for the last ones.
     """
     num_kv_heads = key.shape[1]
     grouped = torch.unflatten(query, 1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, size]
@@ -64,8 +64,11 @@ def _needs_products(attention: Attention) -> bool:
 
 
 class Tile(NamedTuple):
-    """Rows of queries and the keys that they read. `mask`: bool [rows, keys], what each row sees of these; None: all.
-    is_causal: the tile is everything, with as many queries as keys, and needs no mask in memory."""
+    """Rows of queries and the keys that they read.
+
+    mask: bool [rows, keys], the keys that each row sees; None for all.
+    is_causal: the tile is everything, with as many queries as keys, and needs no mask in memory.
+    """
 
     rows: slice
     span: slice
@@ -97,7 +100,7 @@ def _tiles(
 
 
 def _mask(positions: Positions, span: slice, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees: bool [queries, keys of span]."""
+    """Return whether each query sees each key: bool [queries, keys of span]."""
     queries = torch.as_tensor(positions, dtype=torch.int64, device=device)[:, None]
     keys = torch.arange(span.start, span.stop, device=device)
     visible = keys <= queries

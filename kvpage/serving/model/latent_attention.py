@@ -8,7 +8,7 @@ A layer of DeepSeek's kind makes K and V of all heads out of one small row a tok
 
     a sequence that begins      by its K and V, which the model has just made
     a long piece of another     by K and V expanded from its rows, which many queries share
-    all else: decode            over the rows as they lie, each read once for all heads
+    all else: decode            over the rows in place, each read once for all heads
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from kvpage.serving.model.step import Step
 
 
 class _Ways(NamedTuple):
-    """Which sequences are attended to in which way. rows_in_place: of the last, int64; None if these are all."""
+    """The sequences of each way. rows_in_place: the rows of the last way, int64; None if these are all."""
 
     begun: list[int]
     expanded: list[int]
@@ -44,13 +44,13 @@ class LatentPass:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._latents: dict[nn.Module, torch.Tensor] = {}  # what each layer gave to its projection
+        self._latents: dict[nn.Module, torch.Tensor] = {}  # the input of each layer's projection
         bounds = [0, *accumulate(step.query_lens)]
         self._rows = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
         self._ways: _Ways | None = None
 
     def listening(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the latents that the layers of `model` give to their projections are kept for `attend`.
+        """Keep for `attend`, inside, the latents that the layers of `model` give to their projections.
 
         The layers call a function in their projection's place. The projections, which others may share, do not change.
         """
@@ -77,10 +77,10 @@ class LatentPass:
         layer: int,
         attention: Attention,
     ) -> torch.Tensor:
-        """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, size of v].
+        """Write the latents of a layer's rows, and attend over the blocks: [rows, heads, size of v].
 
-        query, key, value: [rows, heads, size], as the module hands them to its attention function. ValueError, with
-        the reason, for a module of another form.
+        query, key, value: [rows, heads, size], as the module hands them to its attention function. A module of another
+        form raises ValueError with the reason.
         """
         heads = LatentHeads.of_layer(module, key.shape[1], value.shape[2])
         rows = heads.rows(self._take_latent(module, len(key)), key)
@@ -102,7 +102,7 @@ class LatentPass:
 
     def _choose_ways(self, heads: LatentHeads, key: torch.Tensor) -> _Ways:
         step = self._step
-        # Where blocks do not keep every bit, all sequences see what was written, however they are cut into pieces.
+        # Blocks may not keep every bit. Then all sequences see the written rows, so that no cut changes the result.
         keeps_bits = step.layout.dtype == key.dtype and not step.layout.is_quantized
         begun, expanded, in_place = [], [], []
         for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
@@ -118,7 +118,7 @@ class LatentPass:
         return _Ways(begun, expanded, in_place, rows, step.of_sequences(in_place) if in_place else step)
 
     def _take_latent(self, module: nn.Module, num_rows: int) -> torch.Tensor:
-        """[num_rows, rank]: what the module's projection was given."""
+        """Return the input of the module's projection, [num_rows, rank]."""
         latent = self._latents.pop(module, None)
         if latent is None:
             raise ValueError(f"{PROJECTION} must be called before attention, that of {type(module).__name__} was not")
@@ -134,7 +134,7 @@ class LatentPass:
         write_rows(rows, None, layer, step, step.slot_mapping)
 
     def _gather(self, index: int, layer: int, attention: Attention, query: torch.Tensor) -> torch.Tensor:
-        """A sequence's rows, [num_keys, size], as far as the window reaches, in the query's dtype."""
+        """Return a sequence's rows, [num_keys, size], as far as the window reaches, in the query's dtype."""
         step = self._step
         num_queries, num_keys = step.query_lens[index], step.seq_lens[index]
         start = 0 if attention.sliding_window is None else max(num_keys - num_queries - attention.sliding_window + 1, 0)
@@ -151,12 +151,12 @@ class LatentPass:
         attention: Attention,
         step: Step,
     ) -> torch.Tensor:
-        """All of the step's queries over the rows of their sequences, where these lie."""
+        """Attend from all of the step's queries to the rows of their sequences, in place."""
         attention = replace(attention, value_size=heads.rank)
         sums = attend_rows(heads.turned(query), rows, rows[..., : heads.rank], layer, step, attention)
         return heads.turned_back(sums)
 
 
 def _concatenated(parts: Sequence[slice]) -> torch.Tensor:
-    """The indices of all parts, int64."""
+    """Return the indices of all parts, int64."""
     return torch.cat([torch.arange(part.start, part.stop) for part in parts] or [torch.empty(0, dtype=torch.int64)])

@@ -1,9 +1,9 @@
-"""LatentHeads: what one layer of MLA makes of its latents for each head, and the two ways to attend with it.
+"""LatentHeads: K and V that one layer of MLA makes of its latents for each head, and the two ways to attend.
 
 c: a token's latent. A, B: a head's weights.
 
     expanded   K = [ A c | k_rot ], V = B c                          a query costs less, all keys are expanded first
-    turned     q = [ Aᵀ q_nope | q_rot ] over rows [ c | k_rot ],    a query costs more, rows are read as they lie
+    turned     q = [ Aᵀ q_nope | q_rot ] over rows [ c | k_rot ],    a query costs more, rows are read in place
                then B (sum of p c)
 """
 
@@ -32,7 +32,7 @@ class LatentHeads:
 
     @classmethod
     def of_layer(cls, module: nn.Module, num_heads: int, value_size: int) -> "LatentHeads":
-        """ValueError, with the reason, for a layer of another form: adapters and packed weights are no product."""
+        """Return the views. ValueError, with the reason, for adapters and packed weights: they are no product."""
         name, projection = type(module).__name__, module._modules.get(PROJECTION)
         if not isinstance(projection, nn.Linear) or projection.bias is not None:
             raise ValueError(
@@ -57,32 +57,33 @@ class LatentHeads:
         return self.key.shape[2]
 
     def rows(self, latent: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """[ c | k_rot ] of each token, [num_tokens, 1, size], of latents [num_tokens, rank] and expanded K."""
+        """Return [ c | k_rot ] of each token, [num_tokens, 1, size], from latents [num_tokens, rank] and expanded K."""
         return torch.cat([latent, key[:, 0, self.nope_size :]], dim=1).unsqueeze(1)
 
     def turned(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries for rows, of those for heads: both [num_tokens, heads, size]."""
+        """Turn queries for heads into queries for rows: both [num_tokens, heads, size]."""
         nope, rot = torch.split(query.transpose(0, 1), [self.nope_size, query.shape[2] - self.nope_size], dim=2)
         return torch.cat([torch.bmm(nope, self.key), rot], dim=2).transpose(0, 1)
 
     def turned_back(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of values, of sums of latents: both [num_tokens, heads, size]."""
+        """Turn sums of latents into sums of values: both [num_tokens, heads, size]."""
         return torch.bmm(sums.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
 
     def expanded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of each head, [num_tokens, heads, size], of rows [num_tokens, size]."""
+        """Expand rows [num_tokens, size] to K and V of each head, [num_tokens, heads, size]."""
         latent, rot = torch.split(rows, [self.rank, rows.shape[1] - self.rank], dim=1)
         key, value = (torch.einsum("tr,hsr->ths", latent, weight) for weight in (self.key, self.value))
         return torch.cat([key, rot.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=2), value
 
     def gains_by_expanding(self, num_queries: int) -> bool:
-        """Whether so many queries of a sequence pay for expanding its keys, by the number of products."""
+        """Return whether so many queries of a sequence pay for expanding its keys, by the number of products."""
         expanded_size = self.nope_size + self.value.shape[1]
         return num_queries * (2 * self.rank - expanded_size) > self.rank * expanded_size
 
     def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Attention of a sequence's last queries [num_queries, heads, size] to its rows [num_keys, size]: [num_queries,
-        heads, size of v]. Some heads at a time are expanded.
+        """Attend from a sequence's last queries to its rows, a few expanded heads at a time.
+
+        query: [num_queries, heads, size]. rows: [num_keys, size]. Returns [num_queries, heads, size of v].
         """
         num_heads, value_size, _ = self.value.shape
         numbers = len(rows) * (query.shape[2] + value_size)

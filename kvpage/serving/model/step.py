@@ -41,22 +41,22 @@ class BatchItem(NamedTuple):
 
 
 class StepBlend(Protocol):
-    """What a step does besides, if some of its tokens have K and V already."""
+    """The work of a step some of whose tokens have K and V already."""
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Inside, the model's layers go on with the rows that were chosen."""
+        """Let the model's layers, inside, go on with the chosen rows."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
     ) -> torch.Tensor:
-        """Writes K and V of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
+        """Write K and V of a layer's rows, and attend over the blocks: [rows, heads, value size]."""
 
 
 class StepLatents(Protocol):
-    """What a step does whose blocks hold latents instead of heads' K and V."""
+    """The work of a step whose blocks hold latents instead of heads' K and V."""
 
     def listening(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Inside, the latents that the model's layers make are kept for `attend`."""
+        """Keep for `attend`, inside, the latents that the model's layers make."""
 
     def attend(
         self,
@@ -67,7 +67,7 @@ class StepLatents(Protocol):
         layer: int,
         attention: Attention,
     ) -> torch.Tensor:
-        """Writes the latents of a layer's rows, and attends over the blocks: [rows, heads, value size]."""
+        """Write the latents of a layer's rows, and attend over the blocks: [rows, heads, value size]."""
 
 
 @dataclass(slots=True)
@@ -78,13 +78,13 @@ class Step:
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
         query_lens, seq_lens: the same as plain integers.
     calls: (layer_idx, sliding window) of each call of the attention function so far.
-    query_positions: int64 [num_tokens] on the CPU: of each row in its sequence, ascending; None for the last ones.
-        device_query_positions: the same on the caches' device.
-    blend: what is done with tokens that have K and V already; None where there are none.
-    latents: what is done with latents; None where blocks hold heads' K and V, and outside of a forward pass.
-    attends_in_place: whether ops.attend reads these blocks. On a CPU it does not lose to gathering and SDPA even for
+    query_positions: int64 [num_tokens] on the CPU: the position of each row in its sequence, ascending; None for the
+        last ones. device_query_positions: the same on the caches' device.
+    blend: the work on tokens that have K and V already; None where there are none.
+    latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
-    takes_all_rows: besides, whether its rows are the last ones of each sequence.
+    takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
     sequences: block tables and lengths, checked once for all layers: lengths of the host on a CPU, else of the device.
     """
 
@@ -129,7 +129,7 @@ class Step:
         starts: list[int],
         ends: list[int],
     ) -> "Step":
-        """A step that computes the positions [starts[i], ends[i]) of each sequence."""
+        """Return a step that computes the positions [starts[i], ends[i]) of each sequence."""
         query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
         return cls(
             caches=dict(zip(engine.layer_ids, engine.bound_caches, strict=True)),
@@ -143,7 +143,7 @@ class Step:
         )
 
     def of_rows(self, rows: torch.Tensor) -> "Step":
-        """The same for some of its rows only: int64, ascending, one of each sequence at least."""
+        """Return the step for some of its rows only: int64, ascending, one of each sequence at least."""
         at = rows.cpu().numpy()
         bounds = np.cumsum([0, *self.query_lens])
         counts = np.diff(np.searchsorted(at, bounds)).tolist()
@@ -160,7 +160,7 @@ class Step:
         )
 
     def of_sequences(self, indices: Sequence[int]) -> "Step":
-        """The same for some of its sequences only. Their slots are not asked for: everything is written."""
+        """Return the step for some of its sequences only. It leaves their slots out: everything is written."""
         at = _upload(torch.tensor(indices), self.block_tables.device)
         query_lens = [self.query_lens[index] for index in indices]
         return replace(
@@ -174,5 +174,5 @@ class Step:
 
 
 def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`; by way of pinned memory to a GPU, so that nobody waits."""
+    """Return it on `device`; to a GPU it goes through pinned memory, so that nothing waits."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

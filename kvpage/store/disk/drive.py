@@ -36,7 +36,7 @@ class Drive:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it failed a moment ago, so that other drives are preferred."""
+        """Return whether it failed a moment ago, so that other drives are preferred."""
         return time.monotonic() < self._paused_until
 
     def run(self, call: Callable[..., Result], *args: object) -> Result:

@@ -44,7 +44,7 @@ class DamagedSegment(Exception):
 
 
 class EndOfFile(OSError):
-    """The file is shorter than it was."""
+    """A file that is shorter than it was."""
 
 
 class Run(NamedTuple):

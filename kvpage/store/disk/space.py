@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it could be evicted."""
+        """Return whether it could be evicted."""
         return self.is_findable and self.num_users == 0
 
     @property
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def is_over(self) -> bool:
-        """Whether its slots can be given to others."""
+        """Return whether its slots can be given to others."""
         return self.is_marked_free and self.num_users == 0
 
 

@@ -198,15 +198,15 @@ class BlockChunk(ABC):
 
     @abstractmethod
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        """See kvpage.store.records.payload.Source."""
+        """Write the stretches from the byte `begin` on into the buffer, and return their digests."""
 
     def runs(self) -> Runs | None:
-        """See kvpage.store.records.payload.Source."""
+        """Return the memory of the whole payload; None for blocks that must be copied to a buffer first."""
         return None
 
     @abstractmethod
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        """See kvpage.store.records.payload.Sink."""
+        """Write wanted tokens of the stretches from the byte `begin` on to the blocks; return all digests."""
 
 
 class HostBlockChunk(BlockChunk):

@@ -130,7 +130,7 @@ def read_piece(
 
 
 def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> memoryview:
-    """The payload as it was before it was encoded. CorruptRecord; a payload is verified before it is decoded."""
+    """Return the payload, verified and then decoded. Raises CorruptRecord."""
     coded = EncodedPayload(memoryview(bytearray(head.payload_bytes)))
     if head.stretch_bytes != coded.stretch_bytes:
         raise CorruptRecord(f"stretches must have {coded.stretch_bytes} bytes, got {head.stretch_bytes}")

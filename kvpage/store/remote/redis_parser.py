@@ -24,7 +24,7 @@ CLOSED = "Connection closed by server."
 
 
 class BulkParser(BaseParser):
-    """For one connection at a time. After an error the connection is closed, since the rest of an answer may follow."""
+    """A parser of one connection at a time. An error closes the connection, since the rest of an answer may follow."""
 
     def __init__(self, socket_read_size: int) -> None:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))

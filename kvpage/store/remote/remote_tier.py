@@ -283,7 +283,7 @@ class _RemoteReader(Reader):
 
 
 class _RemoteWriter(Writer):
-    """value: memory for the record and its MAC, not initialised, so that no page is touched twice."""
+    """A record to be stored. value: memory for it and its MAC, not initialised, so that no page is touched twice."""
 
     def __init__(self, tier: RemoteTier, key: Key, num_bytes: int, mac_bytes: int) -> None:
         self.tier, self.key, self.num_bytes = tier, key, num_bytes

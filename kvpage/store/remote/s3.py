@@ -183,5 +183,5 @@ def _client(endpoint: str | None, region: str | None, num_connections: int) -> A
 
 
 def _is_missing(error: Any) -> bool:
-    """Whether a ClientError of botocore says that there is no such object."""
+    """Return whether a ClientError of botocore reports a missing object."""
     return error.response["Error"]["Code"] in MISSING

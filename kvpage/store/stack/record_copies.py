@@ -78,7 +78,7 @@ class RecordCopies:
 
     @contextmanager
     def change(self, keys: Sequence[Key] | None) -> Iterator[Change]:
-        """Inside, records of these keys (None: all) may be changed, in each tier after `settle`."""
+        """Enter a block in which records of these keys (None: all) may be changed, in each tier after `settle`."""
         change = Change(keys)
         with self._lock:
             self._changes.add(change)

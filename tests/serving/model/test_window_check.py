@@ -6,7 +6,7 @@ import transformers as tf
 from support.models import COMMON, WINDOW, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, KVPageCachePool
+from kvpage.serving import Engine, EngineConfig, KVPageCachePool
 from kvpage.serving.model.window_check import cache_windows
 
 CONFIG = CacheConfig(block_size=4, num_gpu_blocks=64)
@@ -23,9 +23,9 @@ def make_moshi(window: int) -> tf.PreTrainedModel:
 @pytest.mark.parametrize("window", [1, WINDOW, 3000])
 def test_moshi_is_refused(window: int) -> None:
     model = make_moshi(window)
-    for make in (KVPageCachePool.from_model, Engine.from_model):
+    for make, config in ((KVPageCachePool.from_model, CONFIG), (Engine.from_model, EngineConfig(CONFIG))):
         with pytest.raises(ValueError, match="a sliding window must") as error:
-            make(model, CONFIG)
+            make(model, config)
         assert "KVPageCache serves" not in str(error.value)
     with pytest.raises(ValueError, match=REASON.format("MoshiForCausalLM", window)):
         KVPageCachePool.from_model(model, CONFIG)

@@ -225,7 +225,7 @@ def test_nothing_is_changed_and_nobody_hindered(tmp_path: Path) -> None:
         lambda: view.remove([A]),
         view.clear,
     ):
-        with pytest.raises(TierError, match="to look into alone, nothing can be changed"):
+        with pytest.raises(TierError, match="open for reading only, nothing can be changed"):
             call()
     view.flush(sync=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files

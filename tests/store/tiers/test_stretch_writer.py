@@ -206,7 +206,7 @@ def with_pwritev(folder: Path, replacement: str, test: str) -> None:
     if pwritev_hook.missing():
         pytest.skip(pwritev_hook.missing())
     here = Path(__file__).parent
-    folders = [str(here), str(here.parent), str(here.parent / "reliability")]
+    folders = [str(here), str(here.parents[1]), str(here.parents[1] / "reliability")]
     code = f"import sys; sys.path[:0] = {folders}; import test_stretch_writer as t; "
     code += f"t.pwritev_hook.PWRITEV.write = {replacement}; t.{test}; assert t.pwritev_hook.PWRITEV.num_calls"
     command, environment = [sys.executable, "-c", code], pwritev_hook.environment()
