@@ -1,5 +1,6 @@
 """The scheduler step by step: counters, windows, reuse, requests that are held, blocks that others hold."""
 
+import numpy as np
 import pytest
 from support.scheduler_steps import B, counters, plan, request_of, scheduler_of, step
 
@@ -10,6 +11,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.params.sampling import SamplingParams
 
 # --- counters ---
 
@@ -433,3 +435,28 @@ def test_blocks_of_one_token_within_the_window_stay():
     scheduler.add(request_of(0, 3, max_tokens=4))
     step(scheduler)
     assert scheduler.manager.num_free_blocks == 5
+
+
+# --- cached blocks that are forgotten, reclaimers ---
+
+
+def test_a_request_forgets_its_cached_tokens_in_its_namespace_alone():
+    scheduler = scheduler_of(16)
+    drop = scheduler.manager.space.drop
+    tokens = np.arange(2 * B, dtype=np.int32)
+    for number, namespace in enumerate((b"", b"other")):
+        request = Request(f"r{number}", tokens, SamplingParams(max_tokens=1), number, namespace=namespace)
+        scheduler.add(request)
+        step(scheduler)
+    scheduler.forget_cached(request)
+    assert drop(tokens, b"other") == 0 and drop(tokens) == 2 * B
+
+
+def test_a_reclaimer_is_removed_once():
+    scheduler = scheduler_of()
+    first, second = object(), object()
+    scheduler.add_reclaimer(first)
+    scheduler.add_reclaimer(second)
+    for _ in range(2):
+        scheduler.remove_reclaimer(first)
+        assert scheduler.reclaimers == [second]
