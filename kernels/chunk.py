@@ -35,6 +35,7 @@ class ChunkConstants(Constants):
 
 @triton.jit
 def pointer_of(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    address = address.to(tl.int64)  # a small one comes as int32
     if WIDTH == 8:
         pointer = address.to(tl.pointer_type(tl.int8))
     elif WIDTH == 16:
@@ -69,7 +70,7 @@ def move_part(
 ):  # fmt: skip
     """Move rows of K or of V of one layer, from the chunk or to it."""
     cache_ptr = pointer_of(cache_address, CHUNK.value.WIDTH, CHUNK.value.ALIGNED)
-    scale_ptr = scale_address.to(tl.pointer_type(tl.float32)) if CHUNK.value.SCALED else None
+    scale_ptr = scale_address.to(tl.int64).to(tl.pointer_type(tl.float32)) if CHUNK.value.SCALED else None
     if CHUNK.value.TO_CHUNK:
         out_of_cache(chunk_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, PART, ROWS)
     else:

@@ -79,7 +79,7 @@ POINTERS = {
 BF16, FP32, E4M3, E5M2, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, scaled=True):
+def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, scaled=True, address="i64"):
     """As a launch would compile it: pointers and strides that are multiples of 16 bytes and elements, or neither."""
     kernel, kind = KERNELS[name]
     views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
@@ -102,7 +102,7 @@ def compile_kernel(name, arch, layout, rows, sizes=(128, 128), aligned=True, sca
             if "scale" in argument and not (quantized and scaled) or "value" in argument and not sizes[1]:
                 signature[argument] = None
         else:
-            signature[argument] = "i64" if argument.endswith("_address") else "i32"
+            signature[argument] = address if argument.endswith("_address") else "i32"
         if signature[argument] is None:
             signature[argument], values[argument] = "constexpr", None
         elif aligned and (argument in DIVISIBLE or argument.endswith("_stride") and "scale" not in argument):
@@ -270,3 +270,9 @@ def test_rows_that_no_launch_can_hold_are_refused():
     views = layout.views(layout.allocate(1, 1, torch.device("cpu"))[0])
     with pytest.raises(ValueError, match="rows must have at most 65536 elements, got 65537"):
         row_constants((2**16 + 1, 2**16 + 1), BF16, views)
+
+
+def test_an_address_may_be_small():
+    """Triton passes an integer that fits as int32, also where it is an address."""
+    for rows, layout in ((BF16, make_layout("flash", BF16)), (FP32, make_layout("flash", INT8))):
+        assert compile_kernel("store chunk in a graph", 80, layout, rows, address="i32").asm["ptx"]

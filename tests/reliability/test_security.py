@@ -359,11 +359,12 @@ def listening():
     return found
 from transformers import LlamaConfig, LlamaForCausalLM
 from kvpage import CacheConfig
-from kvpage.serving import Engine, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 def make(**options):
-    engine = Engine.from_model(LlamaForCausalLM(config).eval(), CacheConfig(block_size=4, num_gpu_blocks=16), **options)
+    settings = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16), **options)
+    engine = Engine.from_model(LlamaForCausalLM(config).eval(), settings)
     tiers = ("memory://?size=1MiB", f"disk://{sys.argv[1]}/{len(options)}?size=4MiB")
     with KVStore(KVStoreConfig(chunk_size=4, tiers=tiers), metadata_of(engine.cache, "m")) as store:
         engine.use_store(store)
