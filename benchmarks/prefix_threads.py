@@ -2,8 +2,7 @@
 
 The rows "control" run a loop of plain Python that calls nothing of kvpage. Python lets one thread run at a time (the
 GIL), and passing it on costs something. So the ratio of "control" is the bound for every call that keeps the GIL:
-allocate(1) keeps it, and a long match releases it. Where a ratio is below 1 and near that of "control", the loss is
-Python's own. On two cores, matches were measured at 0.97 to 0.98, and allocate(1), which does almost nothing, at 0.98.
+allocate(1) keeps it, and a long match releases it. Each thread has prompts of its own: more threads touch more memory.
 """
 
 import threading
