@@ -3,12 +3,11 @@
 items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
@@ -43,31 +42,43 @@ class BatchRunner:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
         self._runner.check()
 
+    def compute(self, seq_ids: Sequence[Hashable], packed: PackedTokens) -> torch.Tensor:
+        """Compute one forward pass over the sequences; return the wanted logits. Exceptions of the model come through."""
+        logits = self._runner.forward(packed, self._step(seq_ids, packed))
+        self._count(len(packed.token_ids))
+        return logits
+
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
-        """Compute one forward pass. Exceptions of the model come through.
+        """Compute one forward pass, as `compute`.
 
         blender: for items that reuse segments; None if there are none.
         """
-        self._transfers.run()
-        ids, token_ids, starts, ends, wanted, reuses = (list(column) for column in zip(*items, strict=True))
-        slots, tables = self._manager.slot_mappings(ids, starts, ends), self._manager.block_tables(ids)
-        step = Step.make(self._cache, slots, tables, starts, ends)
-        packed = PackedTokens(np.concatenate(token_ids), starts, ends, _rows_of(token_ids, wanted))
-        blended: list[BlendCounts] = []
-        if any(reuses):
-            assert blender is not None, "a request is admitted with reused segments only where there is a blender"
-            blend = blender.begin(step, items)
-            logits = self._runner.forward(packed, replace(step, blend=blend))
-            blended = blend.counts()
-        else:
-            logits = self._runner.forward(packed, step)
-        self.num_passes += 1
-        self.num_computed_tokens += len(packed.token_ids) - sum(counts.num_reused for counts in blended)
+        seq_ids, packed = _packed(items)
+        if not any(item.reuse for item in items):
+            return Computed(self.compute(seq_ids, packed), [])
+        assert blender is not None, "a request is admitted with reused segments only where there is a blender"
+        step = self._step(seq_ids, packed)
+        blend = blender.begin(step, items)
+        logits = self._runner.forward(packed, replace(step, blend=blend))
+        blended = blend.counts()
+        self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
+    def _step(self, seq_ids: Sequence[Hashable], packed: PackedTokens) -> Step:
+        """Return the arguments of attention, once the due moves of blocks are done."""
+        self._transfers.run()
+        slots = self._manager.slot_mappings(seq_ids, packed.starts, packed.ends)
+        return Step.make(self._cache, slots, self._manager.block_tables(seq_ids), packed.starts, packed.ends)
 
-def _rows_of(token_ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return the rows of the pass for the wanted indices of each item."""
-    first_rows = np.cumsum([0, *(len(tokens) for tokens in token_ids)])
-    rows = [first + index for first, indices in zip(first_rows, wanted, strict=False) for index in indices]
-    return np.array(rows, np.int64)
+    def _count(self, num_tokens: int) -> None:
+        self.num_passes += 1
+        self.num_computed_tokens += num_tokens
+
+
+def _packed(items: Sequence[BatchItem]) -> tuple[list[Hashable], PackedTokens]:
+    """Return the sequences of the items, and their tokens in one row."""
+    starts, ends = (np.array(column, np.int64) for column in ([i.start for i in items], [i.end for i in items]))
+    first_rows = np.cumsum(ends - starts) - (ends - starts)
+    wanted = [first + index for first, item in zip(first_rows.tolist(), items, strict=True) for index in item.wanted]
+    tokens = np.concatenate([item.token_ids for item in items])
+    return [item.seq_id for item in items], PackedTokens(tokens, starts, ends, np.array(wanted, np.int64))

@@ -11,15 +11,15 @@ a decoding request has one token, its newest, that has no room yet: num_room = n
 A request for n samples is computed as one until its prompt is done. Then it is forked into n requests, which share the
 prompt's blocks and a SampleGroup, and go their own ways from the first token on.
 
-A step computes a Batch: a Portion of each of some requests.
+A step computes a Batch: the newest token of each request that decodes, and a Portion of each of some prefills.
 """
 
 import secrets
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
+
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,7 @@ class Request:
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
+        self._token_memory = memoryview(self.tokens)  # of which single tokens are read and written at once
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
         if not params.is_greedy or params.changes_logits:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
@@ -252,13 +255,128 @@ class Portion(NamedTuple):
         return self.end == self.request.num_tokens
 
 
+class Decodes:
+    """Running requests that decode: each computes its newest token, and gets one more.
+
+        requests   [ a    b    c    d  ]
+        ends       [ 18   6    10   7  ]     int64: tokens of each, the newest included
+
+    Their facts are kept in columns, made once for as long as the same requests decode together. A request's counters
+    are its own; `begin` reads them anew for each step.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.seq_ids = [request.seq_id for request in requests]
+        self.ends = np.zeros(len(requests), np.int64)
+        self._request_ids = [request.request_id for request in requests]
+        self._sample_indices = [request.sample_index for request in requests]
+        self._stop_ids = [request.stop_ids for request in requests]
+        self._memory = [request._token_memory for request in requests]
+        self._limits = np.array([len(request.tokens) for request in requests], np.int64)
+        self._sinks = [request.group.sink for request in requests]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def begin(self) -> None:
+        """Take room for the newest tokens, which the block manager has given: a step begins."""
+        for request in self.requests:
+            request.num_room += 1
+        self.ends = np.array([request.num_room for request in self.requests], np.int64)
+
+    @property
+    def newest_tokens(self) -> npt.NDArray[np.int32]:
+        """The newest token of each, int32."""
+        newest = [memory[end - 1] for memory, end in zip(self._memory, self.ends.tolist(), strict=True)]
+        return np.array(newest, np.int32)
+
+    @property
+    def portions(self) -> "list[Portion]":
+        """The same as portions, one each."""
+        return [Portion(request, end - 1, end) for request, end in zip(self.requests, self.ends.tolist(), strict=True)]
+
+    def set_computed(self) -> None:
+        """Note that K and V of the newest tokens are in blocks."""
+        for request in self.requests:
+            request.num_computed += 1
+
+    def that_filled(self, block_size: int) -> list[Request]:
+        """Return the requests whose newest token is the last one of a block."""
+        return [self.requests[row] for row in np.flatnonzero(self.ends % block_size == 0).tolist()]
+
+    def last_rows(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the rows of those for whom the next token is the last one."""
+        stopped = [row for row, (token, ids) in enumerate(zip(token_ids, self._stop_ids, strict=True)) if token in ids]
+        full = np.flatnonzero(self.ends + 1 == self._limits).tolist()
+        return sorted({*full, *stopped}) if full or stopped else []
+
+    def take(self, token_ids: Sequence[int], default: list[StepOutput], but: Sequence[int] = ()) -> None:
+        """Give each its next token, and tell its caller.
+
+        default: takes the outputs of requests without a sink. but: rows to leave out, those of last tokens.
+        """
+        token_ids = _but(token_ids, but)
+        for request, memory, token in zip(_but(self.requests, but), _but(self._memory, but), token_ids, strict=True):
+            end = request.num_tokens
+            memory[end] = token
+            request.num_tokens = end + 1
+        outputs = map(StepOutput, _but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
+        sinks = _but(self._sinks, but)
+        if sinks.count(None) == len(sinks):
+            default += list(outputs)
+            return
+        for sink, output in zip(sinks, list(outputs), strict=True):
+            (default if sink is None else sink).append(output)
+
+    def without(self, requests: Iterable[Request]) -> "Decodes":
+        """Return the others, amid the same step."""
+        gone = set(requests)
+        rows = [row for row, request in enumerate(self.requests) if request not in gone]
+        others = Decodes([self.requests[row] for row in rows])
+        others.ends = self.ends[rows]
+        return others
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The portions that one step computes, once the manager's moves are done: decodes first, then prefills."""
+    """The tokens that one step computes, once the manager's moves are done: decodes first, then prefills."""
 
-    portions: list[Portion]
+    decodes: Decodes
+    prefills: list[Portion]
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, in the order of their tokens."""
+        return [*self.decodes.requests, *(portion.request for portion in self.prefills)]
+
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """Their ids in the block manager."""
+        return [*self.decodes.seq_ids, *(portion.request.seq_id for portion in self.prefills)]
+
+    @property
+    def portions(self) -> list[Portion]:
+        """All of it as portions."""
+        return [*self.decodes.portions, *self.prefills]
 
     @property
     def num_tokens(self) -> int:
         """How many tokens all portions have."""
-        return sum(portion.num_tokens for portion in self.portions)
+        return len(self.decodes) + sum(portion.num_tokens for portion in self.prefills)
+
+    def without(self, requests: Sequence[Request]) -> "Batch":
+        """Return the portions of the other requests."""
+        prefills = [portion for portion in self.prefills if portion.request not in requests]
+        return Batch(self.decodes.without(requests), prefills)
+
+
+def _but(column: Sequence[Item], rows: Sequence[int]) -> Sequence[Item]:
+    """Return the column without these rows."""
+    if not rows:
+        return column
+    left_out = set(rows)
+    return [item for row, item in enumerate(column) if row not in left_out]

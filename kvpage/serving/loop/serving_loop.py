@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -28,6 +29,7 @@ from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Batch, Portion, Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
+from kvpage.serving.model.runner import PackedTokens
 from kvpage.serving.model.step import BatchItem
 
 logger = logging.getLogger(__name__)
@@ -199,9 +201,9 @@ class ServingLoop:
 
     def _compute_batch(self) -> Exception | None:
         batch = self._schedule()
-        if not batch.portions:
+        if not len(batch):
             return None
-        untaken = [portion.request for portion in batch.portions]
+        untaken = batch.requests
         try:
             self._take_batch(batch, untaken)
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
@@ -221,10 +223,7 @@ class ServingLoop:
         self._learn_speed(batch, now - begin)
         untaken += chosen.new_requests
         self._complete(chosen)
-        untaken[:] = [*chosen.failed, *chosen.requests[::-1]]
-        for request, token in zip(chosen.requests, chosen.token_ids, strict=True):
-            self._take_token(request, token, now)
-            untaken.pop()
+        self._hand_out(chosen, now, untaken)
         for request in chosen.failed:
             self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
 
@@ -242,37 +241,51 @@ class ServingLoop:
         if tried:  # no other request may hold blocks, or have a part in the failure
             scheduler.requeue([request for request in scheduler.running if request not in tried])
         while True:
-            connectors.ask(scheduler.waiting)
+            connectors.ask(scheduler.waiting, scheduler.num_queued)
             batch = scheduler.schedule(tried)
-            if batch.portions or not scheduler.waiting:
+            if len(batch) or not scheduler.waiting:
                 return batch
             with interruptible():
                 connectors.wait()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        """Return the logits after each portion: [len(batch.portions), vocab_size]."""
-        items = [_item(portion) for portion in batch.portions]
-        computed = self._batch_runner.run(items, self._connectors.blender)
-        if computed.blended:
-            self._connectors.note_blended([portion.request for portion in batch.portions], computed.blended)
+        """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
+        if not any(portion.request.reuse for portion in batch.prefills):
+            return self._batch_runner.compute(batch.seq_ids, _packed(batch))
+        computed = self._batch_runner.run([_item(portion) for portion in batch.portions], self._connectors.blender)
+        self._connectors.note_blended(batch.requests, computed.blended)
         return computed.logits
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
-        is_prefill = batch.num_tokens >= 4 * len(batch.portions)  # mostly
-        if not is_prefill or any(portion.request.reuse for portion in batch.portions):
+        is_prefill = batch.num_tokens >= 4 * len(batch)  # mostly
+        if not is_prefill or any(portion.request.reuse for portion in batch.prefills):
             return
         self._connectors.saw_prefill(batch.num_tokens, seconds)
         if self._rule:
             self._rule.saw_prefill(batch.num_tokens, seconds)
 
     def _complete(self, chosen: ChosenTokens) -> None:
-        self._connectors.keep(chosen.due)
+        self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
             self._scheduler.fork(request, each)
-        self._connectors.save(chosen.due)
+        self._connectors.save(chosen.prefilled)
 
     # --- a request's tokens ------------------------------------------------------------------------------------------
+
+    def _hand_out(self, chosen: ChosenTokens, now: float, untaken: list[Request]) -> None:
+        """Hand out the tokens: those of decodes that go on at once, then the others one by one. untaken: as above."""
+        decodes, first = chosen.batch.decodes, [*chosen.prefilled, *chosen.new_requests]
+        token_ids, first_ids = chosen.token_ids[: len(decodes)], chosen.token_ids[len(decodes) :]
+        rows = decodes.last_rows(token_ids)
+        decodes.take(token_ids, self._outputs, but=rows)
+        last = [decodes.requests[row] for row in rows]
+        untaken[:] = [*chosen.failed, *first[::-1], *last[::-1]]
+        self.num_generated_tokens += len(decodes) - len(rows)
+        self._suspects.clear(*decodes.requests)
+        for request, token in zip([*last, *first], [*(token_ids[row] for row in rows), *first_ids], strict=True):
+            self._take_token(request, token, now)
+            untaken.pop()
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self.num_generated_tokens += 1
@@ -304,6 +317,15 @@ class ServingLoop:
         self._suspects.clear(request)
         self._scheduler.finish(request)
         self._connectors.forget(request)
+
+
+def _packed(batch: Batch) -> PackedTokens:
+    """Return the batch's tokens in one row. The last one of each sequence is wanted, see _item."""
+    decodes, prefills = batch.decodes, batch.prefills
+    starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
+    ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
+    tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]
+    return PackedTokens(np.concatenate(tokens), starts, ends, np.cumsum(ends - starts) - 1)
 
 
 def _item(portion: Portion) -> BatchItem:

@@ -176,15 +176,19 @@ class StoreConnector:
         self._loaders = started_pool(2, "kvpage-load")
         self._savers = started_pool(1, "kvpage-save")
 
-    def ask(self, waiting: Iterable[Request]) -> None:
-        """Go on with everything under way, and ask the store for the first of the waiting requests."""
+    def ask(self, waiting: Iterable[Request]) -> bool:
+        """Go on with everything under way, and ask the store for the first of the waiting requests.
+
+        Returns whether it has been asked for all of them.
+        """
         self._poll()
         for request in waiting:
             if len(self._loads) + len(self._late) >= self._max_loads:
-                break
+                return False
             if request not in self._asked:
                 self._asked.add(request)
                 self._start(request)
+        return True
 
     def holds(self, request: Request) -> bool:
         """Whether K and V for the request are on their way."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
 
@@ -26,13 +26,13 @@ class PackedTokens:
     """
 
     token_ids: npt.NDArray[np.int32]
-    starts: list[int]
-    ends: list[int]
+    starts: Positions
+    ends: Positions
     wanted: npt.NDArray[np.int64]
 
     def positions(self) -> npt.NDArray[np.int64]:
         """Return the position of each token in its own sequence."""
-        starts, ends = np.array(self.starts, np.int64), np.array(self.ends, np.int64)
+        starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
         counts = ends - starts
         rows_before = np.cumsum(counts) - counts
         positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)

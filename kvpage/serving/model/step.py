@@ -23,6 +23,9 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
+Positions = Sequence[int] | npt.NDArray[np.int64]
+"""A position in each of several sequences."""
+
 
 class BatchItem(NamedTuple):
     """The positions [start, end) of one sequence, to be computed in one forward pass.
@@ -126,20 +129,22 @@ class Step:
         engine: CacheEngine,
         slot_mapping: npt.NDArray[np.int64],
         block_tables: npt.NDArray[np.int32],
-        starts: list[int],
-        ends: list[int],
+        starts: Positions,
+        ends: Positions,
     ) -> "Step":
         """Return a step that computes the positions [starts[i], ends[i]) of each sequence."""
-        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        seq_lens = np.asarray(ends, np.int64)
+        query_lens = seq_lens - np.asarray(starts, np.int64)
+        is_decode = bool((query_lens == 1).all())
         return cls(
             caches=dict(zip(engine.layer_ids, engine.bound_caches, strict=True)),
             layout=engine.layout,
             slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
             block_tables=_upload(torch.from_numpy(block_tables), engine.device),
-            device_query_lens=None if set(query_lens) == {1} else _upload(torch.tensor(query_lens), engine.device),
-            device_seq_lens=_upload(torch.tensor(ends), engine.device),
-            query_lens=query_lens,
-            seq_lens=ends,
+            device_query_lens=None if is_decode else _upload(torch.from_numpy(query_lens), engine.device),
+            device_seq_lens=_upload(torch.from_numpy(seq_lens), engine.device),
+            query_lens=query_lens.tolist(),
+            seq_lens=seq_lens.tolist(),
         )
 
     def of_rows(self, rows: torch.Tensor) -> "Step":
