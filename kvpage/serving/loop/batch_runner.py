@@ -43,7 +43,7 @@ class BatchRunner:
         self._runner.check()
 
     def compute(self, seq_ids: Sequence[Hashable], packed: PackedTokens) -> torch.Tensor:
-        """Compute one forward pass over the sequences; return the wanted logits. Exceptions of the model come through."""
+        """Compute one forward pass; return the wanted logits. Exceptions of the model come through."""
         logits = self._runner.forward(packed, self._step(seq_ids, packed))
         self._count(len(packed.token_ids))
         return logits

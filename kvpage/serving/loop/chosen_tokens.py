@@ -32,7 +32,7 @@ class ChosenTokens:
 
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
-    """Choose the next tokens. logits: [len(batch), vocab_size], after each decode and the last token of each portion."""
+    """Choose the next tokens. logits: [len(batch), vocab_size], after the last token of each decode and portion."""
     num_decodes = len(batch.decodes)
     last = [row for row, portion in enumerate(batch.prefills, num_decodes) if portion.is_last]
     rows = [*range(num_decodes), *last]

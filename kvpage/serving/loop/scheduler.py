@@ -266,7 +266,7 @@ class Scheduler:
         return self.waiting[: 2 * self.max_num_seqs + 1]  # as many may be admitted, and as many and one passed over
 
     def _allocated(self, request: Request, num_spare: int) -> bool:
-        """Move a request from waiting to running; False if blocks are short and others run. num_spare: see _allocate."""
+        """Move a request from waiting to running, as `_allocate`; False if blocks are short and others run."""
         if self._allocate(request, num_spare):
             return True
         if self.running:
@@ -378,9 +378,7 @@ def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> boo
     It then goes with the next step's decodes, beside no other prefill.
     """
     return (
-        request.may_blend
-        and request.num_tokens > budget
-        and any(portion.num_tokens > 1 for portion in batch.prefills)
+        request.may_blend and request.num_tokens > budget and any(portion.num_tokens > 1 for portion in batch.prefills)
     )
 
 
