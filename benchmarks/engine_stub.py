@@ -67,7 +67,7 @@ class StubbedLlama(tf.LlamaForCausalLM):
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "schedule": [(Scheduler, "schedule")],
     "slots and tables": [(BlockManager, "slot_mappings"), (BlockManager, "block_tables")],
-    "make the step": [(BatchRunner, "run"), (ModelRunner, "forward")],
+    "make the step": [(BatchRunner, "compute"), (ModelRunner, "forward")],
     "the stub": [(StubbedLlama, "forward")],
     "sample": [(serving_loop, "choose_tokens")],
     "complete": [(Scheduler, "complete")],

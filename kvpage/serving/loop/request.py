@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvpage.blend.segments import Reuse
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
-from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
+from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput, outputs_of_tokens
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
 
@@ -93,7 +93,9 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.blending = blending
-        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        self.seed = params.seed or 0
+        if params.seed is None and not params.is_greedy:
+            self.seed = secrets.randbelow(MAX_SEED)
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
@@ -258,23 +260,27 @@ class Portion(NamedTuple):
 class Decodes:
     """Running requests that decode: each computes its newest token, and gets one more.
 
-        requests   [ a    b    c    d  ]
-        ends       [ 18   6    10   7  ]     int64: tokens of each, the newest included
+        requests        [ a    b    c    d  ]
+        ends            [ 18   6    10   7  ]     int64: tokens of each, the newest included
+        newest_tokens   [ 311  5    42   8  ]     int32
 
-    Their facts are kept in columns, made once for as long as the same requests decode together. A request's counters
-    are its own; `begin` reads them anew for each step.
+    The other columns are made once, for as long as the same requests decode together. `begin` moves these two on to
+    the next step.
     """
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         self.seq_ids = [request.seq_id for request in requests]
-        self.ends = np.zeros(len(requests), np.int64)
+        self.ends, self.newest_tokens = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int32)
+        self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
         self._request_ids = [request.request_id for request in requests]
         self._sample_indices = [request.sample_index for request in requests]
-        self._stop_ids = [request.stop_ids for request in requests]
         self._memory = [request._token_memory for request in requests]
         self._limits = np.array([len(request.tokens) for request in requests], np.int64)
+        self._stop_ids = [request.stop_ids for request in requests]
+        self._all_stop_ids = frozenset[int]().union(*set(self._stop_ids))
         self._sinks = [request.group.sink for request in requests]
+        self._has_sinks = any(sink is not None for sink in self._sinks)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -283,13 +289,13 @@ class Decodes:
         """Take room for the newest tokens, which the block manager has given: a step begins."""
         for request in self.requests:
             request.num_room += 1
-        self.ends = np.array([request.num_room for request in self.requests], np.int64)
+        self.ends, self.newest_tokens = self._next or self._read()
+        self._next = None
 
-    @property
-    def newest_tokens(self) -> npt.NDArray[np.int32]:
-        """The newest token of each, int32."""
-        newest = [memory[end - 1] for memory, end in zip(self._memory, self.ends.tolist(), strict=True)]
-        return np.array(newest, np.int32)
+    def _read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        ends = [request.num_tokens for request in self.requests]
+        newest = [memory[end - 1] for memory, end in zip(self._memory, ends, strict=True)]
+        return np.array(ends, np.int64), np.array(newest, np.int32)
 
     @property
     def portions(self) -> "list[Portion]":
@@ -303,30 +309,35 @@ class Decodes:
 
     def that_filled(self, block_size: int) -> list[Request]:
         """Return the requests whose newest token is the last one of a block."""
+        if not self.requests:
+            return []
         return [self.requests[row] for row in np.flatnonzero(self.ends % block_size == 0).tolist()]
 
     def last_rows(self, token_ids: Sequence[int]) -> list[int]:
         """Return the rows of those for whom the next token is the last one."""
-        stopped = [row for row, (token, ids) in enumerate(zip(token_ids, self._stop_ids, strict=True)) if token in ids]
-        full = np.flatnonzero(self.ends + 1 == self._limits).tolist()
-        return sorted({*full, *stopped}) if full or stopped else []
+        rows: list[int] = np.flatnonzero(self.ends + 1 == self._limits).tolist()
+        if self._all_stop_ids.isdisjoint(token_ids):
+            return rows
+        pairs = zip(token_ids, self._stop_ids, strict=True)
+        return sorted({*rows, *(row for row, (token, stop_ids) in enumerate(pairs) if token in stop_ids)})
 
     def take(self, token_ids: Sequence[int], default: list[StepOutput], but: Sequence[int] = ()) -> None:
         """Give each its next token, and tell its caller.
 
         default: takes the outputs of requests without a sink. but: rows to leave out, those of last tokens.
         """
+        if not but:
+            self._next = self.ends + 1, np.array(token_ids, np.int32)
         token_ids = _but(token_ids, but)
         for request, memory, token in zip(_but(self.requests, but), _but(self._memory, but), token_ids, strict=True):
             end = request.num_tokens
             memory[end] = token
             request.num_tokens = end + 1
-        outputs = map(StepOutput, _but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
-        sinks = _but(self._sinks, but)
-        if sinks.count(None) == len(sinks):
-            default += list(outputs)
+        outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
+        if not self._has_sinks:
+            default += outputs
             return
-        for sink, output in zip(sinks, list(outputs), strict=True):
+        for sink, output in zip(_but(self._sinks, but), outputs, strict=True):
             (default if sink is None else sink).append(output)
 
     def without(self, requests: Iterable[Request]) -> "Decodes":
@@ -334,7 +345,7 @@ class Decodes:
         gone = set(requests)
         rows = [row for row, request in enumerate(self.requests) if request not in gone]
         others = Decodes([self.requests[row] for row in rows])
-        others.ends = self.ends[rows]
+        others.ends, others.newest_tokens = self.ends[rows], self.newest_tokens[rows]
         return others
 
 

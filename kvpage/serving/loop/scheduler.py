@@ -345,7 +345,7 @@ class _Prefills:
 
     def will_share(self, request: Request) -> bool:
         """Whether one of them has yet to compute a whole block with which `request` begins, too."""
-        if request.num_tokens <= self._block_size:
+        if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
         return any(self._num_shared(request, other) > other.num_computed for other in others)

@@ -185,12 +185,14 @@ class ServingLoop:
                 self._abort_dropped()
                 self._telemetry.tell()
 
-    @uninterrupted
     def _abort_dropped(self) -> None:
-        while self._dropped:
-            request = self._dropped.popleft()
-            if self.requests.get(request.request_id) is request:
-                self.abort(request)
+        if not self._dropped:
+            return
+        with HeldInterrupts():
+            while self._dropped:
+                request = self._dropped.popleft()
+                if self.requests.get(request.request_id) is request:
+                    self.abort(request)
 
     def _try_batch(self) -> Exception | None:
         """Compute a batch; return its exception if that is worth a second try."""

@@ -88,7 +88,7 @@ class Step:
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
     takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
-    sequences: block tables and lengths, checked once for all layers: lengths of the host on a CPU, else of the device.
+    sequences: block tables and lengths, checked once for all layers.
     """
 
     caches: dict[int, BoundCache]
@@ -109,7 +109,6 @@ class Step:
     sequences: Sequences = field(init=False)
 
     def __post_init__(self) -> None:
-        on_host = self.slot_mapping.device.type == "cpu"
         knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
         self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
         self.takes_all_rows = self.attends_in_place and self.query_positions is None
@@ -117,8 +116,8 @@ class Step:
             next(iter(self.caches.values())),
             sum(self.query_lens),
             self.block_tables,
-            self.seq_lens if on_host else self.device_seq_lens,
-            self.query_lens if on_host else self.device_query_lens,
+            self.device_seq_lens,
+            self.device_query_lens,
             max(self.query_lens),
             max(self.seq_lens),
         )
