@@ -14,7 +14,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.checks.tokens import Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop import serving_loop
-from kvpage.serving.loop.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.runner import ModelRunner
 

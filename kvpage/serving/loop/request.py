@@ -10,8 +10,6 @@ a decoding request has one token, its newest, that has no room yet: num_room = n
 
 A request for n samples is computed as one until its prompt is done. Then it is forked into n requests, which share the
 prompt's blocks and a SampleGroup, and go their own ways from the first token on.
-
-A step computes a Batch: the newest token of each request that decodes, and a Portion of each of some prefills.
 """
 
 import secrets
@@ -19,18 +17,15 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.segments import Reuse
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
-from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput, outputs_of_tokens
+from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
-
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -155,10 +150,6 @@ class Request:
         self.num_room = self.num_tokens
         return self.group.note_cached(num_cached_tokens)
 
-    def add_room(self) -> None:
-        """Take room for the newest token."""
-        self.num_room += 1
-
     def set_computed(self, num_computed: int) -> None:
         """Note that K and V of so many leading tokens are in blocks."""
         self.num_computed = num_computed
@@ -194,6 +185,11 @@ class Request:
     def num_generated(self) -> int:
         """How many tokens it has generated."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def newest_token(self) -> int:
+        """Its last token by now."""
+        return self._token_memory[self.num_tokens - 1]
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -239,155 +235,24 @@ class Request:
         )
 
 
-class Portion(NamedTuple):
-    """The tokens [start, end) of a request, which one step computes."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it has."""
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the logits of its last row give the request's next token."""
-        return self.end == self.request.num_tokens
+# --- many requests that decode ---------------------------------------------------------------------------------------
 
 
-class Decodes:
-    """Running requests that decode: each computes its newest token, and gets one more.
-
-        requests        [ a    b    c    d  ]
-        ends            [ 18   6    10   7  ]     int64: tokens of each, the newest included
-        newest_tokens   [ 311  5    42   8  ]     int32
-
-    The other columns are made once, for as long as the same requests decode together. `begin` moves these two on to
-    the next step.
-    """
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.seq_ids = [request.seq_id for request in requests]
-        self.ends, self.newest_tokens = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int32)
-        self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
-        self._request_ids = [request.request_id for request in requests]
-        self._sample_indices = [request.sample_index for request in requests]
-        self._memory = [request._token_memory for request in requests]
-        self._limits = np.array([len(request.tokens) for request in requests], np.int64)
-        self._stop_ids = [request.stop_ids for request in requests]
-        self._all_stop_ids = frozenset[int]().union(*set(self._stop_ids))
-        self._sinks = [request.group.sink for request in requests]
-        self._has_sinks = any(sink is not None for sink in self._sinks)
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def begin(self) -> None:
-        """Take room for the newest tokens, which the block manager has given: a step begins."""
-        for request in self.requests:
-            request.num_room += 1
-        self.ends, self.newest_tokens = self._next or self._read()
-        self._next = None
-
-    def _read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        ends = [request.num_tokens for request in self.requests]
-        newest = [memory[end - 1] for memory, end in zip(self._memory, ends, strict=True)]
-        return np.array(ends, np.int64), np.array(newest, np.int32)
-
-    @property
-    def portions(self) -> "list[Portion]":
-        """The same as portions, one each."""
-        return [Portion(request, end - 1, end) for request, end in zip(self.requests, self.ends.tolist(), strict=True)]
-
-    def set_computed(self) -> None:
-        """Note that K and V of the newest tokens are in blocks."""
-        for request in self.requests:
-            request.num_computed += 1
-
-    def that_filled(self, block_size: int) -> list[Request]:
-        """Return the requests whose newest token is the last one of a block."""
-        if not self.requests:
-            return []
-        return [self.requests[row] for row in np.flatnonzero(self.ends % block_size == 0).tolist()]
-
-    def last_rows(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the rows of those for whom the next token is the last one."""
-        rows: list[int] = np.flatnonzero(self.ends + 1 == self._limits).tolist()
-        if self._all_stop_ids.isdisjoint(token_ids):
-            return rows
-        pairs = zip(token_ids, self._stop_ids, strict=True)
-        return sorted({*rows, *(row for row, (token, stop_ids) in enumerate(pairs) if token in stop_ids)})
-
-    def take(self, token_ids: Sequence[int], default: list[StepOutput], but: Sequence[int] = ()) -> None:
-        """Give each its next token, and tell its caller.
-
-        default: takes the outputs of requests without a sink. but: rows to leave out, those of last tokens.
-        """
-        if not but:
-            self._next = self.ends + 1, np.array(token_ids, np.int32)
-        token_ids = _but(token_ids, but)
-        for request, memory, token in zip(_but(self.requests, but), _but(self._memory, but), token_ids, strict=True):
-            end = request.num_tokens
-            memory[end] = token
-            request.num_tokens = end + 1
-        outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
-        if not self._has_sinks:
-            default += outputs
-            return
-        for sink, output in zip(_but(self._sinks, but), outputs, strict=True):
-            (default if sink is None else sink).append(output)
-
-    def without(self, requests: Iterable[Request]) -> "Decodes":
-        """Return the others, amid the same step."""
-        gone = set(requests)
-        rows = [row for row, request in enumerate(self.requests) if request not in gone]
-        others = Decodes([self.requests[row] for row in rows])
-        others.ends, others.newest_tokens = self.ends[rows], self.newest_tokens[rows]
-        return others
+def add_room(requests: Iterable[Request]) -> None:
+    """Take room for the newest token of each."""
+    for request in requests:
+        request.num_room += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens that one step computes, once the manager's moves are done: decodes first, then prefills."""
-
-    decodes: Decodes
-    prefills: list[Portion]
-
-    def __len__(self) -> int:
-        return len(self.decodes) + len(self.prefills)
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests, in the order of their tokens."""
-        return [*self.decodes.requests, *(portion.request for portion in self.prefills)]
-
-    @property
-    def seq_ids(self) -> list[Hashable]:
-        """Their ids in the block manager."""
-        return [*self.decodes.seq_ids, *(portion.request.seq_id for portion in self.prefills)]
-
-    @property
-    def portions(self) -> list[Portion]:
-        """All of it as portions."""
-        return [*self.decodes.portions, *self.prefills]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all portions have."""
-        return len(self.decodes) + sum(portion.num_tokens for portion in self.prefills)
-
-    def without(self, requests: Sequence[Request]) -> "Batch":
-        """Return the portions of the other requests."""
-        prefills = [portion for portion in self.prefills if portion.request not in requests]
-        return Batch(self.decodes.without(requests), prefills)
+def note_computed(requests: Iterable[Request]) -> None:
+    """Note that K and V of one more token of each are in blocks."""
+    for request in requests:
+        request.num_computed += 1
 
 
-def _but(column: Sequence[Item], rows: Sequence[int]) -> Sequence[Item]:
-    """Return the column without these rows."""
-    if not rows:
-        return column
-    left_out = set(rows)
-    return [item for row, item in enumerate(column) if row not in left_out]
+def append_tokens(requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+    """Append a new token to each, which is neither its first one nor its last."""
+    for request, token in zip(requests, token_ids, strict=True):
+        end = request.num_tokens
+        request._token_memory[end] = token
+        request.num_tokens = end + 1

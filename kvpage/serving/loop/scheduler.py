@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.serving.loop.request import Batch, Decodes, Portion, Request
+from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
+from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""

@@ -15,21 +15,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.observe.telemetry import Telemetry
-from kvpage.serving.loop.batch_runner import BatchRunner
-from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
+from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.batch.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.request import Batch, Portion, Request
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
-from kvpage.serving.model.runner import PackedTokens
 from kvpage.serving.model.step import BatchItem
 
 logger = logging.getLogger(__name__)
@@ -253,8 +252,8 @@ class ServingLoop:
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
         if not any(portion.request.reuse for portion in batch.prefills):
-            return self._batch_runner.compute(batch.seq_ids, _packed(batch))
-        computed = self._batch_runner.run([_item(portion) for portion in batch.portions], self._connectors.blender)
+            return self._batch_runner.compute(batch.seq_ids, batch.packed())
+        computed = self._batch_runner.run(batch.items(), self._connectors.blender)
         self._connectors.note_blended(batch.requests, computed.blended)
         return computed.logits
 
@@ -319,18 +318,3 @@ class ServingLoop:
         self._suspects.clear(request)
         self._scheduler.finish(request)
         self._connectors.forget(request)
-
-
-def _packed(batch: Batch) -> PackedTokens:
-    """Return the batch's tokens in one row. The last one of each sequence is wanted, see _item."""
-    decodes, prefills = batch.decodes, batch.prefills
-    starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
-    ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
-    tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]
-    return PackedTokens(np.concatenate(tokens), starts, ends, np.cumsum(ends - starts) - 1)
-
-
-def _item(portion: Portion) -> BatchItem:
-    """Return the batch item of a portion. Its last row is wanted: K and V that give no numbers are not committed."""
-    request, start, end = portion
-    return BatchItem(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpage.serving.loop.request import Batch, Request
+from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.sampler import sample
 
