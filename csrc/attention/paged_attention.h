@@ -1,8 +1,8 @@
 // Attention over the blocks of a cache in host memory, read in place: for decoding and for short chunks of a prompt.
 //
 // The queries of a batch follow each other by sequence; those of a sequence are its last tokens. Work is cut into
-// tasks (attention_kernel.h): some queries of one sequence and some of its KV heads, over its keys. A task over many
-// keys is split, so that one long sequence keeps every thread busy; the thread that ends the last part merges them.
+// tasks (attention_plan.h), which threads take as they come. The sums of a query are the same whatever else is in the
+// batch (attention_kernel.h).
 #pragma once
 
 #include <cstdint>
