@@ -35,7 +35,13 @@ class AttentionProcess:
                 process.terminate()
 
     def prepare(
-        self, lengths: Sequence[int], queries: Sequence[int], shared: int, shape: Sequence[int], dtype: str, threads: int
+        self,
+        lengths: Sequence[int],
+        queries: Sequence[int],
+        shared: int,
+        shape: Sequence[int],
+        dtype: str,
+        threads: int,
     ) -> None:
         """Make a step there, and compare its result with torch's.
 

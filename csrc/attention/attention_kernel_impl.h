@@ -22,6 +22,7 @@ struct SpanRun {
 template <typename T>
 void load_queries(const AttentionTask& task, Rows queries) {
   const AttentionLayer& layer = *task.layer;
+  const float scale = in_log2(layer.scale);
   int64_t row = 0;
   for (int64_t head = 0; head < task.num_heads; ++head)
     for (int64_t s = 0; s < task.num_spans; ++s)
@@ -32,7 +33,7 @@ void load_queries(const AttentionTask& task, Rows queries) {
                                                      query_head * layer.query_head_stride);
           for (int64_t d = 0; d < queries.stride; d += kLanes) {
             const int64_t count = most(0, least(kLanes, layer.key_size - d));
-            store(queries[row] + d, layer.scale * (count ? load_partial(from + d, count) : Vec{}));
+            store(queries[row] + d, scale * (count ? load_partial(from + d, count) : Vec{}));
           }
         }
 }
@@ -75,6 +76,25 @@ void score_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t s
       score_panels<constant.value>(queries.from(row), turned, size, any.first / kPanel,
                                    (any.last + kPanel - 1) / kPanel, scores.from(row));
     });
+  });
+}
+
+// Turns only as many keys as the next scores need: they are still in the first cache then, and memory is asked for the
+// values all the while.
+template <typename T>
+void score_few_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const TileView<T>& tile,
+                    float* turned, Rows scores) {
+  const TileRange any = Ranges(seen, num_rows).any;
+  const int64_t last = (any.last + kPanel - 1) / kPanel;
+  with_rows(num_rows, [&](auto constant) {
+    constexpr int kRows = constant.value;
+    constexpr int64_t kPanels = most(num_columns(kRows) / kPanelVectors, 1);
+    for (int64_t panel = any.first / kPanel; panel < last; panel += kPanels) {
+      const int64_t next = least(panel + kPanels, last);
+      float* base = turned - panel * kPanel * size;
+      turn_keys(tile.keys, tile.next_values, panel * kPanel, next * kPanel, size, base);
+      score_panels<kRows>(queries, base, size, panel, next, scores);
+    }
   });
 }
 
@@ -126,9 +146,13 @@ void attend_head(const AttentionTask& task, const AttentionScratch& scratch, con
   const int64_t row = head * task.num_rows + run.row, stride = sum_stride(task);
   const Rows queries{scratch.queries + row * padded(layer.key_size), padded(layer.key_size)};
   const Rows scores{scratch.scores, kTileKeys}, sums{scratch.part.sums + row * stride, stride};
-  turn_keys(tile.keys, tile.next_values, tile.first, tile.last, layer.key_size, scratch.turned);
-  score_rows(queries, run.num_rows, seen, layer.key_size, scratch.turned, scores);
-  soften_rows(scores, run.num_rows, seen, layer.softcap, scratch.part, row, stride, scratch.factors);
+  if (run.num_rows <= kMostRows) {
+    score_few_rows(queries, run.num_rows, seen, layer.key_size, tile, scratch.turned, scores);
+  } else {
+    turn_keys(tile.keys, tile.next_values, tile.first, tile.last, layer.key_size, scratch.turned);
+    score_rows(queries, run.num_rows, seen, layer.key_size, scratch.turned, scores);
+  }
+  soften_rows(scores, run.num_rows, seen, in_log2(layer.softcap), scratch.part, row, stride, scratch.factors);
   if (run.num_rows < kPackedRows)
     sum_in_place(scores, run.num_rows, seen, tile, layer.value_size, sums);
   else
@@ -258,10 +282,10 @@ void finish_row(const AttentionTask& task, int64_t row, int64_t query_head, T* o
   const AttentionLayer& layer = *task.layer;
   float factor = 1.0f, weight = task.state.weights[row];
   if (layer.sinks) {  // one more logit, whose value is zero
-    const float maximum = task.state.maxima[row], sink = layer.sinks[query_head];
+    const float maximum = task.state.maxima[row], sink = layer.sinks[query_head] * kLog2E;
     const float top = sink > maximum ? sink : maximum;
     factor = weight_of(maximum, top);
-    weight = weight * factor + std::exp(sink - top);
+    weight = weight * factor + std::exp2(sink - top);
   }
   const float* sums = task.state.sums + row * sum_stride(task);
   for (int64_t d = 0; d < layer.value_size; ++d) store_element(out + d, sums[d] * (factor / weight));

@@ -7,7 +7,9 @@
 namespace kvpage {
 namespace {
 
-constexpr int64_t kRowsPerHead = 64;  // of a unit: enough that turning a tile of keys is little beside its products
+// Rows of a unit: enough that turning a tile of keys is little beside its products, and that the second cache holds
+// their queries and sums.
+constexpr int64_t kLeastRows = 64, kMostRowBytes = 128 << 10;
 constexpr int64_t kRowsPerTask = 128;  // KV heads of a task: as many as give so many rows
 constexpr int64_t kTasksPerThread = 4;  // so that threads end at about the same time
 constexpr int64_t kGrainBytes = 512 << 10;  // of keys and values for a thread, read once a query
@@ -20,19 +22,27 @@ bool comes_before(const AttentionSpan& a, const AttentionSpan& b, int64_t block_
   return std::lexicographical_compare(a.table, a.table + a_blocks, b.table, b.table + b_blocks);
 }
 
+// Rows that a unit has at most: all threads shall have some.
+int64_t rows_of_unit(const PagedAttention& args) {
+  const int64_t fit = kMostRowBytes / ((args.key_size + args.value_size) * static_cast<int64_t>(sizeof(float)));
+  const int64_t tasks = std::max(args.max_threads, 1) * kTasksPerThread / 2;
+  const int64_t fair = args.num_tokens * args.num_kv_heads * args.group_size / tasks;
+  return std::max(kLeastRows, std::min(fit, fair));
+}
+
 // About how long a task takes.
 int64_t cost(const AttentionTask& task) { return (task.key_end - task.key_begin) * task.num_rows * task.num_heads; }
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const PagedAttention& args, const AttentionLayer& layer) {
+AttentionPlan::AttentionPlan(const PagedAttention& args, const AttentionLayer& layer) : max_rows_(rows_of_unit(args)) {
   make_spans(args);
   make_units(args);
   make_tasks(args, layer);
 }
 
 void AttentionPlan::make_spans(const PagedAttention& args) {
-  const int64_t max_queries = std::max<int64_t>(kRowsPerHead / args.group_size, 1);
+  const int64_t max_queries = std::max<int64_t>(max_rows_ / args.group_size, 1);
   int64_t row = 0, bytes = 0;
   const int64_t row_bytes = (args.key_size + args.value_size) * args.key_cache.element_bytes * args.num_kv_heads;
   for (int64_t seq = 0; seq < args.tables.num_seqs; row += args.query_lens[seq++])
@@ -58,7 +68,7 @@ void AttentionPlan::make_units(const PagedAttention& args) {
   for (int64_t i = 0; i < static_cast<int64_t>(spans_.size()); ++i) {
     const AttentionSpan& span = spans_[i];
     const int64_t rows = span.num_queries * args.group_size;
-    if (!units_.empty() && units_.back().num_rows + rows <= kRowsPerHead) {
+    if (!units_.empty() && units_.back().num_rows + rows <= max_rows_) {
       Unit& unit = units_.back();
       const int64_t begin = std::max(spans_[i - 1].key_begin, span.key_begin) / kTileKeys * kTileKeys;
       if (share_blocks(spans_[i - 1], span, begin, begin + kTileKeys, block_size)) {
@@ -88,7 +98,9 @@ void AttentionPlan::make_tasks(const PagedAttention& args, const AttentionLayer&
   }
   // Longest first, so that no thread begins a long one when the others are done.
   std::stable_sort(whole.begin(), whole.end(), [](const auto& a, const auto& b) { return cost(a) > cost(b); });
-  for (const AttentionTask& task : whole) add_tasks(task, static_cast<int64_t>(whole.size()) < enough);
+  int64_t total = 0;
+  for (const AttentionTask& task : whole) total += cost(task);
+  for (const AttentionTask& task : whole) add_tasks(task, num_threads > 1 && cost(task) > total / enough);
 }
 
 void AttentionPlan::add_tasks(const AttentionTask& whole, bool in_parts) {

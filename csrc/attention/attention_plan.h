@@ -42,6 +42,7 @@ class AttentionPlan {
   void make_tasks(const PagedAttention& args, const AttentionLayer& layer);
   void add_tasks(const AttentionTask& whole, bool in_parts);
 
+  int64_t max_rows_;
   std::vector<AttentionSpan> spans_;
   std::vector<Unit> units_;
 };

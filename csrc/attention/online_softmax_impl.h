@@ -1,5 +1,5 @@
 // The online softmax of rows, for the body of AttentionKernel: scores of a tile become weights relative to the largest
-// score so far, and the sums so far follow it.
+// score so far, and the sums so far follow it. All scores are multiplied by log2(e), and weights are powers of two.
 #pragma once
 
 #include <limits>
@@ -12,6 +12,35 @@ namespace kvpage {
 namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr float kLargest = std::numeric_limits<float>::max(), kLog2E = 1.44269504f;
+
+// A factor of scores, in units of log2; finite as it was.
+inline float in_log2(float x) {
+  const float scaled = x * kLog2E;
+  return scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;
+}
+
+// The largest lane, and the sum of all, as a tree.
+inline float largest_lane(Vec a) {
+#if KVPAGE_LANES == 16
+  a = max(a, KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+#elif KVPAGE_LANES == 8
+  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7));
+#endif
+  const float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
+  return low > high ? low : high;
+}
+
+inline float total_of_lanes(Vec a) {
+#if KVPAGE_LANES == 16
+  a += KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
+#elif KVPAGE_LANES == 8
+  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7);
+#endif
+  return (a[0] + a[1]) + (a[2] + a[3]);
+}
 
 inline bool is_empty(const TileRange& range) { return range.first >= range.last; }
 
@@ -37,7 +66,7 @@ inline float largest_score(float* scores, TileRange seen, float softcap, float m
   const TileRange vectors = mask_scores(scores, seen);
   Vec top = splat(maximum);
   for (int32_t j = vectors.first; j < vectors.last; j += kLanes) top = max(top, load(scores + j));
-  return max_lanes(top);
+  return largest_lane(top);
 }
 
 // Turns a row's scores into weights relative to `maximum`. Returns their total.
@@ -45,11 +74,11 @@ inline float weigh_scores(float* scores, TileRange seen, float maximum) {
   const float base = maximum == kLowest ? 0.0f : maximum;
   Vec total = {};
   for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes) {
-    const Vec weights = exp_negative(load(scores + j) - base);
+    const Vec weights = exp2_negative(load(scores + j) - base);
     store(scores + j, weights);
     total += weights;
   }
-  return sum_lanes(total);
+  return total_of_lanes(total);
 }
 
 // Scores of a tile to weights. Sums, weights and maxima of the rows are of the new maxima afterwards; `factors` has
@@ -65,7 +94,7 @@ inline void soften_rows(Rows scores, int64_t num_rows, const TileRange* seen, fl
     maximum = top;
   }
   for (int64_t r = num_rows; r % kLanes != 0; ++r) factors[r] = 0;
-  for (int64_t r = 0; r < num_rows; r += kLanes) store(factors + r, exp_negative(load(factors + r)));
+  for (int64_t r = 0; r < num_rows; r += kLanes) store(factors + r, exp2_negative(load(factors + r)));
   for (int64_t r = 0; r < num_rows; ++r) {
     if (is_empty(seen[r])) continue;
     const float total = weigh_scores(scores[r], seen[r], state.maxima[row + r]);
@@ -76,8 +105,8 @@ inline void soften_rows(Rows scores, int64_t num_rows, const TileRange* seen, fl
   }
 }
 
-// exp(maximum - top), 0 for a row that has seen no key, also when no row has.
-inline float weight_of(float maximum, float top) { return maximum == kLowest ? 0.0f : std::exp(maximum - top); }
+// 2**(maximum - top), 0 for a row that has seen no key, also when no row has.
+inline float weight_of(float maximum, float top) { return maximum == kLowest ? 0.0f : std::exp2(maximum - top); }
 
 // Adds what rows of `from` have seen to `to`. One copy of the code, so that it rounds alike for every caller.
 __attribute__((noinline)) void merge_rows(const AttentionState& to, const AttentionState& from, int64_t row,

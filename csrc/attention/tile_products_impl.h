@@ -70,75 +70,120 @@ inline void for_row_blocks(int64_t num_rows, const Call& call) {
 // --- keys turned ---------------------------------------------------------------------------------------------------
 
 #if KVPAGE_LANES == 4
-inline void turn_square(Vec (&rows)[4]) {
-  const Vec a = KVPAGE_SHUFFLE(rows[0], rows[1], 0, 4, 1, 5), b = KVPAGE_SHUFFLE(rows[0], rows[1], 2, 6, 3, 7);
-  const Vec c = KVPAGE_SHUFFLE(rows[2], rows[3], 0, 4, 1, 5), d = KVPAGE_SHUFFLE(rows[2], rows[3], 2, 6, 3, 7);
-  rows[0] = KVPAGE_SHUFFLE(a, c, 0, 1, 4, 5), rows[1] = KVPAGE_SHUFFLE(a, c, 2, 3, 6, 7);
-  rows[2] = KVPAGE_SHUFFLE(b, d, 0, 1, 4, 5), rows[3] = KVPAGE_SHUFFLE(b, d, 2, 3, 6, 7);
+inline Vec low_words(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 4, 1, 5); }
+inline Vec high_words(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 2, 6, 3, 7); }
+inline Vec low_pairs(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5); }
+inline Vec high_pairs(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7); }
+inline Vec load_pieces(const std::byte* const* rows, int64_t at) {
+  return load(reinterpret_cast<const float*>(rows[0] + at));
 }
 #elif KVPAGE_LANES == 8
-inline void turn_square(Vec (&rows)[8]) {
-  Vec quarters[8];  // each pair of lanes of 16 bytes is turned: 4 rows by 4 columns
-  for (int i = 0; i < 8; i += 4) {
-    const Vec a = KVPAGE_SHUFFLE(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    const Vec b = KVPAGE_SHUFFLE(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    const Vec c = KVPAGE_SHUFFLE(rows[i + 2], rows[i + 3], 0, 8, 1, 9, 4, 12, 5, 13);
-    const Vec d = KVPAGE_SHUFFLE(rows[i + 2], rows[i + 3], 2, 10, 3, 11, 6, 14, 7, 15);
-    quarters[i] = KVPAGE_SHUFFLE(a, c, 0, 1, 8, 9, 4, 5, 12, 13);
-    quarters[i + 1] = KVPAGE_SHUFFLE(a, c, 2, 3, 10, 11, 6, 7, 14, 15);
-    quarters[i + 2] = KVPAGE_SHUFFLE(b, d, 0, 1, 8, 9, 4, 5, 12, 13);
-    quarters[i + 3] = KVPAGE_SHUFFLE(b, d, 2, 3, 10, 11, 6, 7, 14, 15);
-  }
-  for (int i = 0; i < 4; ++i) {
-    rows[i] = KVPAGE_SHUFFLE(quarters[i], quarters[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    rows[i + 4] = KVPAGE_SHUFFLE(quarters[i], quarters[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
+inline Vec low_words(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+inline Vec high_words(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+inline Vec low_pairs(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
+inline Vec high_pairs(Vec a, Vec b) { return KVPAGE_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+inline Vec load_pieces(const std::byte* const* rows, int64_t at) {
+  const auto piece = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[4 * i] + at)); };
+  return bit_cast<Vec>(_mm256_insertf128_ps(_mm256_castps128_ps256(piece(0)), piece(1), 1));
 }
 #else
-inline void turn_square(Vec (&rows)[16]) {
-  Vec quarters[16];  // each four lanes of 16 bytes are turned: 4 rows by 4 columns
-  for (int i = 0; i < 16; i += 4) {
-    const Vec a = KVPAGE_SHUFFLE(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    const Vec b = KVPAGE_SHUFFLE(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const Vec c = KVPAGE_SHUFFLE(rows[i + 2], rows[i + 3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    const Vec d = KVPAGE_SHUFFLE(rows[i + 2], rows[i + 3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    quarters[i] = KVPAGE_SHUFFLE(a, c, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    quarters[i + 1] = KVPAGE_SHUFFLE(a, c, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    quarters[i + 2] = KVPAGE_SHUFFLE(b, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    quarters[i + 3] = KVPAGE_SHUFFLE(b, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-  for (int i = 0; i < 4; ++i) {
-    const Vec a = KVPAGE_SHUFFLE(quarters[i], quarters[i + 4], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    const Vec b =
-        KVPAGE_SHUFFLE(quarters[i], quarters[i + 4], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    const Vec c =
-        KVPAGE_SHUFFLE(quarters[i + 8], quarters[i + 12], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    const Vec d =
-        KVPAGE_SHUFFLE(quarters[i + 8], quarters[i + 12], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    rows[i] = KVPAGE_SHUFFLE(a, c, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    rows[i + 4] = KVPAGE_SHUFFLE(a, c, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    rows[i + 8] = KVPAGE_SHUFFLE(b, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    rows[i + 12] = KVPAGE_SHUFFLE(b, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  }
+inline Vec low_words(Vec a, Vec b) {
+  return KVPAGE_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+}
+inline Vec high_words(Vec a, Vec b) {
+  return KVPAGE_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+inline Vec low_pairs(Vec a, Vec b) {
+  return KVPAGE_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+}
+inline Vec high_pairs(Vec a, Vec b) {
+  return KVPAGE_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+inline Vec load_pieces(const std::byte* const* rows, int64_t at) {
+  const auto piece = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[4 * i] + at)); };
+  const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(piece(0)), piece(1), 1);
+  const __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(piece(2)), piece(3), 1);
+  return bit_cast<Vec>(_mm512_maskz_insertf32x8(0xffff, _mm512_castps256_ps512(low), high, 1));
 }
 #endif
 
-// Writes the panels of keys [begin, end) of a tile, whole vectors of them. While a row is read, `next` of it is
-// fetched: blocks are anywhere in memory, so the hardware cannot foresee them.
+// A square of words from kLanes rows, its columns as vectors. A piece of 16 bytes is four words of a row; pieces of the
+// rows i, i + 4, ... are beside each other in a register, so that four rows by four words are turned in all at once:
+//
+//   rows      a0 a1 a2 a3 | e0 e1 e2 e3          columns     a0 b0 c0 d0 | e0 f0 g0 h0
+//             b0 b1 b2 b3 | f0 f1 f2 f3                      a1 b1 c1 d1 | e1 f1 g1 h1
+inline void load_turned(const std::byte* const* rows, int64_t at, Vec (&columns)[kLanes]) {
+  for (int c = 0; c < kLanes; c += 4) {
+    Vec pieces[4];
+    for (int i = 0; i < 4; ++i) pieces[i] = load_pieces(rows + i, at + c * 4);
+    const Vec a = low_words(pieces[0], pieces[1]), b = high_words(pieces[0], pieces[1]);
+    const Vec e = low_words(pieces[2], pieces[3]), f = high_words(pieces[2], pieces[3]);
+    columns[c] = low_pairs(a, e), columns[c + 1] = high_pairs(a, e);
+    columns[c + 2] = low_pairs(b, f), columns[c + 3] = high_pairs(b, f);
+  }
+}
+
+// Elements of a row that become columns at once. Words are fp32, or pairs of bf16.
+template <typename T>
+constexpr int64_t kSquareElements = sizeof(T) == 2 ? 2 * kLanes : kLanes;
+
+inline void turn_square(const std::byte* const* rows, int64_t at, const float*, int64_t count, float* to) {
+  Vec columns[kLanes];
+  load_turned(rows, at, columns);
+  for (int64_t d = 0; d < count; ++d) store(to + d * kPanel, columns[d]);
+}
+
+inline void turn_square(const std::byte* const* rows, int64_t at, const Bf16*, int64_t count, float* to) {
+  Vec columns[kLanes];
+  load_turned(rows, at, columns);
+  for (int64_t d = 0; d < count; ++d) {
+    const WordVec pairs = bit_cast<WordVec>(columns[d / 2]);
+    store(to + d * kPanel, bit_cast<Vec>(d % 2 ? pairs & 0xffff0000u : pairs << 16));
+  }
+}
+
+inline void turn_square(const std::byte* const* rows, int64_t at, const Fp16*, int64_t count, float* to) {
+  float wide[kLanes][2 * kLanes];
+  const std::byte* wide_rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    const Fp16* from = reinterpret_cast<const Fp16*>(rows[i] + at);
+    store(wide[i], load(from)), store(wide[i] + kLanes, load(from + kLanes));
+    wide_rows[i] = reinterpret_cast<const std::byte*>(wide[i]);
+  }
+  for (int64_t d = 0; d < count; d += kLanes)
+    turn_square(wide_rows, d * 4, static_cast<const float*>(nullptr), least(kLanes, count - d), to + d * kPanel);
+}
+
+// Writes one vector of keys of a panel. While a row is read, `next` of it is fetched: blocks are anywhere in memory, so
+// the hardware cannot foresee them.
+template <typename T>
+inline void turn_vector(const std::byte* const* rows, const T* const* next, int64_t size, float* to) {
+  constexpr int64_t kStep = kSquareElements<T>;
+  const T* const type = nullptr;
+  int64_t d = 0;
+  for (; d + kStep <= size; d += kStep) {
+    if (next)
+      for (int i = 0; i < kLanes; ++i) __builtin_prefetch(next[i] + d, 0, 2);
+    turn_square(rows, d * sizeof(T), type, kStep, to + d * kPanel);
+  }
+  if (d == size) return;
+  T rest[kLanes][kStep] = {};  // nothing past the end of a row is read
+  const std::byte* rest_rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    std::memcpy(rest[i], rows[i] + d * sizeof(T), static_cast<size_t>(size - d) * sizeof(T));
+    rest_rows[i] = reinterpret_cast<const std::byte*>(rest[i]);
+  }
+  turn_square(rest_rows, 0, type, size - d, to + d * kPanel);
+}
+
+// Writes the panels of keys [begin, end) of a tile, whole vectors of them.
 template <typename T>
 void turn_keys(const T* const* keys, const T* const* next, int64_t begin, int64_t end, int64_t size, float* turned) {
-  for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes)
-    for (int64_t d = 0; d < size; d += kLanes) {
-      const int64_t count = least(kLanes, size - d);
-      Vec square[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        if (next) __builtin_prefetch(next[j + i] + d, 0, 2);
-        square[i] = count == kLanes ? load(keys[j + i] + d) : load_partial(keys[j + i] + d, count);
-      }
-      turn_square(square);
-      float* to = turned + j / kPanel * kPanel * size + d * kPanel + j % kPanel;
-      for (int64_t i = 0; i < count; ++i) store(to + i * kPanel, square[i]);
-    }
+  for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
+    const std::byte* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) rows[i] = reinterpret_cast<const std::byte*>(keys[j + i]);
+    turn_vector(rows, next ? next + j : nullptr, size, turned + j / kPanel * kPanel * size + j % kPanel);
+  }
 }
 
 // --- scores ----------------------------------------------------------------------------------------------------------
@@ -200,17 +245,20 @@ inline void sum_columns(Rows weights, const T* const* values, const T* const* ne
                         [&](int64_t j, int) { return load_partial(values[j] + d, size - d); });
 }
 
-// Copies values [begin, end) into panels, the last one filled up with zeros.
+// Copies values [begin, end) into panels, the last vector filled up with zeros.
 template <typename T>
 void pack_values(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t size,
                  float* packed) {
-  for (int64_t j = begin; j < end; ++j)
-    for (int64_t d = 0; d < padded(size); d += kLanes) {
-      const int64_t count = most(0, least(kLanes, size - d));
-      if (next && count) __builtin_prefetch(next[j] + d, 0, 2);
-      const Vec value = count == kLanes ? load(values[j] + d) : count ? load_partial(values[j] + d, count) : Vec{};
-      store(packed + (d / kPanel * kTileKeys + j) * kPanel + d % kPanel, value);
+  const auto place = [&](int64_t j, int64_t d) { return packed + (d / kPanel * kTileKeys + j) * kPanel + d % kPanel; };
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t j = begin; j < end; ++j) {
+    for (int64_t d = 0; d < whole; d += kLanes) {
+      if (next) __builtin_prefetch(next[j] + d, 0, 2);
+      store(place(j, d), load(values[j] + d));
     }
+    for (int64_t d = whole; d < padded(size); d += kLanes)
+      store(place(j, d), d < size ? load_partial(values[j] + d, size - d) : Vec{});
+  }
 }
 
 template <int kRows>
