@@ -43,7 +43,9 @@ BLOCK_SIZE = 16
 SHAPES = {"small": (2, 4, 64), "llama 3 8B": (8, 4, 128)}  # KV heads, query heads of each, head size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PORTIONS = tuple(range(16, 65, 3))[:16]
-STEPS = {  # tokens of each sequence, queries of each, shared tokens
+STEPS: dict[
+    str, tuple[tuple[int, ...], tuple[int, ...], int]
+] = {  # tokens of each sequence, queries of each, shared tokens
     "decode": ((1088,) * 64, (1,) * 64, 0),
     "decode shared": ((1088,) * 64, (1,) * 64, 1024),
     "prefill": ((2048,), (2048,), 0),
@@ -56,7 +58,8 @@ class Step:
     """One layer's attention of a step: random queries, keys and values, and the tables of its sequences."""
 
     def __init__(self, step: str, shape: str, dtype: torch.dtype) -> None:
-        self.lengths, self.queries, shared = (list(x) if isinstance(x, tuple) else x for x in STEPS[step])
+        lengths, queries, shared = STEPS[step]
+        self.lengths, self.queries = list(lengths), list(queries)
         heads, group, size = SHAPES[shape]
         if shape != "small" and step.startswith("decode"):  # a layer of 64 sequences has 570 MB in fp32
             self.lengths, self.queries = self.lengths[:16], self.queries[:16]
@@ -84,6 +87,7 @@ class Step:
 
     def sdpa(self) -> torch.Tensor:
         gathered = ops.gather_cache(self.cache, self.tables, self.lengths, self.layout)
+        assert gathered is not None
         row, outputs = 0, []
         for seq, (length, count) in enumerate(zip(self.lengths, self.queries, strict=True)):
             begin = sum(self.lengths[:seq])
@@ -108,7 +112,9 @@ def product_rate(rounds: int) -> float:
     return 1024**3 / min(in_turns({"mm": lambda: a @ b}, rounds)["mm"])
 
 
-def measure(step: str, shape: str, dtype: str, threads: int, rounds: int, vllm: AttentionProcess | None) -> dict:
+def measure(
+    step: str, shape: str, dtype: str, threads: int, rounds: int, vllm: AttentionProcess | None
+) -> dict[str, Any]:
     torch.set_num_threads(threads)
     case = Step(step, shape, DTYPES[dtype])
     case.check()
