@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/attention_call.h"
 #include "attention/attention_kernel.h"
-#include "attention/paged_attention.h"
 
 namespace kvpage {
 
