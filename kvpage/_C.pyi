@@ -325,6 +325,33 @@ def write_stretches(
         OSError: An error of the file. Any of the bytes may be written then.
     """
 
+def read_stretches(
+    fd: int,
+    offset: int,
+    runs: npt.NDArray[np.int64],
+    stretch_bytes: int,
+    room: memoryview,
+    max_threads: int,
+    /,
+) -> bytes:
+    """Read one run of a file into many places of memory, and hash each stretch on the way.
+
+    Args:
+        fd: Descriptor of the file.
+        offset: Where in the file to read.
+        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        room: Memory for pieces of the file.
+        max_threads: The most threads to use.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+        OSError: An error of the file; ENODATA where it ends too early. Any of the bytes may be written then.
+    """
+
 def gather_stretches(
     runs: npt.NDArray[np.int64],
     payload: int,
