@@ -11,9 +11,9 @@ Bounds, measured in the same run and in turn with what they bound, with as many 
   and not out of the processor's cache; in huge pages, too) into a preallocated file in calls of 32 MiB, and preadv into
   as much room, in huge pages and written before (into small pages it is four times as slow). The tier writes a chunk
   from blocks of 32 KiB, a MiB at a time, and makes its digests. "gathered" is
-  beside a bound that gathers too: pwritev of the very blocks, from where they are, a chunk a call, without digests. With
-  one thread, a fifth of a store is hashing and a seventh what Python does between two chunks; with two threads these
-  hide behind the other's writes;
+  beside a bound that gathers too: pwritev of the very blocks, from where they are, a chunk a call, without digests.
+  With one thread, a fifth of a store is hashing and a seventh what Python does between two chunks; with two threads
+  these hide behind the other's writes;
 - redis, on this machine over loopback: redis-py's own SET and GET of values of 32 MiB, ready made; needs redis-server;
 - a lookup: hashlib's SHA-256 over as many int64 tokens.
 Records carry xxh3-128 digests, made and checked on the way. "layers" is load_layers, all layers awaited. A miss is

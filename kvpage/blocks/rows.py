@@ -86,7 +86,7 @@ class SequenceSteps:
         self._check_moved()
         return StepInputs(*self._sequences.rows.last(rows))
 
-    def slots(self, rows: Rows, starts: Sequence[int], ends: Sequence[int]) -> Slots:
+    def slots(self, rows: Rows, starts: Sequence[int] | Slots, ends: Sequence[int] | Slots) -> Slots:
         """Return the slots of the positions [starts[i], ends[i]) of each sequence, int64, one sequence after the other.
 
         Args:

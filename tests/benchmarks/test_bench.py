@@ -26,6 +26,8 @@ from kvpage.tools.cli import app  # noqa: E402
 
 ONCE = ["--rounds", "1"]
 SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes that are constants of the script
+    "attention_steps": (["--shapes", "small", "--dtypes", "bfloat16", "--threads", "1", *ONCE],
+                        {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
