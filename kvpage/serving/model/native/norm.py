@@ -1,0 +1,88 @@
+"""Norms of a view that compute with kvpage's own operation. Each was tried out against its model's own.
+
+    x / sqrt(mean(x^2) + epsilon) * weight        Llama and most others; also with 1 + weight, as Gemma
+
+Like NativeLinear, each shares all attributes with the model's norm.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpage import ops
+from kvpage.serving.model.native.plain import DTYPES, is_plain_call, is_plain_weight
+from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+"""Names that models give to the epsilon of their norms."""
+MAX_ERROR = 1e-5  # of fp32 rows, relative
+SCALES = (1.0, 1e-3, 1e2)  # of rows: where epsilon counts, and where it does not
+OFFSETS = (0.0, 1.0)
+
+
+class NormKinds:
+    """Classes of norms for one view: a subclass for each class of the model's norms that it meets."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def stand_in(self, source: nn.Module) -> nn.Module | None:
+        """Return a norm that stands in for `source`; None if it is none, or computes something else."""
+        epsilon = _epsilon_name(source)
+        if epsilon is None:
+            return None
+        found = next((offset for offset in OFFSETS if _computes_the_same(source, epsilon, offset)), None)
+        if found is None:
+            return None
+        kind = type(source)
+        if kind not in self._classes:
+            self._classes[kind] = _native_class(kind)
+        norm = self._classes[kind].__new__(self._classes[kind])
+        object.__setattr__(norm, "__dict__", vars(source))
+        object.__setattr__(norm, "_native", (source, epsilon, found))
+        return norm
+
+
+def _epsilon_name(source: nn.Module) -> str | None:
+    """Return the name of the epsilon of a module that looks like an RMS norm; None for others."""
+    if not type(source).__name__.endswith("RMSNorm") or source._modules or source._buffers or "forward" in vars(source):
+        return None
+    weight = source._parameters.get("weight")
+    if weight is None or len(source._parameters) != 1 or weight.dim() != 1 or weight.dtype not in DTYPES:
+        return None
+    names = [name for name in EPSILONS if type(vars(source).get(name)) is float]
+    return names[0] if len(names) == 1 else None
+
+
+def _computes_the_same(source: nn.Module, epsilon: str, offset: float) -> bool:
+    """Try the norm out in fp32, with random rows and another weight."""
+    size = len(source._parameters["weight"])  # type: ignore[arg-type]
+    weight = random_rows(1, size)[0] + 0.5
+    rows = torch.cat([random_rows(2, size) * scale for scale in SCALES])
+    expected = own_forward(source, rows, _parameters={"weight": weight})
+    found = _norm(rows, weight, vars(source)[epsilon], offset)
+    return expected is not None and relative_error(found, expected) <= MAX_ERROR
+
+
+def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float) -> torch.Tensor:
+    return ops.rms_norm(rows, weight, epsilon, offset)
+
+
+def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a class of norms whose forward is native for plain calls."""
+
+    class NativeNorm(kind):  # type: ignore[misc,valid-type]
+        __slots__ = ("_native",)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            source, epsilon, offset = self._native
+            held = self.__dict__
+            if len(args) == 1 and not kwargs and type(source) is kind and is_plain_call(args[0]):
+                rows, weight = args[0], held["_parameters"].get("weight")
+                if is_plain_weight(weight, rows.dtype) and rows.shape[-1:] == weight.shape:
+                    return _norm(rows, weight, held[epsilon], offset)
+            return type(source).forward(source, *args, **kwargs)
+
+    NativeNorm.__name__ = f"Native{kind.__name__}"
+    return NativeNorm
