@@ -109,6 +109,17 @@ def test_each_layer_gives_what_the_models_gives(kind: str, dtype: torch.dtype, c
                     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_norms_round_as_the_models_own(kind: str) -> None:
+    """Before the product with the weight, or after it: nearly all numbers are then equal bit by bit."""
+    model = make_model(kind).to(torch.bfloat16)
+    model.model.norm.weight.data.normal_()
+    rows = rows_for(model.model.norm, 50, torch.bfloat16)
+    with torch.no_grad():
+        found, expected = view_of(model).model.norm(rows), model.model.norm(rows)
+    assert float((found == expected).float().mean()) > 0.98
+
+
 def test_a_step_calls_each_operation_as_often_as_the_model_has_it(calls: Counter) -> None:
     model = make_model("llama")
     engine = Engine.from_model(model, EngineConfig(CACHE))
