@@ -76,7 +76,7 @@ class ModelView:
         self._switch()
 
     def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers) -> None:
-        """Give copies whose operations can be fused another forward."""
+        """Give copies whose operations can be fewer another forward."""
         for module in modules:
             forward = native.fused_forward(module, self._copies[module])
             if forward is not None:

@@ -18,8 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvpage import CacheConfig, ops
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.model.native.gated_mlp import GatedForward
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.native.linear import NativeLinear
+from kvpage.serving.model.native.rotary import RotaryForward
 from kvpage.serving.model.view import ModelView
 
 CACHE = CacheConfig(block_size=4, num_gpu_blocks=64)
@@ -70,16 +72,18 @@ def native_pairs(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]
     """The name, the view's module and the model's, of each layer that is native."""
     own = dict(model.named_modules())
     for name, module in view_of(model).named_modules():
-        is_fused = "forward" in vars(module)
-        if is_fused or (type(module) is not type(own[name]) and not [*module.children()]):
+        if type(vars(module).get("forward")) is GatedForward or (
+            type(module) is not type(own[name]) and not [*module.children()]
+        ):
             yield name, module, own[name]
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
 
-KINDS = {  # linear layers, norms, gated MLPs
-    "llama": (22, 7, 3), "qwen2": (22, 7, 3), "qwen3": (22, 13, 3), "mistral": (22, 7, 3), "gemma2": (22, 13, 3),
-    "gemma3": (22, 19, 3), "gpt2": (1, 0, 0), "gpt_oss": (13, 7, 0), "phi3": (13, 7, 0),
+KINDS = {  # linear layers, norms, gated MLPs, rotations
+    "llama": (22, 7, 3, 3), "qwen2": (22, 7, 3, 3), "qwen3": (22, 13, 3, 3), "mistral": (22, 7, 3, 3),
+    "gemma2": (22, 13, 3, 3), "gemma3": (22, 19, 3, 3), "gpt2": (1, 0, 0, 0), "gpt_oss": (13, 7, 0, 0),
+    "phi3": (13, 7, 0, 3),
 }  # fmt: skip
 
 
@@ -88,7 +92,8 @@ def test_the_native_layers_of_a_family(kind: str) -> None:
     modules = [*view_of(make_model(kind)).modules()]
     norms = [module for module in modules if type(module).__name__.startswith("Native") and "Norm" in str(type(module))]
     linears = [module for module in modules if type(module) is NativeLinear]
-    assert (len(linears), len(norms), sum("forward" in vars(module) for module in modules)) == KINDS[kind]
+    forwards = Counter(type(vars(module).get("forward")) for module in modules)
+    assert (len(linears), len(norms), forwards[GatedForward], forwards[RotaryForward]) == KINDS[kind]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -28,21 +28,26 @@ SCALES = (1e-2, 1.0, 10.0, 1e3)  # of rows: a limit anywhere between shows
 
 
 class GatedForward:
-    """The forward of one copy. `own` is its class's forward, for all but plain calls."""
+    """The forward of one copy. Its class's own forward computes all but plain calls."""
 
-    def __init__(self, copy: nn.Module, own: Callable[..., Any], activation: str) -> None:
-        self._modules: dict[str, Any] = copy._modules
-        self._own, self._activation = own, activation
+    def __init__(self, copy: nn.Module, activation: str) -> None:
+        self._copy, self._activation = copy, activation
+        self._own: Any = type(copy).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain_call(args[0]):
-            return self._own(*args, **kwargs)
-        parts, rows = self._modules, args[0]
-        gate, up = parts["gate_proj"], parts["up_proj"]
-        if not (_is_factor(gate, rows.dtype) and _is_factor(up, rows.dtype) and is_unwatched(parts["act_fn"])):
-            return self._own(rows)
-        inner = ops.gated_linear(rows, gate._parameters["weight"], up._parameters["weight"], self._activation)
-        return parts["down_proj"](inner)
+        parts: dict[str, Any] = self._copy._modules
+        if len(args) != 1 or kwargs or not is_plain_call(args[0]) or not self._is_plain(parts, args[0].dtype):
+            return type(self._copy).forward(self._copy, *args, **kwargs)
+        gate, up = (parts[name]._parameters["weight"] for name in ("gate_proj", "up_proj"))
+        return parts["down_proj"](ops.gated_linear(args[0], gate, up, self._activation))
+
+    def _is_plain(self, parts: dict[str, Any], dtype: torch.dtype) -> bool:
+        return (
+            type(self._copy).forward is self._own
+            and _is_factor(parts["gate_proj"], dtype)
+            and _is_factor(parts["up_proj"], dtype)
+            and is_unwatched(parts["act_fn"])
+        )
 
 
 def _is_factor(layer: Any, dtype: torch.dtype) -> bool:

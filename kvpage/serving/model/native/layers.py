@@ -3,13 +3,13 @@
     nn.Linear, exactly               NativeLinear               shares its attributes with the model's own
     ...RMSNorm with one weight       a subclass of its own      the same; if a trial has shown that it is the formula
     gate_proj, up_proj, down_proj    GatedForward               in the copy that the view has of the module; likewise
+    attention with rotated rows      RotaryForward              the same
 
 Modules of the caller's own, as adapters, are never copied for this: what is switched on them must count at once. What
 is inside of them stays the model's own, too.
 """
 
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear
 from kvpage.serving.model.native.norm import NormKinds
+from kvpage.serving.model.native.rotary import RotaryKinds
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 LIBRARIES = ("transformers", "transformers_modules")
@@ -28,7 +29,7 @@ class NativeLayers:
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, nn.Module | None] = {}
-        self._norms = NormKinds()
+        self._norms, self._rotary = NormKinds(), RotaryKinds()
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
         """Return modules that must be copied, too, so that layers inside of them can be native.
@@ -56,11 +57,9 @@ class NativeLayers:
         return NativeLinear.of(module) if type(module) is nn.Linear else self._norms.stand_in(module)
 
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
-        """Return a forward for the module's copy that fuses operations; None to leave it as it is."""
+        """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
-        if activation is None:
-            return None
-        return GatedForward(copy, MethodType(type(module).forward, copy), activation)
+        return self._rotary.forward_of(module, copy) if activation is None else GatedForward(copy, activation)
 
 
 def _is_the_models(module: nn.Module) -> bool:
