@@ -28,6 +28,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
+    "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
