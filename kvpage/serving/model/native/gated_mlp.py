@@ -93,5 +93,5 @@ def _trial_weights() -> dict[str, nn.Linear]:
     layers = {}
     for part, (name, shape) in zip(numbers, shapes.items(), strict=True):
         layers[name] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
-        layers[name].weight = nn.Parameter(part.reshape(shape), requires_grad=False)
+        layers[name].register_parameter("weight", nn.Parameter(part.reshape(shape), requires_grad=False))
     return layers

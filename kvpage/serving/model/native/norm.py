@@ -84,17 +84,13 @@ def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float
 def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a class of norms whose forward is native for plain calls."""
 
-    class NativeNorm(kind):  # type: ignore[misc,valid-type]
-        __slots__ = ("_native",)
+    def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
+        source, formula = norm._native
+        held = vars(norm)
+        if len(args) == 1 and not kwargs and type(source) is kind and is_plain_call(args[0]):
+            rows, weight = args[0], held["_parameters"].get("weight")
+            if is_plain_weight(weight, rows.dtype) and rows.shape[-1:] == weight.shape:
+                return formula(rows, weight, held[formula.epsilon])
+        return type(source).forward(source, *args, **kwargs)
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            source, formula = self._native
-            held = self.__dict__
-            if len(args) == 1 and not kwargs and type(source) is kind and is_plain_call(args[0]):
-                rows, weight = args[0], held["_parameters"].get("weight")
-                if is_plain_weight(weight, rows.dtype) and rows.shape[-1:] == weight.shape:
-                    return formula(rows, weight, held[formula.epsilon])
-            return type(source).forward(source, *args, **kwargs)
-
-    NativeNorm.__name__ = f"Native{kind.__name__}"
-    return NativeNorm
+    return type(f"Native{kind.__name__}", (kind,), {"__slots__": ("_native",), "forward": forward})
