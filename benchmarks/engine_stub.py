@@ -14,7 +14,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.checks.tokens import Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop import serving_loop
-from kvpage.serving.loop.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.runner import ModelRunner
 
@@ -67,7 +67,7 @@ class StubbedLlama(tf.LlamaForCausalLM):
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "schedule": [(Scheduler, "schedule")],
     "slots and tables": [(BlockManager, "slot_mappings"), (BlockManager, "block_tables")],
-    "make the step": [(BatchRunner, "run"), (ModelRunner, "forward")],
+    "make the step": [(BatchRunner, "compute"), (ModelRunner, "forward")],
     "the stub": [(StubbedLlama, "forward")],
     "sample": [(serving_loop, "choose_tokens")],
     "complete": [(Scheduler, "complete")],

@@ -22,14 +22,18 @@ class PeerProcess:
     @classmethod
     @contextmanager
     def start(
-        cls, python: Path, script: str, arguments: Sequence[str], preload: Sequence[Path] = ()
+        cls, python: Path, script: str, arguments: Sequence[str], preload: Sequence[Path] = (), path: str | None = None
     ) -> Iterator["PeerProcess"]:
         """Args: python: an interpreter. script: its path, from this folder. preload: libraries to load before others.
+        path: its PYTHONPATH.
 
         Raises:
             RuntimeError: The script ended; its own words are above.
         """
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+        environment["KMP_BLOCKTIME"] = "0"  # the threads of Intel's OpenMP sleep while others are measured
+        if path:
+            environment["PYTHONPATH"] = path
         if preload:
             environment["LD_PRELOAD"] = ":".join(map(str, preload))
         command = [str(python), str(Path(__file__).parent / script), *arguments]

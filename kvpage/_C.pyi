@@ -325,6 +325,71 @@ def write_stretches(
         OSError: An error of the file. Any of the bytes may be written then.
     """
 
+def gather_stretches(
+    runs: npt.NDArray[np.int64],
+    payload: int,
+    num_bytes: int,
+    stretch_bytes: int,
+    max_threads: int,
+    streaming: bool,
+    /,
+) -> bytes:
+    """Copy bytes from many places of memory to one, and hash each stretch on the way.
+
+    Args:
+        runs: int64 [num_runs, 2]: address and bytes of each run.
+        payload: Address of the copy.
+        num_bytes: Bytes of the payload, as many as the runs have.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        max_threads: The most threads to use.
+        streaming: Whether writes go past the processor's cache.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def scatter_stretches(
+    payload: int,
+    num_bytes: int,
+    runs: npt.NDArray[np.int64],
+    stretch_bytes: int,
+    max_threads: int,
+    streaming: bool,
+    /,
+) -> bytes:
+    """Copy bytes from one place of memory to many, and hash each stretch on the way.
+
+    Args:
+        payload: Address of the bytes.
+        num_bytes: Bytes of the payload, as many as the runs have.
+        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        max_threads: The most threads to use.
+        streaming: Whether writes go past the processor's cache.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def prefault(data: int, num_bytes: int, max_threads: int, /) -> None:
+    """Have the operating system give memory its pages. The bytes stay as they are.
+
+    Args:
+        data: Address of the memory, which no thread may write meanwhile.
+        num_bytes: Number of bytes.
+        max_threads: The most threads to use.
+
+    Raises:
+        OSError: The system has no more memory.
+        ValueError: `num_bytes` is negative.
+    """
+
 _ChunkPlace = tuple[int, int, int, int, bool]  # address and number of block ids, start, max_threads, streaming
 
 @final
