@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from kvpage import ops
-from kvpage.serving.model.native.linear import NativeLinear
 from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
 
@@ -28,10 +27,13 @@ SCALES = (1e-2, 1.0, 10.0, 1e3)  # of rows: a limit anywhere between shows
 
 
 class GatedForward:
-    """The forward of one copy. Its class's own forward computes all but plain calls."""
+    """The forward of one copy. Its class's own forward computes all but plain calls.
 
-    def __init__(self, copy: nn.Module, activation: str) -> None:
-        self._copy, self._activation = copy, activation
+    is_factor: whether a layer is a product of this dtype without bias, that nothing watches: see linear.is_factor.
+    """
+
+    def __init__(self, copy: nn.Module, activation: str, is_factor: Callable[[Any, torch.dtype], bool]) -> None:
+        self._copy, self._activation, self._is_factor = copy, activation, is_factor
         self._own: Any = type(copy).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,20 +46,10 @@ class GatedForward:
     def _is_plain(self, parts: dict[str, Any], dtype: torch.dtype) -> bool:
         return (
             type(self._copy).forward is self._own
-            and _is_factor(parts["gate_proj"], dtype)
-            and _is_factor(parts["up_proj"], dtype)
+            and self._is_factor(parts["gate_proj"], dtype)
+            and self._is_factor(parts["up_proj"], dtype)
             and is_unwatched(parts["act_fn"])
         )
-
-
-def _is_factor(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether the layer is a product without bias that nothing watches."""
-    return (
-        type(layer) is NativeLinear
-        and layer.is_plain(dtype)
-        and layer._parameters["bias"] is None
-        and is_unwatched(layer)
-    )
 
 
 def activation_of(module: nn.Module) -> str | None:

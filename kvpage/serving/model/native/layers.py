@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
-from kvpage.serving.model.native.linear import NativeLinear
+from kvpage.serving.model.native.linear import NativeLinear, is_factor
 from kvpage.serving.model.native.norm import NormKinds
 from kvpage.serving.model.native.rotary import RotaryKinds
 
@@ -59,7 +59,9 @@ class NativeLayers:
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
-        return self._rotary.forward_of(module, copy) if activation is None else GatedForward(copy, activation)
+        return (
+            self._rotary.forward_of(module, copy) if activation is None else GatedForward(copy, activation, is_factor)
+        )
 
 
 def _is_the_models(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvpage import ops
-from kvpage.serving.model.native.plain import is_plain_call, is_plain_weight
+from kvpage.serving.model.native.plain import is_plain_call, is_plain_weight, is_unwatched
 
 
 class NativeLinear(nn.Linear):
@@ -42,3 +42,13 @@ class NativeLinear(nn.Linear):
             return False
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias", self)
         return is_plain_weight(weight, dtype) and (bias is None or is_plain_weight(bias, dtype))
+
+
+def is_factor(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether the layer is native, a product of this dtype without bias, and nothing watches it."""
+    return (
+        type(layer) is NativeLinear
+        and layer.is_plain(dtype)
+        and layer._parameters["bias"] is None
+        and is_unwatched(layer)
+    )
