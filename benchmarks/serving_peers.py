@@ -12,17 +12,7 @@ import transformers as tf
 from kvpage.benchmarks.peer_process import PeerProcess
 from kvpage.benchmarks.serving_contenders import num_tokens_of
 from kvpage.benchmarks.serving_workloads import Prompts, Served, Tokens, Workload, converse
-
-TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
-
-
-def recommended(python: Path) -> list[Path]:
-    """Return the libraries that vLLM's guide for CPUs has its users preload, as far as they are there.
-
-    python: an interpreter, whose environment may have the OpenMP of Intel's compiler.
-    """
-    wanted = [Path(TCMALLOC), python.parent.parent / "lib" / "libiomp5.so"]
-    return [path for path in wanted if path.exists()]
+from kvpage.benchmarks.vllm_process import recommended
 
 
 class ServingPeer:
