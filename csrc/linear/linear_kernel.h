@@ -70,8 +70,6 @@ struct LinearScratch {
 
 struct LinearKernel {
   const char* name;
-  int64_t tile_rows;
-  int64_t x_bytes;  // of an element of staged x, if w is bf16; others take 4
   // Writes rows [first_row, end_row) of x, of `x_stride` bytes, to the place task.x.
   void (*stage)(const LinearTask& task, const std::byte* x, int64_t x_stride);
   void (*multiply)(const LinearTask& task, const LinearScratch& scratch);

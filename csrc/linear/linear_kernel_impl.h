@@ -201,6 +201,6 @@ void multiply(const LinearTask& task, const LinearScratch& scratch) {
 
 }  // namespace
 
-const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, kTileRows, 4, stage, multiply};
+const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, stage, multiply};
 
 }  // namespace kvpage
