@@ -1,9 +1,9 @@
 """How near do products of rows with weights come to what a core can multiply, and to how fast it reads the weights?
 
-Two bounds, measured in the same run. `fma` is the fastest product found of operands that stay in the first cache, so
-fused multiply-adds alone; `read` is the bandwidth at which a sum reads the weight's bytes. A product's bound is the
-larger of both times. Beside `ops.linear`: torch's `F.linear`, torch's product on packed weights (`mkldnn`, where this
-torch has it), and with --vllm PYTHON vLLM's oneDNN handler on packed weights, in the interpreter that has vLLM.
+Two bounds, measured in the same run: a loop of fused multiply-adds in registers, and the bandwidth at which a sum reads
+as many bytes as the weight has. A product's bound is the larger of both times. Beside `ops.linear`: torch's `F.linear`,
+torch's product on packed weights (`mkldnn`, where this torch has it), and with --vllm PYTHON vLLM's oneDNN handler on
+packed weights, in the interpreter that has vLLM.
 
 Shapes are those of the small Llama of bench_serving (512 wide, 1,536 in its MLP, 8,192 tokens) and of a model that is
 1,024 wide. Rows are those of decode steps and of a prompt. Every result is compared with a product in double before
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvpage import ops
+from kvpage import _C, ops
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
@@ -33,7 +33,7 @@ ROWS = (1, 8, 32, 64, 256, 2048)
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TURN = 0.004  # seconds of calls in one measurement
-HOT = (48, 16, 256)  # rows, columns and sums of a product whose operands stay in the first cache
+FMA_ROUNDS = 500_000  # of some milliseconds in all
 
 PEER = """
 import json, sys, time, torch
@@ -94,12 +94,9 @@ def measured(calls: dict[str, Callable[[], object]], number: int, rounds: int) -
 
 
 def peak_flops(rounds: int) -> Figure:
-    """Return the operations per second of a core whose operands are in its first cache, times the threads."""
-    rows, columns, size = HOT
-    x, w = torch.randn(rows, size), torch.randn(columns, size)
-    out, threads = torch.empty(rows, columns), torch.get_num_threads()
-    taken = measured({"hot": lambda: ops.linear(x, w, out=out)}, 200, rounds)["hot"]
-    return Figure.rate(2 * rows * columns * size * threads, taken)
+    """Return a core's multiplications and additions per second in registers alone, times the threads."""
+    work = _C._multiply_adds(FMA_ROUNDS) * torch.get_num_threads()
+    return Figure.rate(work, measured({"fma": lambda: _C._multiply_adds(FMA_ROUNDS)}, 1, rounds)["fma"])
 
 
 def read_rate(num_bytes: int, rounds: int) -> Figure:

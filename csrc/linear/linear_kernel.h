@@ -73,6 +73,8 @@ struct LinearKernel {
   // Writes rows [first_row, end_row) of x, of `x_stride` bytes, to the place task.x.
   void (*stage)(const LinearTask& task, const std::byte* x, int64_t x_stride);
   void (*multiply)(const LinearTask& task, const LinearScratch& scratch);
+  // Multiplies and adds in registers alone, so often: the bound of any product. Returns the number of operations.
+  int64_t (*multiply_adds)(int64_t num_rounds);
 };
 
 const KernelFamily<LinearKernel>& linear_kernels();
