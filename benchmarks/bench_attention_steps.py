@@ -88,10 +88,12 @@ class Step:
     def sdpa(self) -> torch.Tensor:
         gathered = ops.gather_cache(self.cache, self.tables, self.lengths, self.layout)
         assert gathered is not None
+        keys, values = gathered
+        assert values is not None
         row, outputs = 0, []
         for seq, (length, count) in enumerate(zip(self.lengths, self.queries, strict=True)):
             begin = sum(self.lengths[:seq])
-            key, value = (x[begin : begin + length].transpose(0, 1).unsqueeze(0) for x in gathered)
+            key, value = (x[begin : begin + length].transpose(0, 1).unsqueeze(0) for x in (keys, values))
             query = self.query[row : row + count].transpose(0, 1).unsqueeze(0)
             whole, mask = count == length, None
             if count > 1 and not whole:

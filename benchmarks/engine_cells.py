@@ -54,6 +54,18 @@ def layer(model: str, dtype: str, num_seqs: int) -> tuple[Cell, Cell]:
     )
 
 
+def attention_step(step: str, shape: str, dtype: str, num_threads: int) -> tuple[Cell, Cell]:
+    """Return the cells of bench_attention_steps: the time of a layer, and its speed in the larger bound."""
+
+    def row(result: Result) -> Result:
+        return row_of(result, "results", step=step, shape=shape, dtype=dtype, threads=num_threads)
+
+    return (
+        lambda r: f"{text(row(r)['us'], 0)} us",
+        lambda r: f"{text(row(r)['of bound'])} of the products' or reading's rate",
+    )
+
+
 def parts_table(results: dict[str, Result]) -> str:
     """Return the parts of the engine's own time in a decode step, us on the wall.
 

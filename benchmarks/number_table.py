@@ -6,7 +6,7 @@ docs/benchmarks.md has all rows, README.md those with a headline. Each number is
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpage.benchmarks.engine_cells import admission, layer, step, step_beside
+from kvpage.benchmarks.engine_cells import admission, attention_step, layer, step, step_beside
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -260,6 +260,11 @@ NUMBERS: list[Number] = [
         "a layer of a decode step of 16 sequences, besides its native calls, Llama-3-8B, bf16",
         *layer("llama 3 8B", "bfloat16", 16),
         "layer_overhead",
+    ),
+    Number(
+        "attention of a layer in a decode step of 16 sequences of 1,088 tokens, Llama-3-8B, bf16, two threads",
+        *attention_step("decode", "llama 3 8B", "bfloat16", 2),
+        "attention_steps",
     ),
     Number(
         "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads",

@@ -63,6 +63,7 @@ RUNS = {
         _run("step_parts_before", "bench_step_parts --threads 2", sources=()),
         _run("step_parts", "bench_step_parts --threads 2"),
         _run("layer_overhead", "bench_layer_overhead"),
+        _run("attention_steps", "bench_attention_steps --dtypes float32 bfloat16 --threads 1 2"),
         _run("serving", "bench_serving --threads 2 --requests 32 --rounds 3"),
         _run(
             "serving_bf16",

@@ -1,7 +1,7 @@
 """Cells of the tables, from small results in the form that the benchmarks print."""
 
 from kvpage.benchmarks import number_table
-from kvpage.benchmarks.engine_cells import (
+from kvpage.benchmarks.engine_cells import attention_step, (
     SHOWN_STEPS,
     admission,
     layer,
@@ -61,6 +61,13 @@ def test_an_admission_is_beside_the_peers() -> None:
 def test_a_layer_is_beside_its_native_calls() -> None:
     cells = [cell(LAYER) for cell in layer("gpt2", "float32", 1)]
     assert cells == ["20.0 (19.0-21.0) us", "8.0 (7.0-9.0) us: the native calls"]
+
+
+def test_a_step_of_attention_is_beside_its_bound() -> None:
+    keys = {"step": "decode", "shape": "small", "dtype": "float32", "threads": 2}
+    result: Result = {"results": [{**keys, "us": figure(600), "of bound": figure(2)}]}
+    cells = [cell(result) for cell in attention_step("decode", "small", "float32", 2)]
+    assert cells == ["600 (599-601) us", "2.00 (1.00-3.00) of the products' or reading's rate"]
 
 
 def test_vllm_comes_first_with_the_ratio_as_it_is() -> None:
