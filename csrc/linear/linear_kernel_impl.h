@@ -38,7 +38,8 @@ struct Panel {
   int64_t first, end;  // columns of out
 
   static int64_t most_columns(const LinearTask& task) { return is_gated(task) ? kPanelColumns / 2 : kPanelColumns; }
-  int64_t columns_per_tile() const { return is_gated(task) ? kTileColumns / 2 : kTileColumns; }
+  static int64_t columns_per_tile(const LinearTask& task) { return is_gated(task) ? kTileColumns / 2 : kTileColumns; }
+  int64_t columns_per_tile() const { return columns_per_tile(task); }
   int64_t num_tiles() const { return (end - first + columns_per_tile() - 1) / columns_per_tile(); }
   // Floats from the sums of a tile's lower half to those of its upper half.
   int64_t upper() const { return is_gated(task) ? kPanelColumns / 2 : kTileColumns / 2; }
@@ -167,10 +168,17 @@ void multiply_panel(const LinearTask& task, const LinearScratch& scratch, const 
     }
 }
 
+// Where one tile of x takes every row of the task, a tile of w is read once: then all K of it, in the order of memory.
+template <typename T>
+int64_t panel_columns(const LinearTask& task, const RowTiles& tiles) {
+  const bool reads_once = tiles.num == 1 && task.blocks.num_blocks > 1;
+  return reads_once ? Panel<T>::columns_per_tile(task) : Panel<T>::most_columns(task);
+}
+
 template <typename T>
 void multiply_typed(const LinearTask& task, const LinearScratch& scratch) {
   const RowTiles tiles(task.end_row - task.first_row);
-  const int64_t most = Panel<T>::most_columns(task);
+  const int64_t most = panel_columns<T>(task, tiles);
   for (int64_t column = task.first_column; column < task.end_column; column += most) {
     const Panel<T> panel{task, column, least(column + most, task.end_column)};
     if (task.blocks.num_blocks == 0) std::memset(scratch.sums, 0, (task.end_row - task.first_row) * kPanelColumns * 4);
