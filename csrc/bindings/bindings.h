@@ -33,5 +33,6 @@ void bind_pool(py::module_& m);
 void bind_match(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_slots(py::module_& m);
+void bind_sampling(py::module_& m);
 
 }  // namespace kvpage

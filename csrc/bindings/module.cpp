@@ -76,5 +76,6 @@ PYBIND11_MODULE(_C, m) {
   bind_match(m);
   bind_tree(m);
   bind_slots(m);
+  bind_sampling(m);
   seal_classes(m);
 }

@@ -28,6 +28,7 @@ ROOMS = {
     "chunks": "the store's unit between blocks and records: tokens and hashes",
     "attention": "attention that reads blocks in place: tokens and codes",
     "blend": "rows of tokens rotated and mixed",
+    "sampling": "one token for each row of logits",
     "bindings": "the only room that knows Python",
 }
 
