@@ -63,15 +63,14 @@ class HeldRules {
 
 using Logits = std::array<int64_t, 5>;  // address, row stride in bytes, RowType, num_rows, vocab_size
 
-void sample_rows_of(const Logits& logits, const py::array& rows, const py::sequence& rules,
-                    const py::sequence& tokens, const py::array_t<int32_t>& out, int max_threads,
-                    const std::string& kernel) {
+void sample_rows_of(const Logits& logits, const py::array& rows, const py::sequence& rules, const py::sequence& tokens,
+                    const py::array_t<int32_t>& out, int max_threads, const std::string& kernel) {
   const int64_t num_rows = logits[3];
   check(rows.itemsize() == sizeof(RowRules) && rows.ndim() == 1 && rows.size() == num_rows &&
             (num_rows < 2 || rows.strides(0) == rows.itemsize()),
         "rows must be ", num_rows, " contiguous records of ", sizeof(RowRules), " bytes");
-  check(out.ndim() == 1 && out.size() == num_rows && (num_rows < 2 || out.strides(0) == out.itemsize()),
-        "out must be ", num_rows, " contiguous int32");
+  check(out.ndim() == 1 && out.size() == num_rows && (num_rows < 2 || out.strides(0) == out.itemsize()), "out must be ",
+        num_rows, " contiguous int32");
   const auto* numbers = static_cast<const RowRules*>(rows.data());
   const HeldRules held(rules, tokens, numbers, num_rows);
   auto* chosen = static_cast<int32_t*>(py::array(out).mutable_data());
@@ -88,9 +87,15 @@ void bind_sampling(py::module_& m) {
       .def(py::init([](Ids biased_ids, std::vector<float> biases, Ids stop_ids, int64_t shortest, Ids suppressed_ids,
                        Ids first_ids, int64_t first_at, const std::array<float, 3>& penalties,
                        int64_t num_prompt_tokens) {
-             return std::make_unique<TokenRules>(TokenRuleSet{
-                 std::move(biased_ids), std::move(biases), std::move(stop_ids), shortest, std::move(suppressed_ids),
-                 std::move(first_ids), first_at, {penalties[0], penalties[1], penalties[2]}, num_prompt_tokens});
+             return std::make_unique<TokenRules>(TokenRuleSet{std::move(biased_ids),
+                                                              std::move(biases),
+                                                              std::move(stop_ids),
+                                                              shortest,
+                                                              std::move(suppressed_ids),
+                                                              std::move(first_ids),
+                                                              first_at,
+                                                              {penalties[0], penalties[1], penalties[2]},
+                                                              num_prompt_tokens});
            }),
            py::kw_only(), py::arg("biased_ids"), py::arg("biases"), py::arg("stop_ids"), py::arg("shortest"),
            py::arg("suppressed_ids"), py::arg("first_ids"), py::arg("first_at"), py::arg("penalties"),

@@ -13,7 +13,8 @@
 namespace kvpage {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowestFinite = std::numeric_limits<float>::lowest();
+constexpr float kInfinity = std::numeric_limits<float>::infinity(),
+                kLowestFinite = std::numeric_limits<float>::lowest();
 constexpr int kAtOnce = 4;  // registers; a block is a multiple of so many
 
 // Returns a register of logits; past `rest` of them, -inf.
@@ -80,7 +81,7 @@ template <typename U>
 inline Vec block_weights(const U* from, int64_t size, Vec tops, float factor) {
   Vec sums[kAtOnce] = {};
   for (int64_t d = 0; d < size; d += kAtOnce * kLanes)
-    for (int i = 0; i < kAtOnce; ++i) sums[i] += exp_negative((load(from + d + i * kLanes) - tops) * factor);
+    for (int i = 0; i < kAtOnce; ++i) sums[i] += exp2_negative((load(from + d + i * kLanes) - tops) * factor);
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
@@ -96,8 +97,8 @@ struct Survey {
   float top;
 };
 
-// Writes the maximum of each group and, with kSums, its sum of weights, relative to that maximum. factor: 1 /
-// temperature.
+// Writes the maximum of each group and, with kSums, its sum of weights, relative to that maximum. factor: by which
+// logits become logarithms of weights, to the base of 2.
 template <bool kSums, typename T>
 inline Survey survey(const BlockedRow<T>& row, float factor, float* maxima, float* sums) {
   Vec top = splat(-kInfinity);

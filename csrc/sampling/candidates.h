@@ -10,6 +10,7 @@
 namespace kvpage {
 namespace {
 
+constexpr float kLog2E = 1.44269504f;
 constexpr float kLeastScore = -87.0f;  // a token below it has a weight below 1.6e-38 of the likeliest one's: none
 
 struct Candidates {
@@ -25,9 +26,10 @@ struct Candidates {
 struct Scale {
   float top, temperature;
 
-  Vec keys(Vec logits) const {
-    return bit_cast<Vec>(bit_cast<IntVec>((logits - top) / temperature) & 0x7fffffff);
-  }
+  Vec keys(Vec logits) const { return bit_cast<Vec>(bit_cast<IntVec>((logits - top) / temperature) & 0x7fffffff); }
+
+  // Logits times this are logarithms of weights, to the base of 2.
+  static float log2_factor(float temperature) { return kLog2E / temperature; }
 
   // Returns a logit that none with at least this score is below.
   float least_logit(float score) const {
@@ -46,7 +48,7 @@ inline void weigh(const Candidates& found) {
   for (int64_t i = 0; i < padded_to_run(padded_to_unit(found.count)); i += kLanes) {
     const IntVec keys = load_keys(found.keys + i);
     const Vec scores = bit_cast<Vec>(keys | static_cast<int32_t>(0x80000000));
-    store(found.weights + i, keys == splat_key(kNoKey) ? Vec{} : exp_negative(scores));
+    store(found.weights + i, keys == splat_key(kNoKey) ? Vec{} : exp2_negative(scores * kLog2E));
   }
 }
 
@@ -93,8 +95,8 @@ Candidates candidates_from(float score, const BlockedRow<T>& row, const Scale& s
     if (!at_least_bits(load(maxima + block * kLanes), splat(least))) continue;
     row.with_block(block, [&](auto* from) {
       const auto first_id = static_cast<int32_t>(block * row.block_size());
-      found.count += append_block(from, row.block_size(), first_id, least, found.keys + found.count,
-                                  found.ids + found.count);
+      found.count +=
+          append_block(from, row.block_size(), first_id, least, found.keys + found.count, found.ids + found.count);
     });
   }
   for (int64_t i = 0; i < found.count; i += kLanes) {

@@ -31,6 +31,17 @@ inline float score_of(int32_t key) { return -bit_cast<float>(key); }
 inline IntVec splat_key(int32_t key) { return key - IntVec{}; }
 inline int64_t padded_to_unit(int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; }
 
+// The sum of all lanes, as a tree.
+inline float total_of(Vec a) {
+#if KVPAGE_LANES == 16
+  a += KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+#elif KVPAGE_LANES == 8
+  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+  return (a[0] + a[1]) + (a[2] + a[3]);
+}
+
 inline IntVec load_keys(const int32_t* from) {
   IntVec to;
   std::memcpy(&to, from, sizeof(to));
@@ -40,7 +51,7 @@ inline IntVec load_keys(const int32_t* from) {
 template <bool kWeighted>
 inline Mass mass_before(const KeyList& list, int32_t key) {
   const IntVec limit = splat_key(key);
-  IntVec counts = {};
+  int64_t count = 0;
   double weight = 0;
   for (int64_t begin = 0; begin < list.size; begin += kStretch) {
     const int64_t end = begin + kStretch < list.size ? begin + kStretch : list.size;
@@ -48,14 +59,13 @@ inline Mass mass_before(const KeyList& list, int32_t key) {
     for (int64_t i = begin; i < end; i += kUnit)
       for (int half = 0; half < 2; ++half) {
         const int64_t at = i + half * kLanes;
-        const IntVec before = load_keys(list.keys + at) < limit;
-        counts -= before;
-        if constexpr (kWeighted) weights[half] += bit_cast<Vec>(before & bit_cast<IntVec>(load(list.weights + at)));
+        const IntVec keys = load_keys(list.keys + at);
+        count += num_bits(less_bits(keys, limit));
+        if constexpr (kWeighted)
+          weights[half] += bit_cast<Vec>((keys < limit) & bit_cast<IntVec>(load(list.weights + at)));
       }
-    if constexpr (kWeighted) weight += sum_lanes(weights[0] + weights[1]);
+    if constexpr (kWeighted) weight += total_of(weights[0] + weights[1]);
   }
-  int64_t count = 0;
-  for (int lane = 0; lane < kLanes; ++lane) count += counts[lane];
   return {count, kWeighted ? weight : static_cast<double>(count)};
 }
 

@@ -31,8 +31,8 @@ inline double block_masses(int64_t num_blocks, const Scale& scale, const float* 
   double total = 0;
   for (int64_t block = 0; block < num_blocks; ++block) {
     const Vec tops = max(load(maxima + block * kLanes), splat(kLowestFinite));
-    const Vec factors = exp_negative((tops - scale.top) * (1.0f / scale.temperature));
-    sums[block] = sum_lanes(load(sums + block * kLanes) * factors);
+    const Vec factors = exp2_negative((tops - scale.top) * Scale::log2_factor(scale.temperature));
+    sums[block] = total_of(load(sums + block * kLanes) * factors);
     total += sums[block];
   }
   return total;
@@ -42,7 +42,7 @@ inline double block_masses(int64_t num_blocks, const Scale& scale, const float* 
 template <typename T>
 int64_t draw_all(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
-  const Survey found = survey<true>(row, 1.0f / choice.temperature, scratch.maxima, scratch.sums);
+  const Survey found = survey<true>(row, Scale::log2_factor(choice.temperature), scratch.maxima, scratch.sums);
   if (!found.is_usable) return -1;
   const Scale scale{found.top, choice.temperature};
   const double total = block_masses(row.num_blocks(), scale, scratch.maxima, scratch.sums);
@@ -123,7 +123,7 @@ int64_t draw_top_p(const LogitsRow& logits, const Choice& choice, const Sampling
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
   const bool is_short = logits.size <= kFewTokens;
   const Survey top = is_short ? survey<false>(row, 1.0f, scratch.maxima, nullptr)
-                              : survey<true>(row, 1.0f / choice.temperature, scratch.maxima, scratch.sums);
+                              : survey<true>(row, Scale::log2_factor(choice.temperature), scratch.maxima, scratch.sums);
   if (!top.is_usable) return -1;
   const Scale scale{top.top, choice.temperature};
   if (is_short) {

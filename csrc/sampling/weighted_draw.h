@@ -20,7 +20,7 @@ inline float run_sum(const int32_t* keys, const float* weights, int32_t last_key
     const IntVec stays = load_keys(keys + i) <= splat_key(last_key);
     sum += bit_cast<Vec>(stays & bit_cast<IntVec>(load(weights + i)));
   }
-  return sum_lanes(sum);
+  return total_of(sum);
 }
 
 // Returns the index in a run. Where rounding leaves the target past the end: of the last weight above 0.

@@ -36,6 +36,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
     "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
     "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
+    "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
     "serving": (["--workload", "shared", "--requests", "2", "--prefix", "32", "--tokens", "2", *ONCE], {"VOCAB": 256}),
     "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
     "store": (["--chunks", "1", *ONCE], {"LAYERS": 1, "CHUNK_BYTES": 2 * 256 * 8 * 128 * 2}),

@@ -37,6 +37,9 @@ def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[i
 def _sample_natively(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
     """Return a token for each row, or -1. A row that needs torch is taken as a greedy one first."""
     sampled = [sequence.sampled_row for sequence in sequences]
+    if not any(sampled):
+        greedy: list[int] = sample_rows(logits, np.frombuffer(GREEDY * len(sequences), ROW)).tolist()
+        return greedy
     packed = [GREEDY if row is None else row.packed for row in sampled]
     by_torch = [] if all(packed) else [index for index, record in enumerate(packed) if not record]
     rows = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed] if by_torch else packed)), ROW)
