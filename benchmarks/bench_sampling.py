@@ -23,8 +23,7 @@ from kvpage.benchmarks.peer_process import PeerProcess
 from kvpage.serving import SamplingParams
 from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
-from kvpage.serving.sampling.sampler import sample
-from kvpage.serving.sampling.torch_sampler import sample_by_torch
+from kvpage.serving.sampling.sampler import sample, sample_by_torch
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
 RULES: dict[str, dict[str, Any]] = {

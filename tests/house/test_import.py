@@ -112,6 +112,7 @@ NATIVE = pytest.mark.parametrize(
         _C.BlockCopier,
         _C.SlotAllocator,
         _C.SlotTree,
+        _C.TokenRules,
         _C.TreeEntry,
     ],
 )

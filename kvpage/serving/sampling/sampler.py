@@ -7,17 +7,32 @@
 Both draw at a random number that depends only on the sequence's seed and its number of tokens: not on the batch, and
 not on whether a step was computed twice. Both choose the same token, unless that number lies within rounding errors of
 the border between two tokens.
+
+Torch's way is the specification. Greedy rows without other rules take the argmax, all in one call. The others are
+processed and drawn, as many at once as stay in the processor's cache. A draw inverts the distribution function:
+
+    weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
+                            ^ u             u: Philox of seed and position
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvpage.serving.sampling.logits_check import LogitsNotFinite
+from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
+from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, can_sample, sample_rows
+from kvpage.serving.sampling.philox import uniforms
+from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.sampled_sequence import SampledSequence
-from kvpage.serving.sampling.torch_sampler import sample_by_torch
+from kvpage.serving.sampling.warping import BLOCK, block_maxima, cut, in_blocks, scale, to_weights
+
+PART_SIZE = 2**20
+"""The number of logits that are processed at once."""
+
+BELOW_ONE = 1 - 2.0**-53
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
@@ -56,3 +71,83 @@ def _sample_natively(logits: torch.Tensor, sequences: Sequence[SampledSequence])
         for index, token in zip(by_torch, chosen, strict=True):
             tokens[index] = token
     return tokens
+
+
+def sample_by_torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+    """Return one token a row; -1 for rows that hold NaN or +inf, or no finite number, before or after their processing.
+
+    logits: [len(sequences), vocab_size]. Where a row is unusable before it is processed, no row is.
+    """
+    highest, tokens = logits.max(dim=-1)
+    bad = [row for row in rows_not_finite(highest) if not sequences[row].params.remove_invalid_values]
+    if not bad:
+        for rows in _parts(sequences, logits.shape[1]):
+            bad += _choose(logits, sequences, rows, tokens)
+    tokens[bad] = -1
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _parts(sequences: Sequence[SampledSequence], vocab_size: int) -> Iterator[list[int]]:
+    """Yield the rows that have rules, PART_SIZE logits at once: first greedy rows, then those that are drawn."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.sampled_row is not None]
+    size = max(PART_SIZE // vocab_size, 1)
+    for is_greedy in (True, False) if rows else ():
+        some = [row for row in rows if sequences[row].params.is_greedy is is_greedy]
+        yield from (some[begin : begin + size] for begin in range(0, len(some), size))
+
+
+def _choose(
+    logits: torch.Tensor, sequences: Sequence[SampledSequence], rows: list[int], tokens: torch.Tensor
+) -> list[int]:
+    """Set the tokens of these rows. Return the rows in which no token is left to choose."""
+    some = [sequences[row] for row in rows]
+    sampled = [sequence.sampled_row for sequence in some if sequence.sampled_row is not None]
+    token_ids = [sequence.tokens[: sequence.num_tokens] for sequence in some]
+    padded = padded_scores(logits[rows] if len(rows) < len(logits) else logits)
+    scores = padded[:, : logits.shape[1]]
+    process_logits(scores, sampled, token_ids)
+    if some[0].params.is_greedy:
+        watermark(scores, sampled, token_ids)
+        highest, tokens[rows] = scores.max(dim=-1)
+        return [rows[index] for index in rows_not_finite(highest)]
+    if bad := rows_not_finite(block_maxima(padded).amax(dim=-1)):
+        return [rows[index] for index in bad]
+    warp(padded, logits.shape[1], sampled, token_ids)
+    positions = [sequence.num_generated for sequence in some]
+    tokens[rows] = _draw(padded, uniforms([sequence.seed for sequence in some], positions))
+    return []
+
+
+def padded_scores(logits: torch.Tensor) -> torch.Tensor:
+    """Return a copy in fp32, with columns of -inf up to a whole number of blocks."""
+    num_columns = -(-logits.shape[1] // BLOCK) * BLOCK
+    scores = torch.empty((len(logits), num_columns), dtype=torch.float32, device=logits.device)
+    scores[:, : logits.shape[1]] = logits
+    scores[:, logits.shape[1] :] = -torch.inf
+    return scores
+
+
+def warp(padded: torch.Tensor, vocab_size: int, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
+    """Turn the scores of rows, in place, into the logarithms of the weights by which tokens are drawn."""
+    warpings = np.array([row.warping for row in rows])
+    scale(padded, warpings[:, 0])
+    cut(padded, warpings[:, 1].astype(np.int64), warpings[:, 2], warpings[:, 3], vocab_size)
+    if any(row.library is not None for row in rows):
+        scores = padded[:, :vocab_size]
+        warp_by_library(scores, rows, token_ids)
+        watermark(scores, rows, token_ids)
+        padded -= block_maxima(padded).amax(dim=-1, keepdim=True)
+
+
+def _draw(scores: torch.Tensor, points: npt.NDArray[np.float64]) -> torch.Tensor:
+    """Return the token of each row at a point in [0, 1) of its distribution: first find a block, then a token in it."""
+    blocks = in_blocks(to_weights(scores))
+    sums = blocks.sum(dim=-1).double()
+    ends = sums.cumsum(dim=-1)
+    targets = torch.from_numpy(points).to(scores.device)[:, None] * ends[:, -1:]
+    found = torch.searchsorted(ends, targets, right=True)
+    inside = (targets - ends.gather(1, found)) / sums.gather(1, found) + 1
+    weights = blocks[torch.arange(len(scores), device=scores.device), found.squeeze(1)].double().cumsum(dim=-1)
+    targets = inside.clamp(0, BELOW_ONE) * weights[:, -1:]
+    return (found * BLOCK + torch.searchsorted(weights, targets, right=True)).squeeze(1)

@@ -12,7 +12,7 @@ from kvpage import CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_processing import process_logits
-from kvpage.serving.sampling.torch_sampler import padded_scores, warp
+from kvpage.serving.sampling.sampler import padded_scores, warp
 
 PROMPTS = make_prompts([1, 3, 4, 5, 14], seed=3)
 EOS = [7, 19]

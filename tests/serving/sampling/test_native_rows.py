@@ -12,8 +12,7 @@ from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling import native_rows
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
 from kvpage.serving.sampling.philox import uniforms
-from kvpage.serving.sampling.sampler import sample
-from kvpage.serving.sampling.torch_sampler import sample_by_torch
+from kvpage.serving.sampling.sampler import sample, sample_by_torch
 
 NEAR = 1e-5
 """A draw so near a border of the distribution, as a share of the whole, may fall to either side."""

@@ -10,10 +10,9 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from kvpage.serving import BeamSearchParams
 from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
-from kvpage.serving.sampling import torch_sampler
+from kvpage.serving.sampling import sampler
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
-from kvpage.serving.sampling.sampler import sample
-from kvpage.serving.sampling.torch_sampler import sample_by_torch
+from kvpage.serving.sampling.sampler import sample, sample_by_torch
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
 
@@ -198,18 +197,18 @@ def test_by_torch_a_row_alone_is_the_row_in_a_batch(vocab_size: int, monkeypatch
     """Bit for bit: the scores that it is drawn by, and so the token. Rows are taken in parts of three sizes."""
     requests, seen = make_mixed(60, vocab_size), {}
     logits = torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
-    draw = torch_sampler._draw
+    draw = sampler._draw
 
     def keep(scores: torch.Tensor, points: np.ndarray) -> torch.Tensor:
         seen.update(zip(points.tolist(), scores.clone(), strict=True))
         return draw(scores, points)
 
-    monkeypatch.setattr(torch_sampler, "_draw", keep)
+    monkeypatch.setattr(sampler, "_draw", keep)
     together = sample_by_torch(logits, requests)
     scores_together = dict(seen)
     for part_size in (1, 7 * vocab_size):
         seen.clear()
-        monkeypatch.setattr(torch_sampler, "PART_SIZE", part_size)
+        monkeypatch.setattr(sampler, "PART_SIZE", part_size)
         assert sample_by_torch(logits, requests) == together
         assert all(torch.equal(scores, scores_together[point]) for point, scores in seen.items())
     alone = [sample_by_torch(logits[row : row + 1], [request])[0] for row, request in enumerate(requests)]
