@@ -1,188 +1,92 @@
-"""How many tokens a second does the serving loop generate, beside transformers' own ways over the same model?
+"""How many tokens a second does the serving loop generate, beside vLLM's CPU build and transformers' own ways?
 
-The bound is arithmetic: the model's linear layers alone, over the tokens that have to be computed at least (a shared
-prefix once) in batches as large as the engine's, with torch's own matrix products, measured in the same run. Two
-workloads:
+The bound is arithmetic: the model's matrix products alone, over the tokens that have to be computed at least (what
+several share once), in batches as large as the engine's. For each shape it takes the fastest of the products that this
+machine has, by a measurement in the same run: serving_bound.py lists them. Workloads:
 
-    shared      64 requests that arrive together, one prefix of 1,024 tokens and tails of 16 to 64 of their own
-    separate    64 requests without a common prefix, of 32 to 255 tokens
+    separate      requests without a common prefix, of 32 to 255 tokens
+    shared        requests that arrive together, one prefix of 1,024 tokens and tails of 16 to 64 of their own
+    multi-turn    16 conversations of 4 turns, each of 384 new tokens after all that was before, answers included
 
-against `model.generate` on the left-padded batch (SDPA) and `model.generate_batch` (continuous batching, SDPA), where
-this transformers has it. The fair peers of the shared prefix compute it once, too: `generate_prefix` gives one
-`generate` over the batch the prefix's DynamicCache, repeated for each row; `generate_copies` gives each request a
-`generate` of its own with a copy of it. With --vllm PYTHON, an interpreter for which vLLM's CPU build is installed,
-vLLM serves the same prompts in a process of its own, which sleeps while others run.
+The peers, over the same weights:
 
-Each generates the same number of tokens a request, greedily. Before anything counts the tokens must be equal, but for
-ties, which are counted: requests that part where two tokens' logits are equal up to rounding. Then the contenders take
-turns, each round with a cache that starts empty. Medians with their quartiles.
+    vllm              vLLM's CPU build with --vllm PYTHON, in a process of its own with tcmalloc and Intel's OpenMP
+                      preloaded, as its guide says, where they are there
+    kvpage_preloaded  kvpage in a process of its own with the libraries of --preload
+    generate          `model.generate` on the left-padded batch (SDPA)
+    generate_prefix   the same over the shared prefix's DynamicCache, which is computed once and repeated for each row
+    generate_copies   a `generate` for each request, over the prefix's cache; nothing of it is copied
+    generate_kept     one batch a turn, whose DynamicCache is kept from turn to turn
+    generate_batch    continuous batching, where this transformers has it; it computes every prefix again
 
-    python benchmarks/bench_serving.py [--workload shared separate] [--rounds N] [--threads N] [--vllm PYTHON]
-        [--plot PATH]
+Each generates the same number of tokens a request, greedily, and starts with an empty cache. Before anything counts the
+tokens must be equal, but for ties, which are counted: requests that part where two tokens' logits are equal up to
+rounding. Then all take turns. The time is that of the calls that answer, in the process that answers. A process that
+waits sleeps. Medians with their quartiles. In bf16 torch's products are slow on a CPU without AVX-512: ask for few
+requests, or leave peers out.
+
+    python benchmarks/bench_serving.py [--model small] [--dtype fp32] [--workload separate shared] [--rounds N]
+        [--threads N] [--quick] [--without NAME ...] [--vllm PYTHON] [--preload LIBRARY ...] [--plot PATH]
 """
 
 import argparse
-import contextlib
-import copy
 import functools
+import gc
 import platform
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers as tf
 
-from kvpage import CacheConfig
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
-from kvpage.benchmarks.vllm_process import VLLMProcess
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.serving_bound import ProductsBound
+from kvpage.benchmarks.serving_contenders import Contender, local_contenders
+from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
+from kvpage.benchmarks.serving_workloads import (
+    DTYPES,
+    MODELS,
+    VOCAB,
+    Served,
+    Workload,
+    batches_of,
+    make_model,
+    make_workload,
+)
 
-MAX_TIE = 1e-4  # of logits around 4 in fp32, which differ by 1e-5 with the batch that a token is computed in
-VOCAB, BLOCK_SIZE, BATCHED_TOKENS = 8192, 16, 2048
-Prompts = list[list[int]]
-Tokens = list[list[int]]
-
-
-def make_model() -> tf.PreTrainedModel:
-    config = tf.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.05, pad_token_id=0, bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
-def make_prompts(workload: str, num_requests: int, prefix_len: int) -> Prompts:
-    rng = np.random.default_rng(0)
-
-    def tokens(length: int) -> list[int]:
-        return rng.integers(1, VOCAB, length).tolist()
-
-    if workload == "separate":
-        return [tokens(int(rng.integers(32, 256))) for _ in range(num_requests)]
-    prefix = tokens(prefix_len)
-    return [prefix + tokens(int(rng.integers(16, 65))) for _ in range(num_requests)]
+MAX_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.125}
+"""Of logits around 4, which differ with the batch that a token is computed in: by 1e-5 in fp32, in bf16 by 0.05."""
+CHOICE_ROUNDS = 3  # of the products among which the bound takes the fastest
+QUICK = {"rounds": 1, "requests": 8, "conversations": 4, "turns": 2}
+SLOW = ["generate_batch", "generate_copies"]  # left out by --quick
 
 
-def run_kvpage(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
-    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
-    config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks)
-    engine = Engine.from_model(model, EngineConfig(config, max_num_batched_tokens=BATCHED_TOKENS))
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [output.token_ids for output in engine.generate(prompts, params)]
+def run_bound(bound: ProductsBound) -> Served:
+    before = time.perf_counter()
+    bound.run()
+    return Served([], time.perf_counter() - before)
 
 
-def run_generate(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
-    width = max(map(len, prompts))
-    rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    tokens = model.generate(rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
-    return tokens[:, width:].tolist()
+def check_tokens(model: tf.PreTrainedModel, workload: Workload, found: dict[str, Served]) -> int:
+    """Compare all with kvpage; return how often they part at a tie. SystemExit if they part elsewhere.
 
-
-def run_generate_prefix(model: Any, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
-    """One batch over one prefix: its cache is computed once and repeated; the tails are padded on their left."""
-    prefix, tails = prompts[0][:prefix_len], [prompt[prefix_len:] for prompt in prompts]
-    width = max(map(len, tails))
-    rows = torch.tensor([prefix + [0] * (width - len(tail)) + tail for tail in tails])
-    mask = torch.ones_like(rows)
-    for row, tail in zip(mask, tails, strict=True):
-        row[prefix_len : prefix_len + width - len(tail)] = 0
-    cache = prefill(model, prefix)
-    cache.batch_repeat_interleave(len(prompts))
-    tokens = model.generate(
-        rows, attention_mask=mask, past_key_values=cache, max_new_tokens=max_tokens, do_sample=False
-    )
-    return tokens[:, rows.shape[1] :].tolist()
-
-
-def run_generate_copies(model: Any, prompts: Prompts, max_tokens: int, prefix_len: int) -> Tokens:
-    """One request after the other, each with a copy of the prefix's cache."""
-    cache, found = prefill(model, prompts[0][:prefix_len]), []
-    for prompt in prompts:
-        rows = torch.tensor([prompt])
-        tokens = model.generate(
-            rows, attention_mask=torch.ones_like(rows), past_key_values=copy.deepcopy(cache),
-            max_new_tokens=max_tokens, do_sample=False,
-        )  # fmt: skip
-        found.append(tokens[0, len(prompt) :].tolist())
-    return found
-
-
-def prefill(model: tf.PreTrainedModel, tokens: list[int]) -> tf.DynamicCache:
-    cache = tf.DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
-    return cache
-
-
-def run_generate_batch(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
-    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
-    batching = tf.ContinuousBatchingConfig(
-        page_size=BLOCK_SIZE, num_blocks=num_blocks, max_batch_tokens=BATCHED_TOKENS, use_async_batching=False
-    )
-    generation = tf.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    outputs = model.generate_batch(
-        prompts, generation_config=generation, continuous_batching_config=batching, warmup=False
-    )
-    return [list(output.generated_tokens) for output in outputs.values()]
-
-
-def run_bound(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Tokens:
-    """The linear layers over the distinct prompt tokens in batches, then over one token a request and step."""
-    weights = [module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    layers = [weight for weight in weights if weight is not model.lm_head.weight]
-    distinct = num_distinct_prefixes(prompts)
-    batches = [BATCHED_TOKENS] * (distinct // BATCHED_TOKENS) + [distinct % BATCHED_TOKENS]
-    batches += [len(prompts)] * (max_tokens - 1)
-    inputs = {size: torch.randn(max(batches), size) for size in {weight.shape[1] for weight in weights}}
-    with torch.no_grad():
-        for num_tokens in batches:
-            for weight in layers:
-                F.linear(inputs[weight.shape[1]][:num_tokens], weight)
-            F.linear(inputs[model.lm_head.weight.shape[1]][: len(prompts)], model.lm_head.weight)
-    return []
-
-
-def num_distinct_prefixes(prompts: Prompts) -> int:
-    """The nodes of a trie of the prompts: tokens that differ in themselves or in the tokens before them."""
-    nodes: dict[tuple[int, int], int] = {}
-    for prompt in prompts:
-        node = 0
-        for token in prompt:
-            node = nodes.setdefault((node, token), len(nodes) + 1)
-    return len(nodes)
-
-
-def contenders(prefix_len: int) -> dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Tokens]]:
-    """prefix_len: of the prefix that all prompts share, or 0."""
-    found: dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Tokens]] = {
-        "bound": run_bound, "kvpage": run_kvpage, "generate": run_generate,
-    }  # fmt: skip
-    if prefix_len:
-        found["generate_prefix"] = functools.partial(run_generate_prefix, prefix_len=prefix_len)
-        found["generate_copies"] = functools.partial(run_generate_copies, prefix_len=prefix_len)
-    if hasattr(tf, "ContinuousBatchingConfig"):
-        found["generate_batch"] = run_generate_batch
-    else:
-        print(f"generate_batch is left out: transformers {tf.__version__} has no ContinuousBatchingConfig")
-    return found
-
-
-def check_tokens(model: tf.PreTrainedModel, prompts: Prompts, found: dict[str, Tokens]) -> int:
-    """The contenders' tokens must be equal, or nothing is timed; returns how often they part at a tie."""
+    A conversation is compared until it parts: later prompts hold its own answers.
+    """
     num_ties = 0
-    for name, tokens in found.items():
-        for number, (prompt, theirs, ours) in enumerate(zip(prompts, tokens, found["kvpage"], strict=True)):
-            if theirs != ours:
-                gap = gap_where_they_part(model, prompt, theirs, ours)
-                if gap > MAX_TIE:
-                    raise SystemExit(f"{name} and kvpage differ in request {number}, by {gap:.1e} in its logits")
-                num_ties += 1
+    for name, served in found.items():
+        for number in range(len(workload.turns[0])):
+            prompt: list[int] = []
+            for turn, inputs in enumerate(workload.turns):
+                theirs, ours = served.answers[turn][number], found["kvpage"].answers[turn][number]
+                prompt = prompt + inputs[number]
+                if theirs != ours:
+                    gap = gap_where_they_part(model, prompt, theirs, ours)
+                    if gap > MAX_TIE[model.dtype]:
+                        raise SystemExit(f"{name} and kvpage differ in request {number}, by {gap:.1e} in its logits")
+                    num_ties += 1
+                    break
+                prompt = prompt + ours
     return num_ties
 
 
@@ -190,37 +94,54 @@ def gap_where_they_part(model: tf.PreTrainedModel, prompt: list[int], first: lis
     """Return the distance between the logits of the first two tokens that differ, in a forward of the request alone."""
     index = next(index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + first[:index]])).logits[0, -1]
+        logits = model(torch.tensor([prompt + first[:index]])).logits[0, -1].float()
     return float((logits[first[index]] - logits[second[index]]).abs())
 
 
+def take_turns(runs: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each in each round."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, run in runs.items():
+                taken[name].append(run().seconds)
+    finally:
+        gc.enable()
+    return taken
+
+
 def measure(
-    model: tf.PreTrainedModel, workload: str, options: argparse.Namespace, vllm: VLLMProcess | None
+    model: tf.PreTrainedModel, workload: Workload, options: argparse.Namespace, peers: dict[str, ServingPeer]
 ) -> dict[str, Any]:
-    prompts = make_prompts(workload, options.requests, options.prefix)
-    runs = {
-        name: functools.partial(run, model, prompts, options.tokens)
-        for name, run in contenders(options.prefix if workload == "shared" else 0).items()
-    }
-    if vllm:
-        runs["vllm"] = functools.partial(vllm.generate, prompts, options.tokens)
-    found = {name: run() for name, run in runs.items() if name != "bound"}
-    num_ties = check_tokens(model, prompts, found)
-    times = in_turns(runs, options.rounds, warmups=0)
-    num_tokens = len(prompts) * options.tokens
+    runs = local_contenders(model, workload, options.tokens)
+    for name, peer in peers.items():
+        peer.prepare(workload, options.tokens)
+        runs[name] = functools.partial(peer.serve, workload, options.tokens)
+    runs = {name: run for name, run in runs.items() if name not in options.without}
+    num_ties = check_tokens(model, workload, {name: run() for name, run in runs.items()})
+    bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
+    runs = {"bound": functools.partial(run_bound, bound), **runs}
+    times = take_turns(runs, options.rounds)
+    num_tokens = workload.num_answers * options.tokens
     return {
-        "workload": workload,
+        "workload": workload.name,
+        "requests": workload.num_answers,
         "tokens_per_s": {name: Figure.rate(num_tokens, taken) for name, taken in times.items()},
         "kvpage_over": {name: Figure.ratio(taken, times["kvpage"]) for name, taken in times.items()},
         "ties": num_ties,
+        "products": bound.chosen,
         "seconds": times,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22}")
+    print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22}   ({result['ties']} ties)")
     for name, speed in result["tokens_per_s"].items():
-        print(f"  {name:16} {f'{speed:.1f}':>22} {result['kvpage_over'][name]:.2f}")
+        over = f"{result['kvpage_over'][name]:.2f}"
+        print(f"  {name:16} {f'{speed:.1f}':>22} {over:>22}")
+    print("  products of the bound: " + "; ".join(f"{shape}: {name}" for shape, name in result["products"].items()))
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -234,35 +155,54 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("generated tokens/s")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    workloads = ["separate", "shared", "multi-turn"]
+    parser.add_argument("--model", choices=MODELS, default="small", help="33 million parameters, or 197 million")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--workload", nargs="+", choices=workloads, default=workloads[:2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=64, help="of a workload of one turn")
+    parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared prefix")
+    parser.add_argument("--conversations", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turn-tokens", type=int, default=384, help="new ones of each turn")
+    parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
+    parser.add_argument("--quick", action="store_true", help="one round of few requests, beside the fastest peers")
+    parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
+    parser.add_argument("--preload", nargs="+", default=[], metavar="LIBRARY", type=Path, help="for kvpage_preloaded")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        vars(options).update(QUICK, without=[*options.without, *SLOW])
+    if "kvpage" in options.without:
+        parser.error("--without must leave kvpage in, with whose tokens all are compared")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", choices=["shared", "separate"], default=["shared", "separate"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prefix", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = parse()
     torch.set_num_threads(options.threads)
     tf.logging.set_verbosity_error()
-    model = make_model()
-    with VLLMProcess.start(options.vllm, model, options.threads) if options.vllm else contextlib.nullcontext() as vllm:
-        results = [measure(model, workload, options, vllm) for workload in options.workload]
-    for result in results:
-        show(result)
+    model = make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB)
+    with serving_peers(model, options.threads, options.vllm, options.preload) as peers:
+        results = []
+        for name in options.workload:
+            num = options.conversations if name == "multi-turn" else options.requests
+            workload = make_workload(name, num, options.prefix, options.turn_tokens, options.turns, VOCAB)
+            results.append(measure(model, workload, options, peers))
+            show(results[-1])
+        versions = {"vllm": peers["vllm"].hello["vllm"] if "vllm" in peers else None}
     if options.plot:
         plot(results, options.plot)
-    versions: dict[str, str | None] = {
-        "torch": torch.__version__,
-        "transformers": tf.__version__,
-        "machine": platform.machine(),
-    }
-    versions["vllm"] = vllm.version if vllm else None
-    settings = {name: getattr(options, name) for name in ("rounds", "requests", "prefix", "tokens", "threads")}
+    versions |= {"torch": torch.__version__, "transformers": tf.__version__, "machine": platform.machine()}
+    names = ("model", "dtype", "rounds", "prefix", "turn_tokens", "tokens", "threads")
+    settings = {name: getattr(options, name) for name in names} | {"preload": [path.name for path in options.preload]}
     print(dumps({"benchmark": "serving", **versions, **settings, "results": results}))
 
 

@@ -154,8 +154,9 @@ def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, A
 
 
 def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    data = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8).data
-    rooms = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(options.chunks)]
+    random = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8)
+    data = host_memory.zeros([len(random)], torch.uint8).copy_(torch.from_numpy(random)).numpy().data
+    rooms = [host_memory.zeros([CHUNK_BYTES], torch.uint8).fill_(1).numpy().data for _ in range(options.chunks)]
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, options.chunks * CHUNK_BYTES)
     size = 3 * (options.chunks + 2) * CHUNK_BYTES

@@ -89,21 +89,32 @@ def served(workload: str, name: str) -> Callable[[Result], str]:
 
 
 PEERS = {
-    "generate_copies": "`generate` with a copy of the prefix's cache for each",
+    "kvpage_preloaded": "kvpage with an allocator preloaded",
+    "generate_copies": "a `generate` for each over the prefix's cache",
     "generate_prefix": "one `generate` over the prefix's cache",
+    "generate_kept": "`generate` over a cache kept between the turns",
     "generate": "`model.generate`",
     "generate_batch": "`generate_batch`",
-    "vllm": "vLLM's CPU build",
     "bound": "the model's matrix products alone",
 }
 
 
 def peers(workload: str) -> Callable[[Result], str]:
     def beside(result: Result) -> str:
-        found = row_of(result, "results", workload=workload)["tokens_per_s"]
-        return "; ".join(f"{text(found[name], 0)}: {peer}" for name, peer in PEERS.items() if name in found)
+        row = row_of(result, "results", workload=workload)
+        found = row["tokens_per_s"]
+        cells = [f"{text(found[name], 0)}: {peer}" for name, peer in PEERS.items() if name in found]
+        return "; ".join([*vllm_beside(row), *cells])
 
     return beside
+
+
+def vllm_beside(row: Result) -> list[str]:
+    """Return vLLM's speed, and kvpage's as a part of it; nothing if it was not measured."""
+    if "vllm" not in row["tokens_per_s"]:
+        return []
+    speed, share = row["tokens_per_s"]["vllm"], row["kvpage_over"]["vllm"]
+    return [f"{text(speed, 0)}: vLLM's CPU build, of which kvpage has {text(share)}"]
 
 
 def generated(num_prefix: int, name: str) -> Callable[[Result], str]:

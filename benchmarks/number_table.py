@@ -6,6 +6,7 @@ docs/benchmarks.md has all rows, README.md those with a headline. Each number is
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvpage.benchmarks.engine_cells import admission, layer, step, step_beside
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -62,6 +63,11 @@ class Number(NamedTuple):
     headline_beside: Callable[[Result], str] | None = None
 
 
+def measured_numbers(results: Results) -> list["Number"]:
+    """Return the rows whose run has a result."""
+    return [number for number in NUMBERS if number.run in results]
+
+
 def full_table(results: Results) -> str:
     """Return all rows, with the commands that gave them.
 
@@ -70,7 +76,7 @@ def full_table(results: Results) -> str:
     """
     lines = ["| measured | median (quartiles) | beside | command |", "|---|---|---|---|"]
     last = ""
-    for number in NUMBERS:
+    for number in measured_numbers(results):
         result = results[number.run]
         command = "" if number.run == last else f"`python {' '.join(RUNS[number.run].arguments)}`"
         lines.append(f"| {number.what} | {number.measured(result)} | {number.beside(result)} | {command} |")
@@ -85,7 +91,7 @@ def short_table(results: Results) -> str:
         results: the line of JSON of each run, by name.
     """
     lines = ["| measured | median (quartiles) | beside |", "|---|---|---|"]
-    for number in NUMBERS:
+    for number in measured_numbers(results):
         if number.headline is not None:
             result = results[number.run]
             beside = number.headline_beside or number.beside
@@ -218,6 +224,44 @@ NUMBERS: list[Number] = [
     ),
     Number("and back", stored("disk retrieve"), store_bound("disk retrieve"), "store_two_threads"),
     Number(
+        "a decode step of 256 sequences, greedy, the model left out; CPU time of one thread",
+        step(seqs=256, mode="greedy"),
+        step_beside(seqs=256, mode="greedy"),
+        "engine_overhead",
+    ),
+    Number("the same of 64", step(seqs=64, mode="greedy"), step_beside(seqs=64, mode="greedy"), "engine_overhead"),
+    Number(
+        "of 256, while 1,000 requests wait",
+        step(seqs=256, mode="greedy", waiting=1000),
+        step_beside(seqs=256, mode="greedy", waiting=1000),
+        "engine_overhead",
+    ),
+    Number(
+        "of 256, sampled: temperature, top-k 50, top-p 0.9",
+        step(seqs=256, mode="sampled"),
+        step_beside(seqs=256, mode="sampled"),
+        "engine_overhead",
+    ),
+    Number(
+        "of 256, sampled with penalties",
+        step(seqs=256, mode="penalties"),
+        step_beside(seqs=256, mode="penalties"),
+        "engine_overhead",
+    ),
+    Number(
+        "of 256, greedy, 32,000 tokens in the vocabulary instead of 1,024",
+        step(seqs=256, mode="greedy", vocab=32000),
+        step_beside(seqs=256, mode="greedy", vocab=32000),
+        "engine_overhead",
+    ),
+    Number("admit a prompt of 8,192 tokens, 6,144 cached, an array", *admission("array"), "engine_overhead"),
+    Number("the same, a list", *admission("list"), "engine_overhead"),
+    Number(
+        "a layer of a decode step of 16 sequences, besides its native calls, Llama-3-8B, bf16",
+        *layer("llama 3 8B", "bfloat16", 16),
+        "layer_overhead",
+    ),
+    Number(
         "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads",
         served("separate", "kvpage"),
         peers("separate"),
@@ -230,6 +274,20 @@ NUMBERS: list[Number] = [
         peers("shared"),
         "serving",
         headline="serve 32 requests that share a prefix of 1,024 tokens",
+    ),
+    *(
+        Number(f"{what}, {kind}", served(workload, "kvpage"), peers(workload), run)
+        for run, kind in (
+            ("serving_bf16", "8 requests, bf16"),
+            ("serving_large", "16 requests, Llama of 16 layers of 1,024, 197 million parameters, fp32"),
+        )
+        for what, workload in (("without a shared prefix", "separate"), ("with one", "shared"))
+    ),
+    Number(
+        "16 conversations of 4 turns of 384 new tokens, 32 generated in each, Llama of 8 layers, fp32",
+        served("multi-turn", "kvpage"),
+        peers("multi-turn"),
+        "multi_turn",
     ),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",

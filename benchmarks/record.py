@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
+from kvpage.benchmarks.engine_cells import parts_table
 from kvpage.benchmarks.number_table import Results, answers_table, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- numbers: written by benchmarks/record.py -->", "<!-- end of numbers -->"
+MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
+BEGIN, END = (mark.format("numbers") for mark in MARKS)
 RESULTS = "benchmarks/results"
 TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
+PARTS_PAGE = "docs/benchmarks.md"  # has a table of the parts of a step, too
 
 
 class Refused(Exception):
@@ -138,40 +141,53 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_results(root: Path) -> Results:
-    """Return the line of JSON of each result that the tables are made of, by name."""
-    return {name: read_result(root, name)[1] for name in RUNS}
+    """Return the line of JSON of each result that the tables are made of, by name; without those not measured yet."""
+    return {name: read_result(root, name)[1] for name in RUNS if name not in missing_results(root)}
+
+
+def missing_results(root: Path) -> list[str]:
+    """Return the names of runs that have no result."""
+    return [name for name in RUNS if not (root / RESULTS / f"{name}.txt").is_file()]
 
 
 def commits_of(root: Path) -> str:
-    """Return a sentence that names the commit of each result, one for all where all are of one."""
+    """Return a sentence that names the commit of each result, one for all where all are of one; and what has none."""
     names: dict[str, list[str]] = {}
+    missing = missing_results(root)
     for name in RUNS:
+        if name in missing:
+            continue
         names.setdefault(read_result(root, name)[0], []).append(name)
-    if len(names) == 1:
+    if len(names) == 1 and not missing:
         return f"All were measured at commit `{next(iter(names))}`."
-    return " ".join(f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items())
+    said = [f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items()]
+    return " ".join([*said, f"Not measured yet: {', '.join(missing)}."] if missing else said)
 
 
-def with_numbers(page: str, numbers: str) -> str:
-    """Return `page` with its table replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+def with_numbers(page: str, numbers: str, name: str = "numbers") -> str:
+    """Return `page` with the table of this name replaced."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
     if not after:
-        raise Refused(f"a page with numbers must hold the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{numbers}\n{END}{after}"
+        raise Refused(f"a page with numbers must hold the lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{numbers}\n{end}{after}"
 
 
 def pages_with_numbers(root: Path) -> dict[str, str]:
     """Return each page's text with the table that the results make, by the page's path."""
     results, commits = read_results(root), commits_of(root)
-    return {
+    pages = {
         name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
         for name, table in TABLES.items()
     }
+    return pages | {PARTS_PAGE: with_numbers(pages[PARTS_PAGE], parts_table(results), "parts of a step")}
 
 
 def write_numbers(root: Path) -> None:
-    """Raises: Refused: a result is of other sources than this commit's."""
+    """Raises: Refused: a result is of other sources than this commit's, or missing."""
+    if missing := missing_results(root):
+        raise Refused(f"{missing[0]} has no result: run `python benchmarks/record.py run {missing[0]}`")
     for name, run in RUNS.items():
         check_result(root, run, read_result(root, name)[0])
     for name, text in pages_with_numbers(root).items():

@@ -57,7 +57,20 @@ RUNS = {
         _run("store", "bench_store --threads 1"),
         _run("store_two_threads", "bench_store --threads 2 --parts memory disk"),
         _run("store_redis", "bench_store_redis"),
+        _run("engine_overhead", "bench_engine_overhead"),
+        _run("layer_overhead", "bench_layer_overhead"),
         _run("serving", "bench_serving --threads 2 --requests 32 --rounds 3"),
+        _run(
+            "serving_bf16",
+            "bench_serving --threads 2 --dtype bf16 --requests 8 --rounds 3 --without generate generate_batch",
+        ),
+        _run(
+            "serving_large",
+            "bench_serving --threads 2 --model large --requests 16 --rounds 3 --without generate generate_batch",
+        ),
+        _run(
+            "multi_turn", "bench_serving --threads 2 --workload multi-turn --rounds 3 --without generate generate_batch"
+        ),
         _run("generate_cache", "bench_generate_cache"),
         _run("blend_ops", "bench_blend_ops --threads 1"),
         _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),

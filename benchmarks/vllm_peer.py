@@ -1,7 +1,8 @@
 """Serves prompts through vLLM's CPU build, for bench_serving: run by the Python that vLLM is installed for.
 
-Reads one line of JSON a run, {"prompts": [[token id]], "max_tokens": int}, and answers with one, {"seconds": float,
-"tokens": [[token id]]}. Each run begins with an empty prefix cache. vLLM's own output goes to the standard error.
+Reads one line of JSON a call, {"prompts": [[token id]], "max_tokens": int, "is_first": bool}, and answers with one,
+{"seconds": float, "tokens": [[token id]]}. The first call of a run empties the prefix cache. vLLM's own output goes to
+the standard error.
 
     VENV/bin/python benchmarks/vllm_peer.py MODEL_DIR NUM_THREADS DTYPE
 """
@@ -18,7 +19,6 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM prints must not mix with the answers
     os.environ |= {
         "OMP_NUM_THREADS": num_threads,
-        "KMP_BLOCKTIME": "0",  # its threads sleep while others are measured
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -35,7 +35,8 @@ def main() -> None:
         given = json.loads(line)
         params = vllm.SamplingParams(max_tokens=given["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in given["prompts"]]
-        llm.reset_prefix_cache()
+        if given["is_first"]:
+            llm.reset_prefix_cache()
         before = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - before

@@ -137,6 +137,84 @@ def row_deviation(
         ValueError: A number is out of range.
     """
 
+_Matrix = tuple[int, int]  # address, row stride in bytes
+
+def linear(
+    x: _Matrix,
+    weight: _Matrix,
+    up: _Matrix,
+    bias: int,
+    out: _Matrix,
+    sizes: tuple[int, int, int],
+    row_type: int,
+    activation: int,
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Compute rows times a weight: see kvpage.ops.linear and kvpage.ops.gated_linear.
+
+    Args:
+        x: [num_rows, size].
+        weight: [num_columns, size].
+        up: The same for the second weight, read with an activation alone.
+        bias: Address of [num_columns]; 0 for none.
+        out: [num_rows, num_columns], which shares no memory with the others.
+        sizes: (num_rows, num_columns, size).
+        row_type: The dtype of all, as for `types` of paged_attention.
+        activation: 0 for none, 1 for SiLU, 2 for GELU by tanh.
+        max_threads: The most threads to use.
+        kernel: The name of an instruction set's kernel; "" takes the best.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def rms_norm(
+    x: _Matrix,
+    residual: _Matrix,
+    total: _Matrix,
+    out: _Matrix,
+    weight: int,
+    sizes: tuple[int, int],
+    row_type: int,
+    eps: float,
+    offset: float,
+    order: int,
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Compute the root mean square norm of rows: see kvpage.ops.rms_norm and kvpage.ops.add_rms_norm.
+
+    Args:
+        x: [num_rows, size].
+        residual: The same, added to x; zeros for none.
+        total: Where the sum goes; zeros without a residual.
+        out: Where the norm goes.
+        weight: Address of [size].
+        sizes: (num_rows, size).
+        row_type: The dtype of all, as for `types` of paged_attention.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        order: 0 to round before the product with the weight, 1 to round after it.
+        max_threads: The most threads to use.
+        kernel: The name of an instruction set's kernel; "" takes the best.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def linear_kernels() -> list[str]:
+    """Return the kernels for products that this machine runs, the best first."""
+
+def has_fast_linear(row_type: int, /) -> bool:
+    """Return whether products of this type are at least as fast as torch's: see kvpage.ops.has_fast_linear.
+
+    Args:
+        row_type: The dtype, as for `types` of paged_attention.
+    """
+
 def store_chunk(
     parts: list[_Numbers],  # of each layer
     block_ids: int,
@@ -245,6 +323,71 @@ def write_stretches(
     Raises:
         ValueError: A number is out of range. Nothing is written then.
         OSError: An error of the file. Any of the bytes may be written then.
+    """
+
+def gather_stretches(
+    runs: npt.NDArray[np.int64],
+    payload: int,
+    num_bytes: int,
+    stretch_bytes: int,
+    max_threads: int,
+    streaming: bool,
+    /,
+) -> bytes:
+    """Copy bytes from many places of memory to one, and hash each stretch on the way.
+
+    Args:
+        runs: int64 [num_runs, 2]: address and bytes of each run.
+        payload: Address of the copy.
+        num_bytes: Bytes of the payload, as many as the runs have.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        max_threads: The most threads to use.
+        streaming: Whether writes go past the processor's cache.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def scatter_stretches(
+    payload: int,
+    num_bytes: int,
+    runs: npt.NDArray[np.int64],
+    stretch_bytes: int,
+    max_threads: int,
+    streaming: bool,
+    /,
+) -> bytes:
+    """Copy bytes from one place of memory to many, and hash each stretch on the way.
+
+    Args:
+        payload: Address of the bytes.
+        num_bytes: Bytes of the payload, as many as the runs have.
+        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        max_threads: The most threads to use.
+        streaming: Whether writes go past the processor's cache.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+    """
+
+def prefault(data: int, num_bytes: int, max_threads: int, /) -> None:
+    """Have the operating system give memory its pages. The bytes stay as they are.
+
+    Args:
+        data: Address of the memory, which no thread may write meanwhile.
+        num_bytes: Number of bytes.
+        max_threads: The most threads to use.
+
+    Raises:
+        OSError: The system has no more memory.
+        ValueError: `num_bytes` is negative.
     """
 
 _ChunkPlace = tuple[int, int, int, int, bool]  # address and number of block ids, start, max_threads, streaming

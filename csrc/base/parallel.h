@@ -1,5 +1,5 @@
-// A few threads for one call. They are started for the call and joined before it returns. So a caller that forks, or
-// unloads the library, meets no other thread. Starting one costs 10 to 30 us: small work stays on the caller's thread.
+// A few threads for one call, of those that wait for calls (base/workers.h). Waking them costs some microseconds: small
+// work stays on the caller's thread.
 #pragma once
 
 #include <algorithm>
@@ -7,42 +7,38 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <thread>
-#include <vector>
+
+#include "base/workers.h"
 
 namespace kvpage {
 
-// Returns how many threads are worth starting: at most `max_threads`, and each with at least `grain` of the work.
+// Returns how many threads are worth waking: at most `max_threads`, and each with at least `grain` of the work.
 inline int useful_threads(int64_t work, int64_t grain, int max_threads) {
   return static_cast<int>(std::clamp<int64_t>(work / grain, 1, std::max(max_threads, 1)));
 }
 
-// Runs body(share) for each share in [0, num_shares), one thread a share, the caller's own thread among them, and waits
-// for all. Where the system gives fewer threads, the caller does the rest. The first exception is thrown at the
-// end.
+// Runs body(share) for each share in [0, num_shares), and waits for all: on the caller's own thread and on workers.
+// Where there are fewer of those, some run several shares. So no share may wait for another. The first exception is
+// thrown at the end.
 template <typename Body>
 void run_shares(int num_shares, const Body& body) {
-  std::exception_ptr error;
-  std::mutex mutex;
-  auto run = [&](int share) {
+  if (num_shares == 1) return body(0);
+  struct Call {
+    const Body& body;
+    std::exception_ptr error;
+    std::mutex mutex;
+  } call{body, {}, {}};
+  const auto run = [](void* context, int share) {
+    Call& mine = *static_cast<Call*>(context);
     try {
-      body(share);
+      mine.body(share);
     } catch (...) {
-      std::lock_guard lock(mutex);
-      if (!error) error = std::current_exception();
+      std::lock_guard lock(mine.mutex);
+      if (!mine.error) mine.error = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
-  int started = 1;
-  try {
-    threads.reserve(static_cast<size_t>(std::max(num_shares - 1, 0)));
-    for (; started < num_shares; ++started) threads.emplace_back(run, started);
-  } catch (const std::exception&) {  // no thread, or no memory for one
-  }
-  for (int share = started; share < num_shares; ++share) run(share);
-  if (num_shares > 0) run(0);
-  for (std::thread& thread : threads) thread.join();
-  if (error) std::rethrow_exception(error);
+  if (num_shares > 0) run_on_workers(num_shares, run, &call);
+  if (call.error) std::rethrow_exception(call.error);
 }
 
 // Runs body(begin, end) on equal parts of [0, num_items), several for each of `num_threads`. Threads take them as they

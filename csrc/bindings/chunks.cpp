@@ -4,8 +4,10 @@
 #include <cerrno>
 
 #include "base/copy_bytes.h"
+#include "base/prefault.h"
 #include "bindings/addresses.h"
 #include "chunks/chunk_plan.h"
+#include "chunks/stretch_copy.h"
 #include "chunks/stretch_writer.h"
 #include "hash/xxh3.h"
 
@@ -65,6 +67,39 @@ py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, con
   return bytes_of(digests.data(), digests.size());
 }
 
+using MoveStretches = void (*)(const StretchCopy&, Digest*);
+
+py::bytes move_stretches(MoveStretches move, const RunArray& array, int64_t payload, int64_t num_bytes,
+                         int64_t stretch_bytes, int max_threads, bool streaming) {
+  const std::vector<ByteRun> runs = runs_of(array);
+  const StretchCopy args = {runs.data(),
+                            static_cast<int64_t>(runs.size()),
+                            pointer<std::byte>(payload),
+                            num_bytes,
+                            stretch_bytes,
+                            max_threads,
+                            streaming};
+  std::vector<Digest> digests(static_cast<size_t>(count_stretches(args)));
+  {
+    py::gil_scoped_release release;
+    move(args, digests.data());
+  }
+  return bytes_of(digests.data(), digests.size());
+}
+
+// Raises OSError where the system has no memory.
+void prefault_memory(int64_t data, int64_t num_bytes, int max_threads) {
+  check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
+  try {
+    py::gil_scoped_release release;
+    prefault(pointer<std::byte>(data), num_bytes, max_threads);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+}
+
 // (address and number of block ids, start, max_threads, streaming)
 using Place = std::tuple<int64_t, int64_t, int64_t, int, bool>;
 
@@ -107,6 +142,19 @@ void bind_stretches(py::module_& m) {
       },
       "See kvpage.store.tiers.stretches.");
   m.def("write_stretches", &write_stretches_of, "See kvpage.store.tiers.stretches.");
+  m.def(
+      "gather_stretches",
+      [](const RunArray& runs, int64_t payload, int64_t num_bytes, int64_t stretch_bytes, int threads, bool streaming) {
+        return move_stretches(&gather_stretches, runs, payload, num_bytes, stretch_bytes, threads, streaming);
+      },
+      "See kvpage.store.tiers.stretches.");
+  m.def(
+      "scatter_stretches",
+      [](int64_t payload, int64_t num_bytes, const RunArray& runs, int64_t stretch_bytes, int threads, bool streaming) {
+        return move_stretches(&scatter_stretches, runs, payload, num_bytes, stretch_bytes, threads, streaming);
+      },
+      "See kvpage.store.tiers.stretches.");
+  m.def("prefault", &prefault_memory, "See kvpage.layout.host_memory.");
 }
 
 void bind_chunk_plan(py::module_& m) {

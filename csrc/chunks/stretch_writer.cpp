@@ -24,53 +24,18 @@ constexpr int64_t kGrainBytes = 4 << 20;  // a thread: starting one costs as muc
 constexpr size_t kMostVectors = 1024;     // of a system call: IOV_MAX of Linux
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
-// Lead and runs, one after the other; places count from the lead's first byte.
-class Runs {
- public:
-  explicit Runs(const StretchWrite& args) {
-    runs_.reserve(static_cast<size_t>(args.num_runs) + 1);
-    ends_.reserve(runs_.capacity());
-    add({args.lead, args.lead_bytes});
-    for (int64_t i = 0; i < args.num_runs; ++i) add(args.runs[i]);
-  }
-
-  int64_t end() const { return ends_.back(); }
-
-  // Returns the beginning of the run that contains the place; null after the last one.
-  const std::byte* run_at(int64_t place) const {
-    const size_t i = index_of(place);
-    return i < runs_.size() ? runs_[i].data : nullptr;
-  }
-
-  // Calls body(run) for the runs at [begin, end); it returns whether to go on.
-  template <typename Body>
-  void for_each(int64_t begin, int64_t end, const Body& body) const {
-    for (size_t i = index_of(begin); begin < end; ++i) {
-      const int64_t next = std::min(ends_[i], end);
-      if (next > begin && !body(ByteRun{runs_[i].data + (runs_[i].num_bytes - (ends_[i] - begin)), next - begin}))
-        return;
-      begin = next;
-    }
-  }
-
- private:
-  size_t index_of(int64_t place) const {
-    return static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), place) - ends_.begin());
-  }
-
-  void add(const ByteRun& run) {
-    runs_.push_back(run);
-    ends_.push_back((ends_.empty() ? 0 : ends_.back()) + run.num_bytes);
-  }
-
-  std::vector<ByteRun> runs_;
-  std::vector<int64_t> ends_;  // place after each run
-};
+// Returns lead and runs, one after the other.
+ByteRuns runs_of(const StretchWrite& args) {
+  ByteRuns runs(args.num_runs + 1);
+  runs.add({args.lead, args.lead_bytes});
+  for (int64_t i = 0; i < args.num_runs; ++i) runs.add(args.runs[i]);
+  return runs;
+}
 
 class StretchWriter {
  public:
   StretchWriter(const StretchWrite& args, int64_t num_stretches, Digest* digests)
-      : args_(args), runs_(args), num_stretches_(num_stretches), digests_(digests) {}
+      : args_(args), runs_(runs_of(args)), num_stretches_(num_stretches), digests_(digests) {}
 
   int64_t num_bytes() const { return runs_.end(); }
 
@@ -97,7 +62,7 @@ class StretchWriter {
 
   void copy_tail() const {
     std::byte* to = args_.tail;
-    runs_.for_each(runs_.end() - args_.tail_bytes, runs_.end(), [&](const ByteRun& run) {
+    runs_.for_each(runs_.end() - args_.tail_bytes, runs_.end(), [&](const ByteRun& run, int64_t) {
       std::memcpy(to, run.data, static_cast<size_t>(run.num_bytes));
       to += run.num_bytes;
       return true;
@@ -114,9 +79,8 @@ class StretchWriter {
 
   // Meanwhile the beginnings of the next piece's runs are fetched, which no processor would guess.
   void add(Xxh3& hash, int64_t begin, int64_t end) const {
-    runs_.for_each(begin, end, [&](const ByteRun& run) {
-      hash.update(run.data, run.num_bytes, runs_.run_at(begin + kPieceBytes));
-      begin += run.num_bytes;
+    runs_.for_each(begin, end, [&](const ByteRun& run, int64_t at) {
+      hash.update(run.data, run.num_bytes, runs_.run_at(at + kPieceBytes));
       return true;
     });
   }
@@ -134,7 +98,7 @@ class StretchWriter {
   ssize_t write_some(int64_t begin, int64_t end) const {
     std::array<iovec, kMostVectors> vectors;
     size_t count = 0;
-    runs_.for_each(begin, end, [&](const ByteRun& run) {
+    runs_.for_each(begin, end, [&](const ByteRun& run, int64_t) {
       vectors[count++] = {const_cast<std::byte*>(run.data), static_cast<size_t>(run.num_bytes)};
       return count < kMostVectors;
     });
@@ -142,7 +106,7 @@ class StretchWriter {
   }
 
   const StretchWrite& args_;
-  const Runs runs_;
+  const ByteRuns runs_;
   const int64_t num_stretches_;
   Digest* const digests_;
 };

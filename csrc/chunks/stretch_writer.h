@@ -15,14 +15,10 @@
 #include <cstdint>
 #include <system_error>
 
+#include "chunks/byte_runs.h"
 #include "hash/xxh3.h"
 
 namespace kvpage {
-
-struct ByteRun {
-  const std::byte* data;
-  int64_t num_bytes;
-};
 
 // fd: a file that can be written at an offset. offset: the lead's first byte in the file. tail: memory for the last
 // `tail_bytes` of the runs; it may be the lead's. `max_threads` share the stretches. Owns nothing.

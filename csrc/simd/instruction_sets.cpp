@@ -2,6 +2,10 @@
 
 #include <string_view>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace kvpage {
 namespace {
 
@@ -16,10 +20,21 @@ bool has_avx512() {
 }
 
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Of leaf 7's EDX. Older compilers lack their names.
+bool has_extended_feature(int bit) {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> bit & 1u) != 0;
+}
+
+bool has_amx_bf16() { return has_avx512() && has_extended_feature(22); }
+bool has_avx512_fp16() { return has_avx512() && has_extended_feature(23); }
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
 bool has_avx512bf16() { return false; }
+bool has_amx_bf16() { return false; }
+bool has_avx512_fp16() { return false; }
 #endif
 
 }  // namespace
@@ -28,7 +43,8 @@ bool has_instruction_set(const char* name) {
   const std::string_view set = name;
   if (set == "base") return true;
   return (set == "avx2" && has_avx2()) || (set == "avx512" && has_avx512()) ||
-         (set == "avx512bf16" && has_avx512bf16());
+         (set == "avx512bf16" && has_avx512bf16()) || (set == "amx_bf16" && has_amx_bf16()) ||
+         (set == "avx512_fp16" && has_avx512_fp16());
 }
 
 }  // namespace kvpage

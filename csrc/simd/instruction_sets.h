@@ -1,4 +1,5 @@
-// The instruction sets that some sources are compiled for, by name: "base", "avx2", "avx512", "avx512bf16".
+// The instruction sets that some sources are compiled for, by name: "base", "avx2", "avx512", "avx512bf16". Others are
+// only asked for: "amx_bf16", "avx512_fp16".
 #pragma once
 
 namespace kvpage {

@@ -5,12 +5,16 @@ reading half a page (measured: blocks of 32 KiB are read a quarter faster in hug
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+import kvpage._C as _C
+
 HUGE_PAGE_BYTES = 2 << 20
+PORTION_BYTES = 1 << 30  # that is touched before Ctrl-C is seen: 0.1 s
 
 
 def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -18,6 +22,30 @@ def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes < 2 * HUGE_PAGE_BYTES:
         return torch.zeros(*size, dtype=dtype)
+    return torch.from_numpy(zero_bytes(num_bytes)).view(dtype).view(*size)
+
+
+def zero_bytes(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeros that begin at a huge page."""
     room = np.zeros(num_bytes + HUGE_PAGE_BYTES, np.uint8)  # numpy asks for huge pages (madvise), torch does not
     begin = -room.ctypes.data % HUGE_PAGE_BYTES
-    return torch.from_numpy(room[begin : begin + num_bytes]).view(dtype).view(*size)
+    return room[begin : begin + num_bytes]
+
+
+def prefault(memory: torch.Tensor, num_threads: int, advance: Callable[[int], object]) -> None:
+    """Have the system give the memory of a contiguous CPU tensor now, not when it is first written.
+
+    The bytes stay as they are; no thread may write them meanwhile. Ctrl-C ends it between two portions.
+
+    Args:
+        memory: the tensor.
+        num_threads: threads that share the work.
+        advance: called with the bytes of each portion, when it is there.
+
+    Raises:
+        OSError: the system has no more memory.
+    """
+    for begin in range(0, memory.nbytes, PORTION_BYTES):
+        num_bytes = min(PORTION_BYTES, memory.nbytes - begin)
+        _C.prefault(memory.data_ptr() + begin, num_bytes, num_threads)
+        advance(num_bytes)

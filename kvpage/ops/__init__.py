@@ -3,7 +3,8 @@
 Each operation validates its arguments and picks the implementation: `cpu`, `cuda`, or the plain torch of `reference`.
 No other package of kvpage comes near a kernel. In code that torch.compile or a dispatch mode of torch (fake tensors)
 traces, each operation stands for its operator in torch.ops.kvpage (`traced`), which does the same at run time. The
-operations of blending are not traced: kvpage never compiles the code that calls them.
+operations of blending are not traced: kvpage never compiles the code that calls them. Products and norms (`linear`,
+`rms_norm`) are torch's own in traced code.
 """
 
 import functools
@@ -25,6 +26,11 @@ from kvpage.ops.args.sequences import Sequences as Sequences
 from kvpage.ops.blend import mix_rows as mix_rows
 from kvpage.ops.blend import row_deviation as row_deviation
 from kvpage.ops.copies import BlockCopier
+from kvpage.ops.cpu.linear import gated_linear as gated_linear
+from kvpage.ops.cpu.linear import has_fast_linear as has_fast_linear
+from kvpage.ops.cpu.linear import linear as linear
+from kvpage.ops.cpu.norm import add_rms_norm as add_rms_norm
+from kvpage.ops.cpu.norm import rms_norm as rms_norm
 from kvpage.ops.cuda.attention import attends_in_place as attends_in_place
 from kvpage.ops.cuda.rows import check_device as check_device
 
@@ -34,15 +40,20 @@ __all__ = [
     "BoundCache",
     "Rotation",
     "Sequences",
+    "add_rms_norm",
     "attend",
     "attends_in_place",
     "check_device",
     "copy_blocks",
+    "gated_linear",
     "gather_cache",
+    "has_fast_linear",
+    "linear",
     "load_chunk",
     "mix_rows",
     "paged_attention",
     "reshape_and_cache",
+    "rms_norm",
     "row_deviation",
     "store_chunk",
     "swap_blocks",

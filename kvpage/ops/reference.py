@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
@@ -320,3 +321,31 @@ def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Ten
     # Masked before any arithmetic: NaN times 0 is NaN.
     difference = (fresh.float() - retrieved.float()).masked_fill(~valid[:, None, None], 0.0)
     return difference.square().flatten(1).mean(dim=1)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Products and sums in fp32, then rounded."""
+    result = x.float() @ weight.float().T
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The same for activation(x @ gate.T) * (x @ up.T), rounded once."""
+    gates, ups = x.float() @ gate.float().T, x.float() @ up.float().T
+    activated = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
+    return (activated * ups).to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    rounds_before_weight: bool = True,
+) -> torch.Tensor:
+    """The mean square in fp32; the normalised numbers are rounded before the product with the weight, or after it."""
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if rounds_before_weight:
+        normal = normal.to(x.dtype).float()
+    return (normal * (weight.float() + weight_offset)).to(x.dtype)

@@ -23,7 +23,7 @@ from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.loop.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.intake import Intake

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from kvpage.checks.values import check_at_least
+
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 ENV_PREFIX = "KVPAGE_"
 
@@ -80,6 +82,8 @@ class KVStoreConfig:
         save_decode_cache: whether an engine stores generated tokens, too.
         deadline: seconds of a call on a tier that names none; None for no limit.
         num_threads: threads for one call; 0 for torch's number.
+        kept_result_bytes: bytes of memory of results that are gone, which later ones are given; 0 for none. A text such
+            as "1GiB" becomes a number.
 
     Raises:
         ValueError: a field breaks a rule.
@@ -92,12 +96,13 @@ class KVStoreConfig:
     save_decode_cache: bool = False
     deadline: float | None = None
     num_threads: int = 0
+    kept_result_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_size", 1), ("num_threads", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if isinstance(self.kept_result_bytes, str):
+            object.__setattr__(self, "kept_result_bytes", parse_size(self.kept_result_bytes))
+        for name, least in (("chunk_size", 1), ("num_threads", 0), ("kept_result_bytes", 0)):
+            check_at_least(name, getattr(self, name), least)
         tiers = (self.tiers,) if isinstance(self.tiers, str) else tuple(self.tiers)
         if not tiers:
             raise ValueError("tiers must name at least one, got none")

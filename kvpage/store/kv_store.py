@@ -9,7 +9,6 @@ Every read gives nothing, or exactly the bytes that were stored under that key. 
 exception.
 """
 
-import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -27,21 +26,11 @@ from kvpage.store.load.call_gate import CallGate, gated
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
-from kvpage.store.load.tensor_load import TensorLoad
+from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import place_tiers
 from kvpage.store.records.keys import KVStoreMetadata
-from kvpage.store.records.kv_tensors import (
-    KVTensors,
-    TensorChunk,
-    as_parts,
-    as_tuple,
-    num_leading_false,
-    owned,
-    token_dim,
-    tokens_of,
-)
+from kvpage.store.records.kv_tensors import KVTensors
 from kvpage.store.records.summary import RecordSummary, summaries
-from kvpage.store.stack.chunk_threads import done
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_stack import TierStack
@@ -79,6 +68,8 @@ class KVStore:
             raise ValueError("tiers must be at least one, got none")
         self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
         self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
+        kept = config.kept_result_bytes
+        self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, kept)
         self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
 
@@ -117,27 +108,8 @@ class KVStore:
         Raises:
             ValueError, TypeError: arguments do not fit together; nothing is written.
         """
-        array, fmt = self._checked(tokens, namespace), self.metadata.fmt
-        check_flag("skip_existing", skip_existing)
-        check_flag("blocking", blocking)
-        num_skipped = num_leading_false("kv_tensors_mask", kv_tensors_mask, len(array))
-        if num_skipped % self.config.chunk_size:
-            raise ValueError(
-                f"kv_tensors_mask must be False for whole chunks of {self.config.chunk_size}, got {num_skipped} tokens"
-            )
-        parts = as_parts(kv_tensors, fmt, self.metadata.kv_dtype)
-        num_given = parts[0][0].shape[token_dim(fmt)]
-        if num_given != len(array) - num_skipped:
-            raise ValueError(f"kv_tensors must be of {len(array) - num_skipped} tokens, got {num_given}")
-        kinds = self._dtype.settle(parts[0][0].dtype)
-        if not blocking:
-            parts = owned(parts, fmt, 0)
-
-        def chunk(begin: int, end: int) -> TensorChunk:
-            return TensorChunk(tokens_of(parts, fmt, begin - num_skipped, end - num_skipped), fmt, end - begin)
-
-        put = functools.partial(self._chunks.put, kinds, array, num_skipped, chunk, skip_existing, namespace)
-        return done(put()) if blocking else self._tiers.later(put)
+        array = self._checked(tokens, namespace)
+        return self._tensors.store(array, kv_tensors, kv_tensors_mask, skip_existing, blocking, namespace)
 
     @gated
     def retrieve(
@@ -145,42 +117,34 @@ class KVStore:
         tokens: Tokens,
         mask: npt.ArrayLike | torch.Tensor | None = None,
         return_tuple: bool = True,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         namespace: bytes = b"",
+        out: KVTensors | None = None,
     ) -> tuple[Any, torch.Tensor]:
         """Return K and V of the longest leading run of the tokens that the store has.
+
+        Without `out` the result is new to the caller. Its memory is used again after the last view of it is gone.
 
         Args:
             tokens: int [num_tokens].
             mask: bool [num_tokens]; False for leading tokens that are not wanted, any number of them.
             return_tuple: return (K, V) for each layer rather than one tensor.
-            device: device of the result.
+            device: device of the result; None for that of `out`, or the CPU.
             namespace: the one that they were stored in.
+            out: memory for K and V of the wanted tokens, as in `store`, with any strides. Found tokens are written to
+                its beginning. The others stay as they are, but for up to 8 chunks after a record that turns out to be
+                damaged or gone while it is read: their tokens mean nothing then.
 
         Returns:
-            (kv, ret_mask). kv: for each layer (K, V), or one tensor [layers, parts, ...]; () if nothing was found.
-            ret_mask: bool [num_tokens] on the CPU, True for the tokens in kv.
+            (kv, ret_mask). kv: for each layer (K, V), or one tensor [layers, parts, ...]; () if nothing was found. With
+            `out`, views of it. ret_mask: bool [num_tokens] on the CPU, True for the tokens in kv.
 
         Raises:
-            ValueError, TypeError: an argument is wrong.
+            ValueError, TypeError: an argument is wrong, or the records are of another shape than `out`. It is as it
+                was.
         """
         array = self._checked(tokens, namespace)
-        check_flag("return_tuple", return_tuple)
-        num_skipped = num_leading_false("mask", mask, len(array))
-        ret_mask = torch.zeros(len(array), dtype=torch.bool)
-        kinds = self._dtype.find(self._tiers, array, namespace)
-        self._tiers.count(query_tokens=len(array) - num_skipped)
-        if kinds is None:
-            return (), ret_mask
-        keys = kinds.keys.of(array, namespace)
-        chunks = TensorLoad(kinds, self.metadata.fmt, keys, len(array), num_skipped, namespace).run(self._tiers)
-        if chunks is None:
-            return (), ret_mask
-        num_found = chunks.shape[2 + token_dim(self.metadata.fmt)]
-        ret_mask[num_skipped : num_skipped + num_found] = True
-        self._tiers.count(hit_tokens=num_found)
-        kv = chunks.to(device)
-        return (as_tuple(kv) if return_tuple else kv), ret_mask
+        return self._tensors.retrieve(array, mask, return_tuple, device, namespace, out)
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
@@ -378,6 +342,7 @@ class KVStore:
                 self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
                 if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
                     self._is_closed = True
+                    self._tensors.close()
                     self._tiers.close()
 
     def __enter__(self) -> "KVStore":

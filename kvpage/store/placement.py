@@ -15,8 +15,9 @@ COMMON_OPTIONS = ("write", "promote", "deadline")
 def _memory(url: TierURL) -> Tier:
     from kvpage.store.tiers.memory_tier import MemoryTier
 
-    check_options(url, "size", "policy")
-    return MemoryTier(parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or "")
+    check_options(url, "size", "policy", "prefault")
+    size, policy = parse_size(url.option("size", "1GiB") or ""), url.option("policy", "lru") or ""
+    return MemoryTier(size, policy, prefault=_choice(url, "prefault", {"yes": True, "no": False}, "yes"))
 
 
 def _disk(url: TierURL) -> Tier:

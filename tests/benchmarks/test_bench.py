@@ -13,12 +13,13 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from support.redis_server import MISSING  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
+from kvpage.benchmarks.serving_workloads import Shape  # noqa: E402
 from kvpage.store.records.record_io import verify_record  # noqa: E402
 from kvpage.store.tiers.memory_tier import MemoryTier  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
@@ -28,6 +29,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
+    "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
@@ -37,7 +39,9 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
     "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
     "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
-    "serving": (["--workload", "shared", "--requests", "2", "--prefix", "32", "--tokens", "2", *ONCE], {"VOCAB": 256}),
+    "serving": (["--workload", "separate", "shared", "multi-turn", "--requests", "2", "--prefix", "32", "--tokens", "2",
+                 "--conversations", "2", "--turns", "2", "--turn-tokens", "8", "--threads", "1", *ONCE],
+                {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
     "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
     "store": (["--chunks", "1", *ONCE], {"LAYERS": 1, "CHUNK_BYTES": 2 * 256 * 8 * 128 * 2}),
     "store_disk": (ONCE, {"MIB": 1 << 16, "RECORD_BYTES": (1 << 14,), "PIECES": (1 << 14,), "FULL_BYTES": 1 << 30}),
@@ -87,8 +91,6 @@ def test_the_table_has_all() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> None:
-    if name == "serving" and not hasattr(transformers, "ContinuousBatchingConfig"):
-        pytest.skip("its peer is generate_batch of a newer transformers")
     options, sizes = SMALLEST[name]
     script = importlib.import_module(f"kvpage.benchmarks.bench_{name}")
     for constant, value in sizes.items():

@@ -100,8 +100,12 @@ def test_a_failing_benchmark_leaves_the_result(tree: Path) -> None:
 def test_a_table_is_put_between_its_marks() -> None:
     readme = f"before\n{record.BEGIN}\nold\n{record.END}\nafter\n"
     assert record.with_numbers(readme, "| new |") == f"before\n{record.BEGIN}\n| new |\n{record.END}\nafter\n"
-    with pytest.raises(Refused, match="must hold the lines"):
-        record.with_numbers("no marks", "| new |")
+    begin, end = (mark.format("parts") for mark in record.MARKS)
+    both = f"{readme}{begin}\nold\n{end}\nend\n"
+    assert record.with_numbers(both, "| new |", "parts") == f"{readme}{begin}\n| new |\n{end}\nend\n"
+    for page in ("no marks", begin):
+        with pytest.raises(Refused, match="must hold the lines"):
+            record.with_numbers(page, "| new |")
 
 
 @needs_sources
@@ -115,11 +119,11 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 @needs_sources
-def test_ten_numbers_are_in_the_short_table() -> None:
-    """Each is in the full table, too: the same number, beside the same peers or more of them."""
+def test_short_numbers_are_in_the_full_table() -> None:
+    """Each is the same number, beside the same peers or more of them."""
     results = record.read_results(ROOT)
     short, full = rows_of(number_table.short_table(results)), rows_of(number_table.full_table(results))
-    assert len(short) == 10 and len(full) == len(number_table.NUMBERS)
+    assert len(full) == len(number_table.measured_numbers(results))
     for _, measured, beside in short:
         (peers,) = (row[2].split("; ") for row in full if row[1] == measured and beside.split("; ")[0] in row[2])
         assert set(beside.split("; ")) <= set(peers)
@@ -134,6 +138,11 @@ def test_the_commits_of_results_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert record.commits_of(tmp_path) == "All were measured at commit `1111`."
     (tmp_path / record.RESULTS / "b.txt").write_text("commit 2222\n\n{}")
     assert record.commits_of(tmp_path) == "Measured at commit `1111`: a, c. Measured at commit `2222`: b."
+    (tmp_path / record.RESULTS / "a.txt").unlink()
+    said = "Measured at commit `2222`: b. Measured at commit `1111`: c. Not measured yet: a."
+    assert record.commits_of(tmp_path) == said
+    with pytest.raises(Refused, match="a has no result: run `python benchmarks/record.py run a`"):
+        record.write_numbers(tmp_path)
 
 
 @needs_sources
@@ -141,6 +150,7 @@ def test_every_number_of_the_pages_is_measured() -> None:
     """The tables are made of the results that are kept, and of nothing else."""
     for name, text in record.pages_with_numbers(ROOT).items():
         assert text == (ROOT / name).read_text(), name
+    missing = record.missing_results(ROOT)
     for name, run in runs.RUNS.items():
         assert (ROOT / run.script).is_file(), name
-        assert json.dumps(record.read_result(ROOT, name)[1])
+        assert name in missing or json.dumps(record.read_result(ROOT, name)[1])

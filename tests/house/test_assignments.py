@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/store/disk/index.py": (("entry.", "space."), RECORD),
     "kvpage/observe/events/publisher.py": (("taker.", "giver.", "self._pub.", "self._router."), "options of sockets"),
     "kvpage/serving/generate/kv_page_cache.py": (("self._finalizer.atexit",), "weakref.finalize asks for it"),
+    "kvpage/store/load/result_pool.py": (("finalizer.atexit",), "weakref.finalize asks for it"),
     "kvpage/serving/model/view.py": (("config._attn_implementation_internal",), "of a copy of the model's config"),
     "kvpage/tools/cli.py": (("sys.argv",), "a script that runs another"),
     "kvpage/tools/demo.py": (("model.generation_config.",), "of a model of the demo's own"),

@@ -40,17 +40,17 @@ def test_urls() -> None:
 
 
 def test_from_code_yaml_and_the_environment(tmp_path) -> None:
-    expected = KVStoreConfig(128, ("memory://?size=1MiB", "redis://localhost"), "zstd", True, 0.5, 2)
+    expected = KVStoreConfig(128, ("memory://?size=1MiB", "redis://localhost"), "zstd", True, 0.5, 2, 3 << 20)
     path = tmp_path / "store.yaml"
     path.write_text(
         "chunk_size: 128\ntiers:\n  - memory://?size=1MiB\n  - redis://localhost\ncodec: zstd\n"
-        "save_decode_cache: true\ndeadline: 0.5\nnum_threads: 2\n"
+        "save_decode_cache: true\ndeadline: 0.5\nnum_threads: 2\nkept_result_bytes: 3MiB\n"
     )
     assert KVStoreConfig.from_yaml(path) == expected
     environ = {
         "KVPAGE_CHUNK_SIZE": "128", "KVPAGE_TIERS": "memory://?size=1MiB redis://localhost", "KVPAGE_CODEC": "zstd",
         "KVPAGE_SAVE_DECODE_CACHE": "yes", "KVPAGE_DEADLINE": "0.5", "KVPAGE_NUM_THREADS": "2", "KVPAGE_CUDA": "OFF",
-        "PATH": "/bin",
+        "PATH": "/bin", "KVPAGE_KEPT_RESULT_BYTES": "3MiB",
     }  # fmt: skip
     assert KVStoreConfig.from_env(environ) == expected
     assert KVStoreConfig.from_env({}) == KVStoreConfig.from_dict({}) == KVStoreConfig()
@@ -64,6 +64,8 @@ def test_from_code_yaml_and_the_environment(tmp_path) -> None:
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"chunk_size": "256"}, "chunk_size must be an integer"),
         ({"num_threads": -1}, "num_threads must be an integer of at least 0"),
+        ({"kept_result_bytes": -1}, "kept_result_bytes must be an integer of at least 0"),
+        ({"kept_result_bytes": "much"}, "a size must be like 8GiB"),
         ({"tiers": ()}, "tiers must name at least one"),
         ({"tiers": ("here",)}, "a tier must be a URL"),
         ({"deadline": 0}, "deadline must be positive seconds"),
@@ -105,10 +107,11 @@ def test_tiers_are_made_in_order_with_their_parts() -> None:
     "url, message",
     [
         ("magnetic://tape", "scheme must be one of .*memory.*, got 'magnetic'"),
-        ("memory://?sise=3", "options of memory:// must be among size, policy, .*got 'sise'"),
+        ("memory://?sise=3", "options of memory:// must be among size, policy, prefault, .*got 'sise'"),
         ("memory://?size=1", "capacity must be an integer of at least"),
         ("memory://?policy=mru", "policy must be one of lru, lfu, fifo, got 'mru'"),
         ("memory://?write=never", "write must be one of through, back, got 'never'"),
+        ("memory://?prefault=1", "prefault must be one of yes, no, got '1'"),
         ("memory://?promote=1", "promote must be one of yes, no"),
         ("memory://?deadline=-1", "deadline must be positive seconds"),
         ("redis://localhost?colour=red", "colour"),

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.serving.loop.request import Batch, Request
+from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.params.sampling import SamplingParams
 

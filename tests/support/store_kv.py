@@ -40,7 +40,7 @@ def same(found, expected: torch.Tensor) -> bool:
     if expected.numel() == 0:
         return found == ()
     tensor = torch.stack([torch.stack(list(layer)) for layer in found]) if isinstance(found, tuple) else found
-    return torch.equal(tensor.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    return torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def two_tiers(**second) -> tuple[KVStore, MemoryTier, MemoryTier]:

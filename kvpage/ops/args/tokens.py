@@ -163,6 +163,8 @@ def length_bound(name: str, bound: int | None, counts: list[int] | None, most: i
 
 
 def _integers(name: str, lengths: Sequence[int]) -> list[int]:
+    if isinstance(lengths, list) and set(map(type, lengths)) <= {int}:
+        return lengths.copy()
     try:
         return [operator.index(length) for length in lengths]
     except TypeError as error:

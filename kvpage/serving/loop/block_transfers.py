@@ -69,6 +69,8 @@ class BlockTransfers:
 
         A move that raises stays due with those after it, and comes first the next time.
         """
+        if not self._manager.space.has_moves:
+            return
         start, moved = time.monotonic(), Counter[Kind]()
         for kind, pairs in self._manager.due_moves():
             self._read_events()

@@ -22,6 +22,8 @@ class Connectors:
     def __init__(self) -> None:
         self.store: StoreConnector | None = None
         self.blend: BlendConnector | None = None
+        self._num_queued: int | None = None  # when the queue was last read
+        self._has_asked_store = False  # for all requests that waited then
 
     @property
     def blender(self) -> Blender | None:
@@ -30,21 +32,27 @@ class Connectors:
 
     def connect_store(self, store: StoreConnector) -> None:
         """Ask a store from now on."""
-        self.store = store
+        self.store, self._has_asked_store = store, False
 
     def connect_blend(self, blend: BlendConnector) -> None:
         """Look up and keep segments from now on."""
-        self.blend = blend
+        self.blend, self._num_queued = blend, None
 
     # --- waiting requests --------------------------------------------------------------------------------------------
 
-    def ask(self, waiting: Iterable[Request]) -> None:
-        """Go on with everything under way, and ask for all that the waiting requests can use."""
-        waiting = list(waiting)
+    def ask(self, waiting: Sequence[Request], num_queued: int | None = None) -> None:
+        """Go on with everything under way, and ask for all that the waiting requests can use.
+
+        num_queued: how often requests were queued so far. The queue is read only where that has changed, or the store
+            was too busy to be asked for all; so a step costs nothing for requests that wait long. None reads it.
+        """
+        is_new = num_queued is None or num_queued != self._num_queued
+        self._num_queued = num_queued
         if self.store:
-            self.store.ask(waiting)
+            self._has_asked_store = self.store.ask(waiting if is_new or not self._has_asked_store else ())
         if self.blend:
-            self.blend.ask([request.blending for request in waiting if request.blending is not None])
+            prompts = (request.blending for request in waiting if request.blending is not None)
+            self.blend.ask(prompts if is_new else ())
 
     def holds(self, request: Request) -> bool:
         """Whether the request does better to wait."""

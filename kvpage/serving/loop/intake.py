@@ -57,13 +57,14 @@ class Intake:
         self.eos_token_ids = eos_token_ids(model)
         self._model = model
         self._num_slots = manager.num_blocks * manager.block_size
+        self._filled: tuple[SamplingParams, SamplingParams] | None = None  # the last ones given, and with defaults
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         """Return the tokens as int32. ValueError for none, and for ids out of the vocabulary; TypeError for text."""
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")
-        if array.min() < 0 or array.max() >= self.vocab_size:
+        if array.view(np.uint32).max() >= self.vocab_size:  # of a negative id it is more than any vocabulary
             raise ValueError(
                 f"tokens must be ids in [0, {self.vocab_size}), got {int(array.min())} to {int(array.max())}"
             )
@@ -109,11 +110,20 @@ class Intake:
         return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array), is_warming=True)
 
     def _params(self, given: SamplingParams | None, num_prompt_tokens: int) -> SamplingParams:
-        """Return parameters with nothing left at its default, which the model and the blocks take."""
+        """Return parameters with nothing left at its default, which the model and the blocks take.
+
+        Those that many requests share, one after the other, are filled in once.
+        """
+        if self._filled is not None and given is self._filled[0]:
+            params = self._filled[1]
+            self.check_length(num_prompt_tokens, params.max_tokens or 0)
+            return params
         longest = min(self.max_model_len, self._num_slots + 1)  # the last token is never fed back
         params = self.defaults.sampling(given, num_prompt_tokens, longest)
         self.check_length(num_prompt_tokens, params.max_tokens or 0)
         params.check_vocabulary(self.vocab_size)
+        if given is not None and given.max_tokens is not None:  # else the prompt's length says how many
+            self._filled = given, params
         return params
 
 

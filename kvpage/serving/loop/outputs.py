@@ -1,6 +1,9 @@
 """Outputs: the tokens of a request as its caller receives them, a token at a time and as a whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -86,3 +89,15 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
     error: str | None = None
+
+
+_as_step_output = partial(tuple.__new__, StepOutput)  # StepOutput(*fields) is a call of Python
+
+
+def outputs_of_tokens(
+    request_ids: Sequence[str], token_ids: Sequence[int], sample_indices: Sequence[int]
+) -> list[StepOutput]:
+    """Return StepOutput(request_id, token_id, sample_index) of each: a step has many that are no last ones."""
+    nothing = repeat(None)
+    columns = zip(request_ids, token_ids, sample_indices, nothing, nothing, nothing, strict=False)
+    return list(map(_as_step_output, columns))

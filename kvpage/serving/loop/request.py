@@ -10,16 +10,13 @@ a decoding request has one token, its newest, that has no room yet: num_room = n
 
 A request for n samples is computed as one until its prompt is done. Then it is forked into n requests, which share the
 prompt's blocks and a SampleGroup, and go their own ways from the first token on.
-
-A step computes a Batch: a Portion of each of some requests.
 """
 
 import secrets
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,12 +88,15 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.blending = blending
-        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        self.seed = params.seed or 0
+        if params.seed is None and not params.is_greedy:
+            self.seed = secrets.randbelow(MAX_SEED)
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
+        self._token_memory = memoryview(self.tokens)  # of which single tokens are read and written at once
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
         if not params.is_greedy or params.changes_logits:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
@@ -150,10 +150,6 @@ class Request:
         self.num_room = self.num_tokens
         return self.group.note_cached(num_cached_tokens)
 
-    def add_room(self) -> None:
-        """Take room for the newest token."""
-        self.num_room += 1
-
     def set_computed(self, num_computed: int) -> None:
         """Note that K and V of so many leading tokens are in blocks."""
         self.num_computed = num_computed
@@ -189,6 +185,11 @@ class Request:
     def num_generated(self) -> int:
         """How many tokens it has generated."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def newest_token(self) -> int:
+        """Its last token by now."""
+        return self._token_memory[self.num_tokens - 1]
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -234,31 +235,24 @@ class Request:
         )
 
 
-class Portion(NamedTuple):
-    """The tokens [start, end) of a request, which one step computes."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it has."""
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the logits of its last row give the request's next token."""
-        return self.end == self.request.num_tokens
+# --- many requests that decode ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The portions that one step computes, once the manager's moves are done: decodes first, then prefills."""
+def add_room(requests: Iterable[Request]) -> None:
+    """Take room for the newest token of each."""
+    for request in requests:
+        request.num_room += 1
 
-    portions: list[Portion]
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all portions have."""
-        return sum(portion.num_tokens for portion in self.portions)
+def note_computed(requests: Iterable[Request]) -> None:
+    """Note that K and V of one more token of each are in blocks."""
+    for request in requests:
+        request.num_computed += 1
+
+
+def append_tokens(requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+    """Append a new token to each, which is neither its first one nor its last."""
+    for request, token in zip(requests, token_ids, strict=True):
+        end = request.num_tokens
+        request._token_memory[end] = token
+        request.num_tokens = end + 1

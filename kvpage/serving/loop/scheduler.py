@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.serving.loop.request import Batch, Portion, Request
+from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
+from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
@@ -61,6 +62,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
+        self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
+        self._decodes = Decodes([])  # of the last step
         self._is_held = is_held
         self.reclaimers = list(reclaimers)
 
@@ -95,15 +98,16 @@ class Scheduler:
         if others hold so much that not a single request fits.
         """
         decodes = self._room_for_decodes()
-        prefills = [request for request in self.running if request.num_computed < request.num_room]
+        prefilling = self._prefilling() if len(decodes) < len(self.running) else []
+        decodes.begin()
         portions: list[Portion] = []
-        budget = self.max_num_batched_tokens
-        for request in decodes:
-            request.add_room()
-        for request in decodes + prefills:
+        budget = self.max_num_batched_tokens - len(decodes)
+        for request in prefilling:
             budget -= _add_portion(portions, request, budget)
-        self._admit(portions, budget, tried)
-        return Batch(portions)
+        batch = Batch(decodes, portions)
+        if self.waiting and budget and len(self.running) < self.max_num_seqs:
+            self._admit(batch, prefilling, tried)
+        return batch
 
     def complete(self, batch: Batch) -> None:
         """Note that the batch's K and V are written: its full blocks become findable.
@@ -111,7 +115,11 @@ class Scheduler:
         Tokens of a block that is not full yet are committed with it; nothing could find them before.
         """
         block_size = self.manager.block_size
-        for request, _, end in batch.portions:
+        batch.decodes.set_computed()
+        for request in batch.decodes.that_filled(block_size):
+            self._commit(request)
+            self._leave_window(request)
+        for request, _, end in batch.prefills:
             self._make_private(request)
             request.set_computed(end)
             if end // block_size > request.num_committed // block_size:
@@ -150,6 +158,7 @@ class Scheduler:
     def restart(self) -> None:
         """Put every request back into the queue without a block: all of its K and V are computed again."""
         self.requeue(self.running[:])
+        self.num_queued += 1
         for request in self.waiting:
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
@@ -166,6 +175,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=_arrival)
+        self.num_queued += 1
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
@@ -201,13 +211,14 @@ class Scheduler:
         if self.window is not None:
             self.manager.release_before(request.seq_id, max(request.num_committed - self.window + 1, 0))
 
-    def _room_for_decodes(self) -> list[Request]:
+    def _room_for_decodes(self) -> Decodes:
+        """Return the requests that decode, which have a slot for their newest tokens now."""
         while True:
-            decodes = [request for request in self.running if request.needs_room][: self.max_num_batched_tokens]
-            if not decodes:
+            decodes = self._decoding()
+            if not len(decodes):
                 return decodes
             try:
-                self.manager.append([request.seq_id for request in decodes], 1)
+                self.manager.append(decodes.seq_ids, 1)
                 return decodes
             except OutOfBlocks:
                 if len(self.running) > 1:
@@ -215,30 +226,49 @@ class Scheduler:
                 elif not self._reclaim():
                     raise
 
+    def _decoding(self) -> Decodes:
+        """Return the running requests whose newest token has no slot yet: the same object while they stay the same."""
+        requests = [request for request in self.running if request.num_room < request.num_tokens]
+        del requests[self.max_num_batched_tokens :]
+        if requests != self._decodes.requests:
+            self._decodes = Decodes(requests)
+        return self._decodes
+
+    def _prefilling(self) -> list[Request]:
+        return [request for request in self.running if request.num_computed < request.num_room]
+
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, portions: list[Portion], budget: int, tried: Sequence[Request]) -> None:
-        """Let waiting requests run, as far as tokens, sequences and blocks go."""
-        if not self.waiting or not budget:
-            return
-        prefills = _Prefills(self.manager, self.running)
+    def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
+        """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
+        prefills = _Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
+        budget = self.max_num_batched_tokens - batch.num_tokens
+        num_seqs = len(self.running) + sum(request.num_forks_due for request in prefilling)
         num_passed_over = 0
-        for request in [one for one in self.waiting if one in tried] if tried else self.waiting[:]:
-            num_seqs = self._num_seqs() + 1 + request.num_forks_due
-            if not budget or num_seqs > self.max_num_seqs or num_passed_over > self.max_num_seqs:
+        for request in self._first_waiting(tried):
+            num_more = 1 + request.num_forks_due
+            if not budget or num_seqs + num_more > self.max_num_seqs or num_passed_over > self.max_num_seqs:
                 break
             if self._is_held(request) or prefills.will_share(request):
                 num_passed_over += 1
                 continue
-            if _waits_for_a_step_of_its_own(request, portions, budget) or not self._allocated(request):
+            num_spare = num_seqs + num_more - 1 if self.running else 0
+            if _needs_a_step_of_its_own(request, batch, budget) or not self._allocated(request, num_spare):
                 break
-            budget -= min(_add_portion(portions, request, budget), budget)
+            num_seqs += num_more
+            budget -= min(_add_portion(batch.prefills, request, budget), budget)
             if not request.reuse:
                 prefills.add(request)
 
-    def _allocated(self, request: Request) -> bool:
-        """Move a request from waiting to running; False if blocks are short and others run."""
-        if self._allocate(request):
+    def _first_waiting(self, tried: Sequence[Request]) -> list[Request]:
+        """Return the waiting requests that are looked at in one step, in order: never all of a long queue."""
+        if tried:
+            return [request for request in self.waiting if request in tried]
+        return self.waiting[: 2 * self.max_num_seqs + 1]  # as many may be admitted, and as many and one passed over
+
+    def _allocated(self, request: Request, num_spare: int) -> bool:
+        """Move a request from waiting to running, as `_allocate`; False if blocks are short and others run."""
+        if self._allocate(request, num_spare):
             return True
         if self.running:
             return False
@@ -250,20 +280,16 @@ class Scheduler:
 
     def _allocate_by_reclaiming(self, request: Request) -> None:
         """Allocate with nothing running: all blocks are free but for those that others hold, or OutOfBlocks."""
-        while not self._allocate(request):
+        while not self._allocate(request, 0):
             if not self._reclaim():
                 raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
 
-    def _num_seqs(self) -> int:
-        """How many sequences run, or will as soon as their prompts are computed."""
-        return sum(1 + request.num_forks_due for request in self.running)
-
-    def _allocate(self, request: Request) -> bool:
+    def _allocate(self, request: Request, num_spare: int) -> bool:
         """Move a request from waiting to running; False if blocks are short.
 
-        One block for each request that will run is left over. Else the next decodes would preempt the newcomer.
+        num_spare: blocks to leave over, one for each request that will run. Else the next decodes would preempt the
+        newcomer.
         """
-        num_spare = self._num_seqs() + request.num_forks_due if self.running else 0
         tokens = request.tokens[: request.num_tokens]
         was_swapped = self.manager.is_swapped(request.seq_id)
         try:
@@ -320,7 +346,7 @@ class _Prefills:
 
     def will_share(self, request: Request) -> bool:
         """Whether one of them has yet to compute a whole block with which `request` begins, too."""
-        if request.num_tokens <= self._block_size:
+        if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
         return any(self._num_shared(request, other) > other.num_computed for other in others)
@@ -347,12 +373,14 @@ def _add_portion(portions: list[Portion], request: Request, budget: int) -> int:
     return num_tokens
 
 
-def _waits_for_a_step_of_its_own(request: Request, portions: list[Portion], budget: int) -> bool:
+def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> bool:
     """Whether a request that may blend, and so is not computed in portions, is too long for the rest of the step.
 
     It then goes with the next step's decodes, beside no other prefill.
     """
-    return request.may_blend and request.num_tokens > budget and any(portion.num_tokens > 1 for portion in portions)
+    return (
+        request.may_blend and request.num_tokens > budget and any(portion.num_tokens > 1 for portion in batch.prefills)
+    )
 
 
 def _arrival(request: Request) -> tuple[int, int]:

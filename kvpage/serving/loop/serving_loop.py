@@ -21,11 +21,12 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
 from kvpage.observe.telemetry import Telemetry
-from kvpage.serving.loop.batch_runner import BatchRunner
-from kvpage.serving.loop.chosen_tokens import ChosenTokens, choose_tokens
+from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.batch.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.request import Batch, Portion, Request
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
 from kvpage.serving.model.step import BatchItem
@@ -183,12 +184,14 @@ class ServingLoop:
                 self._abort_dropped()
                 self._telemetry.tell()
 
-    @uninterrupted
     def _abort_dropped(self) -> None:
-        while self._dropped:
-            request = self._dropped.popleft()
-            if self.requests.get(request.request_id) is request:
-                self.abort(request)
+        if not self._dropped:
+            return
+        with HeldInterrupts():
+            while self._dropped:
+                request = self._dropped.popleft()
+                if self.requests.get(request.request_id) is request:
+                    self.abort(request)
 
     def _try_batch(self) -> Exception | None:
         """Compute a batch; return its exception if that is worth a second try."""
@@ -199,9 +202,9 @@ class ServingLoop:
 
     def _compute_batch(self) -> Exception | None:
         batch = self._schedule()
-        if not batch.portions:
+        if not len(batch):
             return None
-        untaken = [portion.request for portion in batch.portions]
+        untaken = batch.requests
         try:
             self._take_batch(batch, untaken)
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
@@ -221,10 +224,7 @@ class ServingLoop:
         self._learn_speed(batch, now - begin)
         untaken += chosen.new_requests
         self._complete(chosen)
-        untaken[:] = [*chosen.failed, *chosen.requests[::-1]]
-        for request, token in zip(chosen.requests, chosen.token_ids, strict=True):
-            self._take_token(request, token, now)
-            untaken.pop()
+        self._hand_out(chosen, now, untaken)
         for request in chosen.failed:
             self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
 
@@ -242,37 +242,51 @@ class ServingLoop:
         if tried:  # no other request may hold blocks, or have a part in the failure
             scheduler.requeue([request for request in scheduler.running if request not in tried])
         while True:
-            connectors.ask(scheduler.waiting)
+            connectors.ask(scheduler.waiting, scheduler.num_queued)
             batch = scheduler.schedule(tried)
-            if batch.portions or not scheduler.waiting:
+            if len(batch) or not scheduler.waiting:
                 return batch
             with interruptible():
                 connectors.wait()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        """Return the logits after each portion: [len(batch.portions), vocab_size]."""
-        items = [_item(portion) for portion in batch.portions]
-        computed = self._batch_runner.run(items, self._connectors.blender)
-        if computed.blended:
-            self._connectors.note_blended([portion.request for portion in batch.portions], computed.blended)
+        """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
+        if not any(portion.request.reuse for portion in batch.prefills):
+            return self._batch_runner.compute(batch.seq_ids, batch.packed())
+        computed = self._batch_runner.run(batch.items(), self._connectors.blender)
+        self._connectors.note_blended(batch.requests, computed.blended)
         return computed.logits
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
-        is_prefill = batch.num_tokens >= 4 * len(batch.portions)  # mostly
-        if not is_prefill or any(portion.request.reuse for portion in batch.portions):
+        is_prefill = batch.num_tokens >= 4 * len(batch)  # mostly
+        if not is_prefill or any(portion.request.reuse for portion in batch.prefills):
             return
         self._connectors.saw_prefill(batch.num_tokens, seconds)
         if self._rule:
             self._rule.saw_prefill(batch.num_tokens, seconds)
 
     def _complete(self, chosen: ChosenTokens) -> None:
-        self._connectors.keep(chosen.due)
+        self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
             self._scheduler.fork(request, each)
-        self._connectors.save(chosen.due)
+        self._connectors.save(chosen.prefilled)
 
     # --- a request's tokens ------------------------------------------------------------------------------------------
+
+    def _hand_out(self, chosen: ChosenTokens, now: float, untaken: list[Request]) -> None:
+        """Hand out the tokens: those of decodes that go on at once, then the others one by one. untaken: as above."""
+        decodes, first = chosen.batch.decodes, [*chosen.prefilled, *chosen.new_requests]
+        token_ids, first_ids = chosen.token_ids[: len(decodes)], chosen.token_ids[len(decodes) :]
+        rows = decodes.last_rows(token_ids)
+        decodes.take(token_ids, self._outputs, but=rows)
+        last = [decodes.requests[row] for row in rows]
+        untaken[:] = [*chosen.failed, *first[::-1], *last[::-1]]
+        self.num_generated_tokens += len(decodes) - len(rows)
+        self._suspects.clear(*decodes.requests)
+        for request, token in zip([*last, *first], [*(token_ids[row] for row in rows), *first_ids], strict=True):
+            self._take_token(request, token, now)
+            untaken.pop()
 
     def _take_token(self, request: Request, token: int, now: float) -> None:
         self.num_generated_tokens += 1
@@ -304,9 +318,3 @@ class ServingLoop:
         self._suspects.clear(request)
         self._scheduler.finish(request)
         self._connectors.forget(request)
-
-
-def _item(portion: Portion) -> BatchItem:
-    """Return the batch item of a portion. Its last row is wanted: K and V that give no numbers are not committed."""
-    request, start, end = portion
-    return BatchItem(request.seq_id, request.tokens[start:end], start, end, [end - start - 1], request.reuse)

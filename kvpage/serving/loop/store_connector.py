@@ -176,15 +176,16 @@ class StoreConnector:
         self._loaders = started_pool(2, "kvpage-load")
         self._savers = started_pool(1, "kvpage-save")
 
-    def ask(self, waiting: Iterable[Request]) -> None:
-        """Go on with everything under way, and ask the store for the first of the waiting requests."""
+    def ask(self, waiting: Iterable[Request]) -> bool:
+        """Go on with everything under way, and ask for the first of the waiting; return whether that was all."""
         self._poll()
         for request in waiting:
             if len(self._loads) + len(self._late) >= self._max_loads:
-                break
+                return False
             if request not in self._asked:
                 self._asked.add(request)
                 self._start(request)
+        return True
 
     def holds(self, request: Request) -> bool:
         """Whether K and V for the request are on their way."""
@@ -244,8 +245,7 @@ class StoreConnector:
     def forget(self, request: Request) -> None:
         """Forget a request that has ended; a load that is under way for it goes on for others."""
         self._asked.discard(request)
-        load = self._loads.pop(request, None)
-        if load:
+        if load := self._loads.pop(request, None):
             self._late.append(load)
 
     def drain(self) -> None:

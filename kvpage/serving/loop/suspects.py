@@ -43,10 +43,10 @@ class Suspects:
         self._groups += [list(requests[middle:]), list(requests[:middle])]
         return None
 
-    def clear(self, request: Request) -> None:
-        """Clear a request that has a token, or has ended."""
-        if request not in self._failed:
+    def clear(self, *requests: Request) -> None:
+        """Clear requests that have a token, or have ended."""
+        if self._failed.isdisjoint(requests):
             return
-        self._failed.remove(request)
-        groups = ([one for one in group if one is not request] for group in self._groups)
+        self._failed.difference_update(requests)
+        groups = ([one for one in group if one not in requests] for group in self._groups)
         self._groups = [group for group in groups if group]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
 
@@ -26,14 +26,16 @@ class PackedTokens:
     """
 
     token_ids: npt.NDArray[np.int32]
-    starts: list[int]
-    ends: list[int]
+    starts: Positions
+    ends: Positions
     wanted: npt.NDArray[np.int64]
 
     def positions(self) -> npt.NDArray[np.int64]:
         """Return the position of each token in its own sequence."""
-        starts, ends = np.array(self.starts, np.int64), np.array(self.ends, np.int64)
+        starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
         counts = ends - starts
+        if (counts == 1).all():
+            return starts
         rows_before = np.cumsum(counts) - counts
         positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
         return positions
@@ -69,10 +71,11 @@ class ModelRunner:
         self.check()
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step))
-        wanted = torch.from_numpy(packed.wanted).to(self.model.device)
+        device = step.slot_mapping.device  # that of the model, which asks each parameter for it
+        wanted = torch.from_numpy(packed.wanted).to(device)
         inputs = {
-            "input_ids": self._row(packed.token_ids),
-            "position_ids": self._row(packed.positions()),
+            "input_ids": _row(packed.token_ids, device),
+            "position_ids": _row(packed.positions(), device),
             "use_cache": False,
         }
         if self._selects_logits:
@@ -120,5 +123,6 @@ class ModelRunner:
                 f"layers {sorted(step.caches)} must each attend once over blocks, of {name} it was {sorted(called)}"
             )
 
-    def _row(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False)).unsqueeze(0).to(self.model.device)
+
+def _row(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64, copy=False)).unsqueeze(0).to(device)

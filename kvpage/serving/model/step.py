@@ -23,6 +23,9 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 
+Positions = Sequence[int] | npt.NDArray[np.int64]
+"""A position in each of several sequences."""
+
 
 class BatchItem(NamedTuple):
     """The positions [start, end) of one sequence, to be computed in one forward pass.
@@ -85,7 +88,7 @@ class Step:
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
     takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
-    sequences: block tables and lengths, checked once for all layers: lengths of the host on a CPU, else of the device.
+    sequences: block tables and lengths, checked once for all layers.
     """
 
     caches: dict[int, BoundCache]
@@ -106,7 +109,6 @@ class Step:
     sequences: Sequences = field(init=False)
 
     def __post_init__(self) -> None:
-        on_host = self.slot_mapping.device.type == "cpu"
         knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
         self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
         self.takes_all_rows = self.attends_in_place and self.query_positions is None
@@ -114,8 +116,8 @@ class Step:
             next(iter(self.caches.values())),
             sum(self.query_lens),
             self.block_tables,
-            self.seq_lens if on_host else self.device_seq_lens,
-            self.query_lens if on_host else self.device_query_lens,
+            self.device_seq_lens,
+            self.device_query_lens,
             max(self.query_lens),
             max(self.seq_lens),
         )
@@ -126,20 +128,22 @@ class Step:
         engine: CacheEngine,
         slot_mapping: npt.NDArray[np.int64],
         block_tables: npt.NDArray[np.int32],
-        starts: list[int],
-        ends: list[int],
+        starts: Positions,
+        ends: Positions,
     ) -> "Step":
         """Return a step that computes the positions [starts[i], ends[i]) of each sequence."""
-        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        seq_lens = np.asarray(ends, np.int64)
+        query_lens = seq_lens - np.asarray(starts, np.int64)
+        is_decode = bool((query_lens == 1).all())
         return cls(
             caches=dict(zip(engine.layer_ids, engine.bound_caches, strict=True)),
             layout=engine.layout,
             slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
             block_tables=_upload(torch.from_numpy(block_tables), engine.device),
-            device_query_lens=None if set(query_lens) == {1} else _upload(torch.tensor(query_lens), engine.device),
-            device_seq_lens=_upload(torch.tensor(ends), engine.device),
-            query_lens=query_lens,
-            seq_lens=ends,
+            device_query_lens=None if is_decode else _upload(torch.from_numpy(query_lens), engine.device),
+            device_seq_lens=_upload(torch.from_numpy(seq_lens), engine.device),
+            query_lens=query_lens.tolist(),
+            seq_lens=seq_lens.tolist(),
         )
 
     def of_rows(self, rows: torch.Tensor) -> "Step":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from kvpage.serving.params import field_checks as checks
@@ -107,14 +108,16 @@ class LogitsParams:
     @property
     def changes_logits(self) -> bool:
         """Whether a rule applies to the logits."""
-        return any(
-            value not in (None, NEUTRAL.get(one.name), ())
-            for one in fields(LogitsParams)
-            if one.name not in NOT_OF_LOGITS
-            for value in [getattr(self, one.name)]
+        values = _values_of(self)
+        return values != _UNSET and any(
+            value not in neutral for value, neutral in zip(values, RULES.values(), strict=True)
         )
 
 
 NEUTRAL: dict[str, object] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL |= {"min_tokens": 0, "min_length": 0, "no_repeat_ngram_size": 0, "remove_invalid_values": False}
 NOT_OF_LOGITS = ("max_length", "renormalize_logits")
+RULES = {one.name: (None, NEUTRAL.get(one.name), ()) for one in fields(LogitsParams) if one.name not in NOT_OF_LOGITS}
+"""The rules, each with the values that change nothing."""
+_values_of = attrgetter(*RULES)
+_UNSET = (None,) * len(RULES)

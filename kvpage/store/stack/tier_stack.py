@@ -120,7 +120,12 @@ class TierStack:
 
         read(index, reader, num_threads) raises CorruptRecord for a wrong record, which is dropped.
         """
-        located = self.locate(keys)
+        return self.read_located(keys, self.locate(keys), read)
+
+    def read_located(
+        self, keys: Sequence[Key], located: Sequence[int | None], read: Callable[[int, Reader, int], None]
+    ) -> int:
+        """Do as `read` for keys that are located already."""
         count = num_leading(tier is not None for tier in located)
         for begin in range(0, count, WINDOW):
             end = min(begin + WINDOW, count)

@@ -35,6 +35,23 @@ def copy_and_digest(to: Bytes, data: Bytes, streaming: bool = False) -> bytes:
     return _C.copy_and_xxh3_128(address_of(data), address_of(to), len(data), streaming)
 
 
+def gather_stretches(runs: Runs, to: Bytes, stretch_bytes: int, num_threads: int, streaming: bool) -> bytes:
+    """Copy the runs' bytes, one after the other, and return the digest of each stretch of the copy.
+
+    Each byte is read once. streaming: write past the processor's cache. Raises ValueError unless the runs are as long
+    as the copy.
+    """
+    return _C.gather_stretches(runs, address_of(to), len(to), stretch_bytes, num_threads, streaming)
+
+
+def scatter_stretches(data: Bytes, runs: Runs, stretch_bytes: int, num_threads: int, streaming: bool) -> bytes:
+    """Copy the bytes to the runs, one after the other, and return the digest of each stretch of the data.
+
+    A run at address 0 takes no bytes. Otherwise as gather_stretches.
+    """
+    return _C.scatter_stretches(address_of(data), len(data), runs, stretch_bytes, num_threads, streaming)
+
+
 def runs_of(data: Bytes) -> Runs:
     """Return one run, of contiguous bytes."""
     return np.array([[address_of(data), len(data)]], np.int64)

@@ -1,11 +1,16 @@
 """The memory tier against a dict; extents and policies against naive ones."""
 
+import errno
+import io
 import random
+import sys
 from collections import OrderedDict
 
 import pytest
+import torch
 from support.store_records import get, key, put, record
 
+from kvpage.store.tiers import memory_tier, touching
 from kvpage.store.tiers.extents import Extents
 from kvpage.store.tiers.memory_tier import UNIT, MemoryTier
 from kvpage.store.tiers.policy import make_policy
@@ -228,3 +233,48 @@ def test_pieces_outside_and_closed_tiers() -> None:
             call()
     with pytest.raises(ValueError, match="capacity must be"):
         MemoryTier(UNIT - 1)
+
+
+@pytest.mark.parametrize("prefault", [False, True])
+def test_a_slab_is_touched_unless_it_must_not(prefault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = []
+    monkeypatch.setattr(memory_tier, "touch", lambda slab, name: touched.append((slab.nbytes, name)))
+    MemoryTier(10 * UNIT, pin_memory=False, name="m", prefault=prefault)
+    assert touched == [(10 * UNIT, "m")] * prefault
+    with pytest.raises(TypeError, match="prefault must be True or False, got int"):
+        MemoryTier(UNIT, prefault=1)
+
+
+def test_touching_shows_progress_of_large_slabs(monkeypatch: pytest.MonkeyPatch, caplog, capsys) -> None:
+    monkeypatch.setattr(touching, "SHOWN_BYTES", 3 * UNIT)
+    slab = torch.full((3 * UNIT,), 7, dtype=torch.uint8)
+    with caplog.at_level("INFO"):
+        touching.touch(slab[:-1], "small")
+        assert not caplog.messages
+        touching.touch(slab, "large")
+        monkeypatch.setitem(sys.modules, "rich.console", None)  # an extra that is not installed
+        touching.touch(slab, "large")
+    assert caplog.messages == ["large: touching 0.0 GiB"] * 2
+    assert bool((slab == 7).all()) and capsys.readouterr() == ("", "")  # no terminal, no bar
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(touching, "SHOWN_BYTES", UNIT)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    touching.touch(torch.zeros(UNIT, dtype=torch.uint8), "the slab")
+    assert "touching the slab" in sys.stderr.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(touching, "prefault", fail)
+    with pytest.raises(OSError, match="m must have 4096 bytes of memory, got less: Cannot allocate memory"):
+        MemoryTier(UNIT, pin_memory=False, name="m")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpage.serving.loop.request import Batch, Request
+from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.sampler import sample
 
@@ -14,14 +15,14 @@ from kvpage.serving.sampling.sampler import sample
 class ChosenTokens:
     """The outcome of a batch.
 
-    batch: the portions of requests that go on. failed: the other requests, whose logits are no numbers.
-    due: those that go on and have computed their last portion. forks: the requests that some of them become besides
-    themselves. token_ids: one for each of due, then one for each fork.
+    batch: the tokens of requests that go on. failed: the other requests, whose logits are no numbers.
+    prefilled: those that go on and have computed the last portion of their prefill. forks: the requests that some of
+    these become besides themselves. token_ids: one for each decode, then for each of prefilled, then for each fork.
     """
 
     batch: Batch
     failed: list[Request]
-    due: list[Request]
+    prefilled: list[Request]
     forks: dict[Request, list[Request]]
     token_ids: list[int]
 
@@ -30,35 +31,33 @@ class ChosenTokens:
         """The forks, in order."""
         return [fork for each in self.forks.values() for fork in each]
 
-    @property
-    def requests(self) -> list[Request]:
-        """The requests of token_ids."""
-        return self.due + self.new_requests
-
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
-    """Choose the next tokens. logits: [len(batch.portions), vocab_size], after the last token of each portion."""
-    portions = batch.portions
-    rows = [row for row, portion in enumerate(portions) if portion.is_last]
-    failed = _failed_parts(batch, logits, rows) if len(rows) < len(portions) else []
+    """Choose the next tokens. logits: [len(batch), vocab_size], after the last token of each decode and portion."""
+    num_decodes = len(batch.decodes)
+    last = [row for row, portion in enumerate(batch.prefills, num_decodes) if portion.is_last]
+    rows = [*range(num_decodes), *last]
+    failed = _failed_parts(batch, logits, rows) if len(rows) < len(batch) else []
+    going = batch.without(failed) if failed else batch
     while True:
-        due = [portions[row].request for row in rows]
-        forks = {request: request.forks() for request in due if request.num_forks_due}
+        prefilled = [portion.request for portion in going.prefills if portion.is_last]
+        due = going.decodes.requests + prefilled
+        forks = {request: request.forks() for request in prefilled if request.num_forks_due}
         try:
             tokens = sample(*_with_forks(logits, rows, due, forks))
-            break
+            return ChosenTokens(going, failed, prefilled, forks, tokens)
         except LogitsNotFinite as error:
             bad = _owners(error.rows, due, forks)
             failed += bad
-            rows = [row for row in rows if portions[row].request not in bad]
-    going = Batch([portion for portion in portions if portion.request not in failed]) if failed else batch
-    return ChosenTokens(going, failed, due, forks, tokens)
+            rows = [row for row, request in zip(rows, due, strict=True) if request not in bad]
+            going = going.without(bad)
 
 
 def _failed_parts(batch: Batch, logits: torch.Tensor, last_rows: Sequence[int]) -> list[Request]:
     """Return the failed ones of the requests that have more to compute before their next token, at least one."""
-    rows = sorted(set(range(len(batch.portions))).difference(last_rows))
-    return [batch.portions[rows[index]].request for index in rows_not_finite(logits[rows].amax(dim=-1))]
+    rows = sorted(set(range(len(batch))).difference(last_rows))
+    requests = batch.requests
+    return [requests[rows[index]] for index in rows_not_finite(logits[rows].amax(dim=-1))]
 
 
 def _with_forks(

@@ -1,0 +1,60 @@
+"""A peer in a process of its own, run by another Python: it answers a line of JSON with a line of JSON."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class PeerProcess:
+    """A script beside this file. `start` gives one that ends with its block.
+
+    hello: the script's first line, which it prints when it is ready.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.hello = self._answer()
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls, python: Path, script: str, arguments: Sequence[str], preload: Sequence[Path] = (), path: str | None = None
+    ) -> Iterator["PeerProcess"]:
+        """Args: python: an interpreter. script: its path, from this folder. preload: libraries to load before others.
+        path: its PYTHONPATH.
+
+        Raises:
+            RuntimeError: The script ended; its own words are above.
+        """
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+        environment["KMP_BLOCKTIME"] = "0"  # the threads of Intel's OpenMP sleep while others are measured
+        if path:
+            environment["PYTHONPATH"] = path
+        if preload:
+            environment["LD_PRELOAD"] = ":".join(map(str, preload))
+        command = [str(python), str(Path(__file__).parent / script), *arguments]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            try:
+                yield cls(process)
+            finally:
+                process.terminate()
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """Give it a line, and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended with exit code {self._process.wait()}; its words above say why")
+        return json.loads(line)

@@ -1,0 +1,50 @@
+// Products of rows with weights, and norms of rows.
+#include "linear/linear.h"
+#include "bindings/addresses.h"
+#include "bindings/bindings.h"
+#include "linear/fast_types.h"
+#include "linear/rms_norm.h"
+
+namespace kvpage {
+
+namespace {
+
+using Rows = std::array<int64_t, 2>;  // address, row stride in bytes
+
+Matrix matrix(const Rows& rows) { return {pointer<std::byte>(rows[0]), rows[1]}; }
+
+}  // namespace
+
+void bind_linear(py::module_& m) {
+  m.def(
+      "linear",
+      [](const Rows& x, const Rows& w, const Rows& up, int64_t bias, const Rows& out,
+         const std::array<int64_t, 3>& sizes, int type, int activation, int max_threads, const std::string& kernel) {
+        linear({matrix(x), matrix(w), matrix(up), matrix(out), pointer<const std::byte>(bias), sizes[0], sizes[1],
+                sizes[2], static_cast<RowType>(type), static_cast<Activation>(activation), max_threads,
+                &linear_kernels().named(kernel)});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+      py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
+      "See kvpage.ops.linear, which checks what needs a tensor.");
+  m.def(
+      "rms_norm",
+      [](const Rows& x, const Rows& residual, const Rows& sum, const Rows& out, int64_t weight,
+         const std::array<int64_t, 2>& sizes, int type, float eps, float offset, int order, int max_threads,
+         const std::string& kernel) {
+        rms_norm({matrix(x), matrix(residual), matrix(sum), matrix(out), pointer<const std::byte>(weight), sizes[0],
+                  sizes[1], static_cast<RowType>(type), eps, offset, static_cast<NormOrder>(order), max_threads,
+                  &norm_kernels().named(kernel)});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
+      "See kvpage.ops.rms_norm, which checks what needs a tensor.");
+  m.def(
+      "linear_kernels", [] { return linear_kernels().names(); },
+      "The kernels for products that this machine runs, the best first.");
+  m.def(
+      "has_fast_linear", [](int type) { return has_fast_linear(static_cast<RowType>(type)); },
+      "Whether products of this type are at least as fast as torch's.");
+}
+
+}  // namespace kvpage

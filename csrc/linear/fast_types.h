@@ -1,0 +1,12 @@
+// has_fast_linear: the types whose products are worth taking from torch, by instruction sets alone.
+#pragma once
+
+#include "quantize/code_type.h"
+
+namespace kvpage {
+
+// Returns whether `linear` is at least as fast as torch's own product on this machine. Without AVX2 it is not. Where
+// the processor multiplies matrices of 16-bit numbers by instructions of its own, torch's library uses them.
+bool has_fast_linear(RowType type);
+
+}  // namespace kvpage

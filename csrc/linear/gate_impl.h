@@ -1,0 +1,46 @@
+// The end of a product: its bias, or a gate's activation, and the rounding to the result's type.
+#pragma once
+
+#include "linear/linear_kernel.h"
+#include "quantize/rows_impl.h"
+
+namespace kvpage {
+namespace {
+
+inline Vec silu(Vec x) {
+  const Vec power = exp_negative(x < 0.0f ? x : -x);
+  return x * ((x < 0.0f ? power : splat(1.0f)) / (1.0f + power));
+}
+
+inline Vec gelu_tanh(Vec x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }
+
+// `values(at, count)` gives the vector of results from column `at` on.
+template <typename T, typename Values>
+inline void finish_with(int64_t num_columns, T* to, const Values& values) {
+  for_each_vector(
+      num_columns, [&](int64_t at) { store_whole(reinterpret_cast<std::byte*>(to + at), packed(values(at), to)); },
+      [&](int64_t at, int64_t count) {
+        const auto last = packed(values(at), to);
+        std::memcpy(to + at, &last, static_cast<size_t>(count) * sizeof(T));
+      });
+}
+
+template <typename T>
+void finish_row(Activation activation, const float* sums, const T* bias, int64_t num_columns, T* to) {
+  const float* const ups = sums + kPanelColumns / 2;
+  switch (activation) {
+    case Activation::kSilu:
+      return finish_with(num_columns, to, [&](int64_t at) { return silu(load(sums + at)) * load(ups + at); });
+    case Activation::kGeluTanh:
+      return finish_with(num_columns, to, [&](int64_t at) { return gelu_tanh(load(sums + at)) * load(ups + at); });
+    default: break;
+  }
+  if (!bias) return finish_with(num_columns, to, [&](int64_t at) { return load(sums + at); });
+  finish_with(num_columns, to, [&](int64_t at) {
+    const int64_t count = num_columns - at < kLanes ? num_columns - at : kLanes;
+    return load(sums + at) + load_partial(bias + at, count);
+  });
+}
+
+}  // namespace
+}  // namespace kvpage

@@ -1,0 +1,125 @@
+"""The root mean square norm of rows, as models of the Llama and Gemma families compute it.
+
+    out = x / sqrt(mean(x**2) + eps) * (weight + weight_offset)
+
+The C++ core computes tensors on the CPU that need no gradient, in fp32, bf16 and fp16. Whatever else comes goes to the
+same expression in torch (`kvpage.ops.reference`).
+"""
+
+import torch
+
+import kvpage._C as _C
+from kvpage.ops import reference
+from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _result, _written
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    rounds_before_weight: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the rows of `x`, each divided by the root of its mean square, times the weight.
+
+    Args:
+        x: [..., size].
+        weight: [size], of the same dtype.
+        eps: Added to the mean square.
+        weight_offset: Added to the weight: 1 for Gemma, else 0.
+        rounds_before_weight: Whether the normalised numbers are rounded to the dtype before their product with the
+            weight, as Llama does. Gemma computes the product in fp32, and rounds it.
+        out: [..., size] to write into, which may be `x`; None for a new tensor.
+
+    Returns:
+        [..., size], `out` where given.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: `weight` has another shape, or `out` another shape, dtype or device.
+    """
+    _check_weight(x, weight)
+    if not _is_norm_native((x, weight)):
+        return _written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
+    out = _result(x, x.shape[-1], out)
+    results = _as_rows(out)
+    _normalize(_as_rows(x), None, None, results, weight, eps, weight_offset, rounds_before_weight)
+    return out if results.data_ptr() == out.data_ptr() else out.copy_(results.view(out.shape))
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    rounds_before_weight: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of x + residual, and the sum itself, in one pass.
+
+    Args:
+        x: [..., size].
+        residual: The same.
+        weight: As of `rms_norm`.
+        eps: As of `rms_norm`.
+        weight_offset: As of `rms_norm`.
+        rounds_before_weight: As of `rms_norm`.
+
+    Returns:
+        The norm and the sum, two new tensors [..., size].
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: `weight` or `residual` has another shape.
+    """
+    _check_weight(x, weight)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual must be {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if not _is_norm_native((x, residual, weight)):
+        total = x + residual
+        return reference.rms_norm(total, weight, eps, weight_offset, rounds_before_weight), total
+    out, total = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
+    rows = _as_rows(x), _as_rows(residual), _as_rows(total), _as_rows(out)
+    _normalize(*rows, weight, eps, weight_offset, rounds_before_weight)
+    return out, total
+
+
+def _normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    rounds_before_weight: bool,
+) -> None:
+    weight = _flat(weight)
+    _C.rms_norm(
+        _place(x),
+        _place(residual),
+        _place(total),
+        _place(out),
+        weight.data_ptr(),
+        (x.shape[0], x.shape[1]),
+        ROW_TYPES[x.dtype],
+        eps,
+        weight_offset,
+        0 if rounds_before_weight else 1,
+        torch.get_num_threads(),
+    )
+
+
+def _place(rows: torch.Tensor | None) -> tuple[int, int]:
+    return NO_ROWS if rows is None else (rows.data_ptr(), rows.stride(0) * rows.element_size())
+
+
+def _is_norm_native(tensors: tuple[torch.Tensor, ...]) -> bool:
+    return _is_plain(tensors) and tensors[0].dtype in ROW_TYPES
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [size] for x [..., size], got {tuple(weight.shape)} for {tuple(x.shape)}")

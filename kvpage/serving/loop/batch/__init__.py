@@ -1,0 +1,1 @@
+"""The tokens that one step computes, and the tokens that it gives."""

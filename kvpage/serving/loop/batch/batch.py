@@ -1,0 +1,180 @@
+"""Batch: the tokens that one step computes.
+
+decodes     the newest token of each request that decodes
+prefills    a Portion of each of some prompts
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
+from kvpage.serving.loop.request import Request, add_room, append_tokens, note_computed
+from kvpage.serving.model.runner import PackedTokens
+from kvpage.serving.model.step import BatchItem
+
+Item = TypeVar("Item")
+
+
+class Portion(NamedTuple):
+    """The tokens [start, end) of a request, which one step computes."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the logits of its last row give the request's next token."""
+        return self.end == self.request.num_tokens
+
+
+class Decodes:
+    """Running requests that decode: each computes its newest token, and gets one more.
+
+        requests        [ a    b    c    d  ]
+        ends            [ 18   6    10   7  ]     int64: tokens of each, the newest included
+        newest_tokens   [ 311  5    42   8  ]     int32
+
+    The other columns are made once, for as long as the same requests decode together. `begin` moves these two on to
+    the next step.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.seq_ids = [request.seq_id for request in requests]
+        self.ends, self.newest_tokens = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int32)
+        self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
+        self._request_ids = [request.request_id for request in requests]
+        self._sample_indices = [request.sample_index for request in requests]
+        self._limits = np.array([len(request.tokens) for request in requests], np.int64)
+        self._stop_ids = [request.stop_ids for request in requests]
+        self._all_stop_ids = frozenset[int]().union(*set(self._stop_ids))
+        self._sinks = [request.group.sink for request in requests]
+        self._has_sinks = any(sink is not None for sink in self._sinks)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def begin(self) -> None:
+        """Take room for the newest tokens, which the block manager has given: a step begins."""
+        add_room(self.requests)
+        self.ends, self.newest_tokens = self._next or self._read()
+        self._next = None
+
+    def _read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        ends = [request.num_tokens for request in self.requests]
+        return np.array(ends, np.int64), np.array([request.newest_token for request in self.requests], np.int32)
+
+    def set_computed(self) -> None:
+        """Note that K and V of the newest tokens are in blocks."""
+        note_computed(self.requests)
+
+    def that_filled(self, block_size: int) -> list[Request]:
+        """Return the requests whose newest token is the last one of a block."""
+        if not self.requests:
+            return []
+        return [self.requests[row] for row in np.flatnonzero(self.ends % block_size == 0).tolist()]
+
+    def last_rows(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the rows of those for whom the next token is the last one."""
+        rows: list[int] = np.flatnonzero(self.ends + 1 == self._limits).tolist()
+        if self._all_stop_ids.isdisjoint(token_ids):
+            return rows
+        pairs = zip(token_ids, self._stop_ids, strict=True)
+        return sorted({*rows, *(row for row, (token, stop_ids) in enumerate(pairs) if token in stop_ids)})
+
+    def take(self, token_ids: Sequence[int], default: list[StepOutput], but: Sequence[int] = ()) -> None:
+        """Give each its next token, and tell its caller.
+
+        default: takes the outputs of requests without a sink. but: rows to leave out, those of last tokens.
+        """
+        if not but:
+            self._next = self.ends + 1, np.array(token_ids, np.int32)
+        token_ids = _but(token_ids, but)
+        append_tokens(_but(self.requests, but), token_ids)
+        outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
+        if not self._has_sinks:
+            default += outputs
+            return
+        for sink, output in zip(_but(self._sinks, but), outputs, strict=True):
+            (default if sink is None else sink).append(output)
+
+    def without(self, requests: Iterable[Request]) -> "Decodes":
+        """Return the others, amid the same step."""
+        gone = set(requests)
+        rows = [row for row, request in enumerate(self.requests) if request not in gone]
+        others = Decodes([self.requests[row] for row in rows])
+        others.ends, others.newest_tokens = self.ends[rows], self.newest_tokens[rows]
+        return others
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens that one step computes, once the manager's moves are done: decodes first, then prefills."""
+
+    decodes: Decodes
+    prefills: list[Portion]
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, in the order of their tokens."""
+        return [*self.decodes.requests, *(portion.request for portion in self.prefills)]
+
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """Their ids in the block manager."""
+        return [*self.decodes.seq_ids, *(portion.request.seq_id for portion in self.prefills)]
+
+    @property
+    def portions(self) -> list[Portion]:
+        """All of it as portions."""
+        decodes = zip(self.decodes.requests, self.decodes.ends.tolist(), strict=True)
+        return [*(Portion(request, end - 1, end) for request, end in decodes), *self.prefills]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens all portions have."""
+        return len(self.decodes) + sum(portion.num_tokens for portion in self.prefills)
+
+    def without(self, requests: Sequence[Request]) -> "Batch":
+        """Return the portions of the other requests."""
+        prefills = [portion for portion in self.prefills if portion.request not in requests]
+        return Batch(self.decodes.without(requests), prefills)
+
+    def packed(self) -> PackedTokens:
+        """Return the tokens in one row. The last one of each sequence is wanted, see `items`."""
+        decodes, prefills = self.decodes, self.prefills
+        starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
+        ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
+        tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]
+        return PackedTokens(np.concatenate(tokens), starts, ends, np.cumsum(ends - starts) - 1)
+
+    def items(self) -> list[BatchItem]:
+        """Return an item for each portion.
+
+        Its last token is wanted, also where it is not the prompt's: K and V that give no numbers are not committed.
+        """
+        return [
+            BatchItem(one.seq_id, one.tokens[start:end], start, end, [end - start - 1], one.reuse)
+            for one, start, end in self.portions
+        ]
+
+
+def _but(column: Sequence[Item], rows: Sequence[int]) -> Sequence[Item]:
+    """Return the column without these rows."""
+    if not rows:
+        return column
+    left_out = set(rows)
+    return [item for row, item in enumerate(column) if row not in left_out]

@@ -1,0 +1,108 @@
+"""TensorChunk: tokens of K and V in tensors, as a payload whose stretches are layers.
+
+TokenParts    K and V of all tokens of a call, in parts
+TensorChunk   some of these tokens
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.store.records.kv_tensors import chunk_shape, token_dim
+from kvpage.store.records.part_rows import PartRows, Parts
+from kvpage.store.tiers.stretches import Runs, digests_of, gather_stretches, scatter_stretches
+
+MIN_RUN_BYTES = 4096  # of memory that is written to a file directly; shorter runs are copied into one piece first
+STREAM_BYTES = 1 << 20  # of what is written past the CPU's cache: who asked for less may find it there
+
+
+class TokenParts:
+    """K and V of tokens, all parts of one shape and dtype."""
+
+    def __init__(self, parts: Parts, fmt: str) -> None:
+        self.parts, self.fmt = parts, fmt
+        self.rows = PartRows.of(parts, fmt)
+
+    def chunk(self, begin: int, end: int, num_unwanted: int = 0) -> "TensorChunk":
+        """Return the tokens [begin, end), after others of the payload that are not wanted."""
+        return TensorChunk(self, begin, end, num_unwanted)
+
+
+class TensorChunk:
+    """Some of the tokens: to be stored from any device, to be loaded on the CPU.
+
+    num_unwanted: leading tokens of the payload that the tensors lack.
+    """
+
+    def __init__(self, tokens: TokenParts, begin: int, end: int, num_unwanted: int) -> None:
+        parts = tokens.parts
+        self.shape = chunk_shape(parts, tokens.fmt, num_unwanted + end - begin)
+        self.stretch_bytes = math.prod(self.shape[1:]) * parts[0][0].element_size()
+        self._tokens, self._begin, self._end = tokens, begin, end
+        self._runs = None if tokens.rows is None else tokens.rows.runs(begin, end, num_unwanted)
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        if self._runs is not None:
+            runs = self._runs_of_layers(begin, len(buffer), self._runs)
+            return gather_stretches(runs, buffer, self.stretch_bytes, num_threads, streaming)
+        digests = []
+        for layer, data in self._layers(begin, buffer):
+            for part, room in zip(layer, np.split(np.frombuffer(data, np.uint8), len(layer)), strict=True):
+                source = as_bytes(part.cpu() if part.stride(-1) == 1 else part.cpu().contiguous())
+                np.copyto(room.reshape(source.shape), source)
+            digests.append(digests_of(data, self.stretch_bytes))
+        return b"".join(digests)
+
+    def runs(self) -> Runs | None:
+        """Return the memory of the parts, if it is on the CPU, in long runs."""
+        runs = self._runs
+        if runs is None:
+            return None
+        num_parts = self.shape[0] * self.shape[1]
+        num_bytes = self.stretch_bytes * self.shape[0]
+        return runs if len(runs) == num_parts or len(runs) * MIN_RUN_BYTES <= num_bytes else None
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        if self._runs is not None:
+            runs = self._runs_of_layers(begin, len(piece), self._runs)
+            streaming = self.stretch_bytes * self.shape[0] >= STREAM_BYTES
+            return scatter_stretches(piece, runs, self.stretch_bytes, num_threads, streaming)
+        digests, dim = [], token_dim(self._tokens.fmt)
+        for layer, data in self._layers(begin, piece):
+            digests.append(digests_of(data, self.stretch_bytes))
+            for part, rows in zip(layer, np.split(np.frombuffer(data, np.uint8), len(layer)), strict=True):
+                target = as_words(part)
+                source = rows.view(target.dtype).reshape(self.shape[2:])
+                num_unwanted = source.shape[dim] - part.shape[dim]
+                np.copyto(target, source[num_unwanted:] if dim == 0 else source[:, num_unwanted:])
+        return b"".join(digests)
+
+    def _runs_of_layers(self, begin: int, num_bytes: int, runs: Runs) -> Runs:
+        """Return the runs of whole layers, `num_bytes` from the byte `begin` on."""
+        of_layer = len(runs) // self.shape[0]
+        first = begin // self.stretch_bytes
+        return runs[first * of_layer : (first + num_bytes // self.stretch_bytes) * of_layer]
+
+    def _layers(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
+        """Walk over the parts of each layer, with its bytes."""
+        dim = token_dim(self._tokens.fmt)
+        for at in range(0, len(data), self.stretch_bytes):
+            layer = self._tokens.parts[(begin + at) // self.stretch_bytes]
+            parts = [part.narrow(dim, self._begin, self._end - self._begin) for part in layer]
+            yield parts, data[at : at + self.stretch_bytes]
+
+
+def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return a view of a CPU tensor's bytes, its last dimension longer by the size of an element."""
+    return tensor.view(torch.uint8).numpy()
+
+
+_WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def as_words(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
+    """Return a view of a CPU tensor's elements, with any strides, as numbers of their size that are not changed."""
+    return tensor.view(_WORDS_OF[tensor.element_size()]).numpy()

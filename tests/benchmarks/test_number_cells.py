@@ -1,0 +1,85 @@
+"""Cells of the tables, from small results in the form that the benchmarks print."""
+
+from kvpage.benchmarks import number_table
+from kvpage.benchmarks.engine_cells import SHOWN_STEPS, admission, layer, parts_table, step, step_beside
+from kvpage.benchmarks.number_cells import Result, peers, served
+
+
+def figure(median: float) -> dict[str, float]:
+    return {"median": median, "low": median - 1, "high": median + 1, "num": 3}
+
+
+def decode(num_seqs: int, mode: str, waiting: int, vocab: int, us: float, peer: float | None = None) -> Result:
+    row = {"operation": "decode", "seqs": num_seqs, "mode": mode, "waiting": waiting, "vocab": vocab}
+    parts = {"schedule": figure(us / 4), "sample": figure(us / 2)}
+    row |= {"kvpage us": figure(us), "argmax us": figure(70), "parts us": parts, "target us": None}
+    return row | ({"vllm us": figure(peer), "of vllm": figure(4.4)} if peer else {})
+
+
+def admit(given: str) -> Result:
+    return {"operation": "admit", "given": given, "kvpage us": figure(30), "vllm us": figure(1000), "parts us": {}}
+
+
+STEPS = [
+    decode(64, "greedy", 0, 1024, 200, 700),
+    decode(256, "greedy", 0, 1024, 500, 2200),
+    decode(256, "greedy", 0, 32000, 9000),
+    decode(256, "greedy", 1000, 1024, 600, 2200),
+    decode(256, "sampled", 0, 1024, 700),
+    decode(256, "penalties", 0, 1024, 800),
+]
+ENGINE: Result = {"rows": [*STEPS, admit("array"), admit("list")]}
+LAYER: Result = {
+    "rows": [{"model": "gpt2", "dtype": "float32", "seqs": 1, "besides us": figure(20), "native us": figure(8)}]
+}
+SPEEDS = {"kvpage": figure(300), "generate": figure(200), "vllm": figure(400), "bound": figure(900)}
+SERVED: Result = {"workload": "shared", "tokens_per_s": SPEEDS, "kvpage_over": {"vllm": figure(0.75)}}
+SERVING: Result = {"results": [SERVED]}
+
+
+def test_a_step_is_beside_its_bound_and_peer() -> None:
+    assert step(seqs=256, mode="greedy")(ENGINE) == "500 (499-501) us"
+    beside = "70 (69-71) us: argmax alone; 2,200 (2,199-2,201) us: vLLM's scheduler and KV manager alone"
+    assert step_beside(seqs=256, mode="greedy")(ENGINE) == beside
+    assert step_beside(seqs=256, mode="sampled")(ENGINE) == "70 (69-71) us: argmax alone"
+    assert step(seqs=256, mode="greedy", waiting=1000)(ENGINE) == "600 (599-601) us"
+    assert step(seqs=256, mode="greedy", vocab=32000)(ENGINE) == "9,000 (8,999-9,001) us"
+
+
+def test_an_admission_is_beside_the_peers() -> None:
+    assert [cell(ENGINE) for cell in admission("array")] == ["30 (29-31) us", "1,000 (999-1,001) us: vLLM's"]
+
+
+def test_a_layer_is_beside_its_native_calls() -> None:
+    cells = [cell(LAYER) for cell in layer("gpt2", "float32", 1)]
+    assert cells == ["20.0 (19.0-21.0) us", "8.0 (7.0-9.0) us: the native calls"]
+
+
+def test_vllm_comes_first_with_the_ratio_as_it_is() -> None:
+    assert served("shared", "kvpage")(SERVING) == "300 (299-301) tokens/s"
+    first, *others = peers("shared")(SERVING).split("; ")
+    assert first == "400 (399-401): vLLM's CPU build, of which kvpage has 0.75 (-0.25-1.75)"
+    assert others == ["200 (199-201): `model.generate`", "900 (899-901): the model's matrix products alone"]
+
+
+def test_without_vllm_its_cell_is_left_out() -> None:
+    alone = {name: speed for name, speed in SPEEDS.items() if name != "vllm"}
+    assert "vLLM" not in peers("shared")({"results": [SERVED | {"tokens_per_s": alone}]})
+
+
+def test_parts_of_a_step_are_a_table() -> None:
+    lines = parts_table({"engine_overhead": ENGINE}).splitlines()
+    assert lines[:3] == ["| us of a step | schedule | sample |", "|---|---|---|", "| 64 sequences, greedy | 50 | 100 |"]
+    assert len(lines) == 2 + len(SHOWN_STEPS)
+    assert parts_table({}) == "Not measured yet."
+
+
+def test_rows_without_a_result_are_left_out() -> None:
+    only = number_table.full_table({"engine_overhead": ENGINE})
+    names = {number.what for number in number_table.NUMBERS if number.run == "engine_overhead"}
+    assert {line.split(" | ")[0].strip("| ") for line in only.splitlines()[2:]} == names
+    assert number_table.short_table({}).count("\n") == 1
+
+
+def test_ten_rows_have_a_headline() -> None:
+    assert sum(number.headline is not None for number in number_table.NUMBERS) == 10

@@ -1,0 +1,104 @@
+"""The pool of results' memory: what it lends is nobody else's, what it keeps is bounded."""
+
+import gc
+import random
+import threading
+
+import pytest
+import torch
+
+from kvpage.store.load.result_pool import LEAST_BYTES, ResultPool
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, torch keeps pinned memory itself")
+MIB = 1 << 20
+
+
+def shape_of(num_bytes: int) -> tuple[int, int, int, int, int]:
+    return 1, 1, num_bytes, 1, 1
+
+
+def test_memory_comes_back_when_the_last_view_is_gone() -> None:
+    pool = ResultPool(64 * MIB)
+    first = pool.empty((2, 2, 16, 32, 1024), torch.bfloat16)
+    assert first.shape == (2, 2, 16, 32, 1024) and first.dtype == torch.bfloat16 and first.is_contiguous()
+    address = first.data_ptr()
+    view, array = first[1, 1, 3:], first[0].view(torch.int16).numpy()
+    assert pool.num_bytes == 0
+    del first
+    assert pool.num_bytes == 0
+    del view
+    assert pool.num_bytes == 0
+    del array
+    assert pool.num_bytes == 4 * MIB
+    assert pool.empty(shape_of(4 * MIB), torch.uint8).data_ptr() == address
+
+
+@pytest.mark.parametrize("num_mib, is_used", [(8, True), (4, True), (9, False)])
+def test_kept_memory_serves_results_that_fill_half_of_it(num_mib: int, is_used: bool) -> None:
+    pool = ResultPool(64 * MIB)
+    address = pool.empty(shape_of(8 * MIB), torch.uint8).data_ptr()
+    assert (pool.empty(shape_of(num_mib * MIB), torch.uint8).data_ptr() == address) == is_used
+
+
+def test_the_best_fit_is_taken_and_the_oldest_goes() -> None:
+    pool = ResultPool(30 * MIB)
+    held = [pool.empty(shape_of(n * MIB), torch.uint8) for n in (14, 10, 8)]
+    places = [one.data_ptr() for one in held]
+    while held:
+        del held[0]
+    assert pool.num_bytes == 18 * MIB
+    assert pool.empty(shape_of(7 * MIB), torch.uint8).data_ptr() == places[2]
+
+
+def test_small_and_unkept_memory_is_torchs_or_new() -> None:
+    pool = ResultPool(64 * MIB)
+    pool.empty(shape_of(LEAST_BYTES - 1), torch.uint8)
+    assert pool.num_bytes == 0
+    none = ResultPool(0)
+    none.empty(shape_of(8 * MIB), torch.uint8)
+    assert none.num_bytes == 0
+
+
+def test_a_closed_pool_keeps_nothing() -> None:
+    pool = ResultPool(64 * MIB)
+    held = pool.empty(shape_of(8 * MIB), torch.uint8)
+    pool.empty(shape_of(8 * MIB), torch.uint8)
+    assert pool.num_bytes == 8 * MIB
+    pool.close()
+    held.fill_(7)
+    assert pool.num_bytes == 0 and bool((held == 7).all())
+    del held
+    assert pool.num_bytes == 0
+
+
+def test_results_in_a_circle_come_back_while_the_pool_is_locked() -> None:
+    """The garbage collector runs anywhere, also within a call of the pool."""
+    pool = ResultPool(64 * MIB)
+    circle = [pool.empty(shape_of(8 * MIB), torch.uint8)]
+    circle.append(circle)
+    with pool._lock:
+        del circle
+        gc.collect()
+    assert pool.num_bytes == 8 * MIB
+
+
+def test_threads_at_once() -> None:
+    pool, errors = ResultPool(24 * MIB), []
+
+    def work(seed: int) -> None:
+        rng, held = random.Random(seed), []
+        for step in range(25):
+            made = pool.empty(shape_of(rng.randint(4, 7) * MIB), torch.uint8)
+            made[0, 0, ::4096].fill_(seed * 60 + step & 0xFF)
+            held.append((made, seed * 60 + step & 0xFF))
+            if len(held) > 2:
+                old, mark = held.pop(rng.randrange(3))
+                if not bool((old[0, 0, ::4096] == mark).all()):
+                    errors.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and pool.num_bytes <= 24 * MIB
