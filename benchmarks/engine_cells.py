@@ -6,6 +6,7 @@ from typing import Any
 from kvpage.benchmarks.number_cells import Result, row_of, text
 
 Cell = Callable[[Result], str]
+NO_ROWS: Result = {"rows": []}
 SHOWN_STEPS = [
     ("64 sequences, greedy", {"seqs": 64, "mode": "greedy"}),
     ("256, greedy", {"seqs": 256, "mode": "greedy"}),
@@ -65,6 +66,29 @@ def parts_table(results: dict[str, Result]) -> str:
     parts = list(rows[0][1]["parts us"])
     lines = [f"| us of a step | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     lines += [f"| {what} | {' | '.join(_parts(row, parts))} |" for what, row in rows]
+    return "\n".join(lines)
+
+
+def step_parts_table(results: dict[str, Result]) -> str:
+    """Return the parts of whole steps of a model, before and after: us on the wall, and shares.
+
+    Args:
+        results: the line of JSON of each run, by name.
+    """
+    runs = {"step_parts_before": ", before", "step_parts": ""}
+    rows = [
+        row | {"step": row["step"] + when} for run, when in runs.items() for row in results.get(run, NO_ROWS)["rows"]
+    ]
+    if not rows:
+        return "Not measured yet."
+    lines = [
+        f"| a step of | in all | {' | '.join(rows[0]['parts us'])} |",
+        "|---" * (len(rows[0]["parts us"]) + 2) + "|",
+    ]
+    for row in rows:
+        whole = row["us"]["median"]
+        cells = (f"{part['median']:,.0f} us, {100 * part['median'] / whole:.0f} %" for part in row["parts us"].values())
+        lines.append(f"| {row['step']} | {whole:,.0f} us | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpage import CacheConfig
 from kvpage.benchmarks.part_clock import PartClock, Spent, mean_spent, spent_by
-from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.rows import SequenceSteps
 from kvpage.checks.tokens import Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop import serving_loop
@@ -66,7 +66,7 @@ class StubbedLlama(tf.LlamaForCausalLM):
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "schedule": [(Scheduler, "schedule")],
-    "slots and tables": [(BlockManager, "slot_mappings"), (BlockManager, "block_tables")],
+    "slots and tables": [(SequenceSteps, "slots"), (SequenceSteps, "tables")],
     "make the step": [(BatchRunner, "compute"), (ModelRunner, "forward")],
     "the stub": [(StubbedLlama, "forward")],
     "sample": [(serving_loop, "choose_tokens")],

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
-from kvpage.benchmarks.engine_cells import parts_table
+from kvpage.benchmarks.engine_cells import parts_table, step_parts_table
 from kvpage.benchmarks.number_table import Results, answers_table, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
@@ -31,7 +31,8 @@ MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
 BEGIN, END = (mark.format("numbers") for mark in MARKS)
 RESULTS = "benchmarks/results"
 TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
-PARTS_PAGE = "docs/benchmarks.md"  # has a table of the parts of a step, too
+PARTS_PAGE = "docs/benchmarks.md"
+PARTS = {"parts of a model's step": step_parts_table, "parts of a step": parts_table}  # on the page of parts, too
 
 
 class Refused(Exception):
@@ -79,7 +80,8 @@ def check_result(root: Path, run: Run, commit: str) -> None:
     """Raises: Refused: a source of the result has changed since `commit`."""
     try:
         git(root, "merge-base", "--is-ancestor", commit, "HEAD")
-        changed = git(root, "diff", "--name-only", commit, "HEAD", "--", *run.all_sources).split()
+        sources = run.all_sources
+        changed = git(root, "diff", "--name-only", commit, "HEAD", "--", *sources).split() if sources else []
     except subprocess.CalledProcessError:
         raise Refused(f"{run.name} was measured at {commit}, which is no ancestor of this commit") from None
     if changed:
@@ -181,7 +183,9 @@ def pages_with_numbers(root: Path) -> dict[str, str]:
         name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
         for name, table in TABLES.items()
     }
-    return pages | {PARTS_PAGE: with_numbers(pages[PARTS_PAGE], parts_table(results), "parts of a step")}
+    for name, table in PARTS.items():
+        pages[PARTS_PAGE] = with_numbers(pages[PARTS_PAGE], table(results), name)
+    return pages
 
 
 def write_numbers(root: Path) -> None:

@@ -12,7 +12,8 @@ class Run:
     """One benchmark.
 
     arguments: of `python`; the first is the script.
-    sources: what a result depends on, as git paths. It counts as today's until one of them has changed.
+    sources: what a result depends on, as git paths. It counts as today's until one of them has changed. Without any it
+        is of its own commit for good, also when its script changes.
     has_plot: whether the script draws with --plot.
     """
 
@@ -27,7 +28,7 @@ class Run:
 
     @property
     def all_sources(self) -> tuple[str, ...]:
-        return (*self.sources, self.script)
+        return (*self.sources, self.script) if self.sources else ()
 
     def command(self, folder: str) -> list[str]:
         """The command line, which draws into `folder`."""
@@ -58,6 +59,9 @@ RUNS = {
         _run("store_two_threads", "bench_store --threads 2 --parts memory disk"),
         _run("store_redis", "bench_store_redis"),
         _run("engine_overhead", "bench_engine_overhead"),
+        # Measured once, while the model's own modules computed every product and norm: nothing makes it out of date.
+        _run("step_parts_before", "bench_step_parts --threads 2", sources=()),
+        _run("step_parts", "bench_step_parts --threads 2"),
         _run("layer_overhead", "bench_layer_overhead"),
         _run("serving", "bench_serving --threads 2 --requests 32 --rounds 3"),
         _run(

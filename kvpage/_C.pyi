@@ -325,6 +325,33 @@ def write_stretches(
         OSError: An error of the file. Any of the bytes may be written then.
     """
 
+def read_stretches(
+    fd: int,
+    offset: int,
+    runs: npt.NDArray[np.int64],
+    stretch_bytes: int,
+    room: memoryview,
+    max_threads: int,
+    /,
+) -> bytes:
+    """Read one run of a file into many places of memory, and hash each stretch on the way.
+
+    Args:
+        fd: Descriptor of the file.
+        offset: Where in the file to read.
+        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
+        stretch_bytes: Bytes of a stretch. The last one may be shorter.
+        room: Memory for pieces of the file.
+        max_threads: The most threads to use.
+
+    Returns:
+        The stretches' xxh3-128 digests, 16 bytes each.
+
+    Raises:
+        ValueError: A number is out of range. Nothing is written then.
+        OSError: An error of the file; ENODATA where it ends too early. Any of the bytes may be written then.
+    """
+
 def gather_stretches(
     runs: npt.NDArray[np.int64],
     payload: int,
@@ -1239,6 +1266,215 @@ class PrefixTree:
         """
     def lose_changes(self) -> None:
         """Drop the log, so that the next take_changes returns all that is cached."""
+
+# Sequences on the device. Rows: numbers that `begin`, `add` and `fork` have returned, each named once a call.
+
+@final
+class SequenceRows:
+    """Block tables and lengths of the sequences on the device of one BlockManager, by row.
+
+    A row names its sequence until `remove`. Afterwards its number is refused, and names no other sequence. Every method
+    raises KeyError for a row that is not in use. Every other error leaves all as it was.
+    """
+
+    def __init__(self, tree: PrefixTree, is_caching: bool) -> None:
+        """Make an empty set of rows.
+
+        Args:
+            tree: The tree that has the cached blocks. Its device pool has the sequences' own.
+            is_caching: Whether full blocks pass to the tree.
+        """
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in use."""
+    def begin(
+        self, tokens: _Integers, namespace: bytes, priority: int, num_left_over: int, share_parts: bool, /
+    ) -> tuple[int, int, int, int, int, npt.NDArray[np.int32]] | None:
+        """Begin a sequence: its longest cached prefix, and free blocks, for which others are evicted.
+
+        Args:
+            tokens: The prompt.
+            namespace: Where to search.
+            priority: As in PrefixTree.match.
+            num_left_over: As in PrefixTree.match.
+            share_parts: Whether a part of the next block is shared, too.
+
+        Returns:
+            The row, the number of cached tokens, the number of blocks evicted for it, the pair of blocks to copy (-1:
+            none), and all block ids. None, and nothing is changed, if blocks are short.
+
+        Raises:
+            ValueError: As in PrefixTree.match, or the tree has a host tier, or there are no tokens.
+        """
+    def add(
+        self,
+        *,
+        match: Match,
+        own_ids: _Integers,
+        pending: _Integers,
+        num_left: int,
+        num_tokens: int,
+        num_written: int,
+        namespace: bytes,
+        is_private: bool,
+    ) -> int:
+        """Add a sequence that has its blocks, and take over its match and the references to its own blocks.
+
+        Args:
+            match: The cached blocks, all on the device.
+            own_ids: The blocks after those that are given back.
+            pending: Written tokens after the match.
+            num_left: Own blocks that are given back.
+            num_tokens: Tokens that there is room for.
+            num_written: Tokens that are written.
+            namespace: The namespace.
+            is_private: Whether no other sequence finds its blocks.
+
+        Returns:
+            The row.
+        """
+    def fork(self, row: int, num_tokens: int) -> int:
+        """Return the row of a new sequence with the first tokens of another, in the same blocks.
+
+        Args:
+            row: A sequence whose tokens are all written.
+            num_tokens: How many tokens the new one has.
+
+        Raises:
+            ValueError: num_tokens is out of range.
+        """
+    def remove(self, row: int, /) -> None:
+        """End a sequence. Its own blocks and its match are released.
+
+        Args:
+            row: The sequence.
+        """
+    def give_back_room(self, row: int) -> None:
+        """Release the blocks after the written tokens.
+
+        Args:
+            row: The sequence.
+        """
+    def release_before(self, row: int, num_tokens: int) -> int:
+        """Release own blocks that hold only tokens before the `num_tokens`th, where no other sequence finds them.
+
+        Args:
+            row: The sequence.
+            num_tokens: At most the written tokens.
+
+        Returns:
+            How many blocks were released.
+
+        Raises:
+            ValueError: num_tokens is out of range.
+        """
+    def make_private(self, row: int) -> None:
+        """Hide all further tokens of the sequence from others.
+
+        Args:
+            row: The sequence.
+        """
+    def pin(self, row: int) -> Match:
+        """Return a match of the sequence's cached blocks. The caller releases it.
+
+        Args:
+            row: The sequence.
+        """
+    def ids(self, row: int) -> npt.NDArray[np.int32]:
+        """Return the sequence's block ids, int32 [num_blocks], in a new array.
+
+        Args:
+            row: The sequence.
+        """
+    def state(self, row: int) -> tuple[int, int, int, int, int, npt.NDArray[np.int32], bytes, bool]:
+        """Return the fields of kvpage.blocks.states.SequenceState.
+
+        Args:
+            row: The sequence.
+        """
+    def num_blocks_to_append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> int:
+        """Return how many free blocks `append` takes.
+
+        Args:
+            rows: The sequences.
+            num_new_tokens: One number for each, or one for all.
+
+        Raises:
+            ValueError: A row is named twice, or a number is negative or does not fit.
+        """
+    def append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> npt.NDArray[np.int64]:
+        """Make room for more tokens in each sequence. Shared blocks that would be written are replaced by copies.
+
+        Args:
+            rows: The sequences.
+            num_new_tokens: One number for each, or one for all.
+
+        Returns:
+            The copies to make, int64 [num_pairs, 2]: (from, to).
+
+        Raises:
+            OutOfBlocks: Too few blocks are free.
+            ValueError: A row is named twice, or a number is negative or does not fit.
+        """
+    def commit(self, row: int, tokens: _Integers, /) -> int:
+        """Record that K and V of `tokens` are written. Blocks that are full pass to the tree.
+
+        Args:
+            row: The sequence.
+            tokens: Token ids, as many as there is room for at most.
+
+        Returns:
+            How many blocks have passed to the tree.
+
+        Raises:
+            ValueError: There is no room for so many tokens.
+        """
+    def commit_each(self, rows: _Integers, tokens: _Integers, /) -> int:
+        """Do the same with one token for each row.
+
+        Args:
+            rows: The sequences.
+            tokens: One token id for each. A block for which the tree finds no memory passes to it with the next commit.
+
+        Returns:
+            How many blocks have passed to the tree.
+
+        Raises:
+            ValueError: There is no room, a row is named twice, or there are not as many tokens as rows.
+        """
+    def tables(self, rows: _Integers, /) -> npt.NDArray[np.int32]:
+        """Return the block tables, int32 [num_rows, max_blocks], with 0 after a sequence's last block.
+
+        Args:
+            rows: The sequences.
+        """
+    def last(self, rows: _Integers, /) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the slots of the last tokens, the block tables, and the numbers of tokens.
+
+        Args:
+            rows: The sequences.
+
+        Raises:
+            ValueError: A sequence has no token.
+        """
+    def slots(self, rows: _Integers, starts: _Integers, ends: _Integers, /) -> npt.NDArray[np.int64]:
+        """Return the slots of the positions [starts[i], ends[i]), one sequence after the other.
+
+        Args:
+            rows: The sequences.
+            starts: First position of each.
+            ends: The position after the last one of each.
+
+        Raises:
+            ValueError: A position is out of range.
+        """
+
+def small_ints(numbers: list[Any], /) -> npt.NDArray[np.int32] | None:
+    """Return a list of plain ints of at most 30 bits as an array; None if it holds anything else.
+
+    Args:
+        numbers: The list.
+    """
 
 # Whole-sequence slots.
 

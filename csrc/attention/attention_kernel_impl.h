@@ -1,367 +1,313 @@
 // The body of AttentionKernel, compiled once for each instruction set (simd/kernel.cpp.in).
-#include <limits>
-
 #include "attention/attention_kernel.h"
-#include "quantize/quantize_kernel.h"
+#include "attention/online_softmax_impl.h"
+#include "attention/tile_products_impl.h"
+#include "attention/tile_rows_impl.h"
 #include "simd/vectors.h"
 
 namespace kvpage {
 namespace {
 
-#if KVPAGE_REGISTER_BYTES == 64 || defined(__aarch64__)
-constexpr int64_t kNumRegisters = 32;
-#else
-constexpr int64_t kNumRegisters = 16;
-#endif
-// The numbers that keep the sums in registers.
-constexpr int64_t kDotRows = kNumRegisters / 8, kDotKeys = 4;
-constexpr int64_t kSumRows = 4, kSumColumns = kNumRegisters / 8;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
+// From so many rows on, packing values costs less than reading them in place for each few rows.
+constexpr int64_t kPackedRows = 3 * kMostRows;
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t padded(int64_t size) { return (size + kRowPadding - 1) / kRowPadding * kRowPadding; }
+inline int64_t sum_stride(const AttentionTask& task) { return padded(task.layer->value_size); }
 
-// Rows of fp32 in scratch.
-struct Rows {
-  float* data;
-  int64_t stride;  // elements
-
-  float* operator[](int64_t row) const { return data + row * stride; }
-  Rows from(int64_t row) const { return {data + row * stride, stride}; }
+// Neighbouring spans of a task, and their rows of a KV head.
+struct SpanRun {
+  int64_t first, last;  // spans
+  int64_t row, num_rows;  // of KV head 0
 };
-
-// The rows of a tile that are read now, and rows that will be read next: while one element is worked on, the memory of
-// its companion is fetched. Blocks are anywhere in memory, so the hardware cannot foresee them.
-template <typename T>
-struct Stream {
-  const T* const* rows;
-  const T* const* next;  // null: nothing to fetch
-
-  Stream from(int64_t j) const { return {rows + j, next ? next + j : nullptr}; }
-  Stream alone() const { return {rows, nullptr}; }
-  const T* at(int64_t j, int64_t d) const {
-    if (next) __builtin_prefetch(next[j] + d, 0, 2);
-    return rows[j] + d;
-  }
-};
-
-// --- scores: dot products of NumRows queries with NumKeys keys -----------------------------------------------------
-
-template <int NumRows, int NumKeys, typename T>
-inline void dot_tile(Rows queries, Stream<T> keys, int64_t size, Rows scores) {
-  Vec sums[NumRows][NumKeys] = {};
-  auto add = [&](int64_t d, auto load_key) {
-    Vec key[NumKeys];
-    for (int j = 0; j < NumKeys; ++j) key[j] = load_key(keys.at(j, d));
-    for (int r = 0; r < NumRows; ++r) {
-      const Vec query = load(queries[r] + d);
-      for (int j = 0; j < NumKeys; ++j) sums[r][j] += query * key[j];
-    }
-  };
-  int64_t d = 0;
-  for (; d + kLanes <= size; d += kLanes) add(d, [](const T* key) { return load(key); });
-  if (d < size) add(d, [&](const T* key) { return load_partial(key, size - d); });
-  for (int r = 0; r < NumRows; ++r) {
-    if constexpr (NumKeys == 4) {
-      const Vec four = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-      std::memcpy(scores[r], &four, 4 * sizeof(float));
-    } else {
-      *scores[r] = sum_lanes(sums[r][0]);
-    }
-  }
-}
-
-template <int NumRows, typename T>
-inline void dot_rows(Rows queries, Stream<T> keys, int64_t num_keys, int64_t size, Rows scores) {
-  int64_t j = 0;
-  for (; j + kDotKeys <= num_keys; j += kDotKeys)
-    dot_tile<NumRows, kDotKeys>(queries, keys.from(j), size, {scores.data + j, scores.stride});
-  for (; j < num_keys; ++j) dot_tile<NumRows, 1>(queries, keys.from(j), size, {scores.data + j, scores.stride});
-}
-
-template <typename T>
-inline void dot(Rows queries, int64_t num_rows, Stream<T> keys, int64_t num_keys, int64_t size, Rows scores) {
-  int64_t r = 0;
-  for (; r + kDotRows <= num_rows; r += kDotRows, keys = keys.alone())
-    dot_rows<kDotRows>(queries.from(r), keys, num_keys, size, scores.from(r));
-  for (; r < num_rows; ++r, keys = keys.alone()) dot_rows<1>(queries.from(r), keys, num_keys, size, scores.from(r));
-}
-
-// --- weights: the online softmax of one row ------------------------------------------------------------------------
-
-// Turns `count` scores into weights relative to the row's new maximum. Returns the factor that takes sums
-// under the old maximum to the new one.
-inline float softmax_row(float* scores, int64_t count, float softcap, float& maximum, float& weight) {
-  if (softcap > 0)
-    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, softcap * tanh(load(scores + j) / softcap));
-  for (int64_t j = count; j % kLanes != 0; ++j) scores[j] = kLowest;
-  Vec top = splat(maximum);
-  for (int64_t j = 0; j < count; j += kLanes) top = max(top, load(scores + j));
-  const float new_maximum = max_lanes(top);
-  Vec total = {};
-  for (int64_t j = 0; j < count; j += kLanes) {
-    const Vec weights = exp_negative(load(scores + j) - new_maximum);
-    store(scores + j, weights);
-    total += weights;
-  }
-  const float factor = maximum == new_maximum ? 1.0f : std::exp(maximum - new_maximum);
-  maximum = new_maximum;
-  weight = weight * factor + sum_lanes(total);
-  return factor;
-}
-
-// --- sums: NumRows rows of weights times NumColumns vectors of each value ------------------------------------------
-
-template <int NumRows, int NumColumns, typename LoadValue>
-inline void sum_tile(Rows weights, int64_t num_keys, Rows sums, LoadValue load_value) {
-  Vec total[NumRows][NumColumns];
-  for (int r = 0; r < NumRows; ++r)
-    for (int c = 0; c < NumColumns; ++c) total[r][c] = load(sums[r] + c * kLanes);
-  for (int64_t j = 0; j < num_keys; ++j) {
-    Vec value[NumColumns];
-    for (int c = 0; c < NumColumns; ++c) value[c] = load_value(j, c);
-    for (int r = 0; r < NumRows; ++r)
-      for (int c = 0; c < NumColumns; ++c) total[r][c] += weights[r][j] * value[c];
-  }
-  for (int r = 0; r < NumRows; ++r)
-    for (int c = 0; c < NumColumns; ++c) store(sums[r] + c * kLanes, total[r][c]);
-}
-
-template <int NumRows, typename T>
-inline void sum_rows(Rows weights, Stream<T> values, int64_t num_keys, int64_t size, Rows sums) {
-  int64_t d = 0;
-  auto whole = [&](int64_t j, int c) { return load(values.at(j, d + c * kLanes)); };
-  auto partial = [&](int64_t j, int) { return load_partial(values.at(j, d), size - d); };
-  for (; d + kSumColumns * kLanes <= size; d += kSumColumns * kLanes)
-    sum_tile<NumRows, kSumColumns>(weights, num_keys, {sums.data + d, sums.stride}, whole);
-  for (; d + kLanes <= size; d += kLanes) sum_tile<NumRows, 1>(weights, num_keys, {sums.data + d, sums.stride}, whole);
-  if (d < size) sum_tile<NumRows, 1>(weights, num_keys, {sums.data + d, sums.stride}, partial);
-}
-
-template <typename T>
-inline void sum(Rows weights, int64_t num_rows, Stream<T> values, int64_t num_keys, int64_t size, Rows sums) {
-  int64_t r = 0;
-  for (; r + kSumRows <= num_rows; r += kSumRows, values = values.alone())
-    sum_rows<kSumRows>(weights.from(r), values, num_keys, size, sums.from(r));
-  for (; r < num_rows; ++r, values = values.alone()) sum_rows<1>(weights.from(r), values, num_keys, size, sums.from(r));
-}
-
-// --- a task --------------------------------------------------------------------------------------------------------
-
-inline int64_t rows_per_head(const AttentionTask& task) { return task.num_queries * task.group_size; }
 
 template <typename T>
 void load_queries(const AttentionTask& task, Rows queries) {
+  const AttentionLayer& layer = *task.layer;
+  const float scale = in_log2(layer.scale);
   int64_t row = 0;
-  for (int64_t head = 0; head < task.num_kv_heads; ++head)
-    for (int64_t token = 0; token < task.num_queries; ++token)
-      for (int64_t member = 0; member < task.group_size; ++member, ++row) {
-        const int64_t query_head = head * task.group_size + member;
-        const T* from = reinterpret_cast<const T*>(task.query + token * task.query_token_stride +
-                                                   query_head * task.query_head_stride);
-        for (int64_t d = 0; d < queries.stride; d += kLanes) {
-          const int64_t count = most(0, least(kLanes, task.key_size - d));
-          store(queries[row] + d, task.scale * (count ? load_partial(from + d, count) : Vec{}));
+  for (int64_t head = 0; head < task.num_heads; ++head)
+    for (int64_t s = 0; s < task.num_spans; ++s)
+      for (int64_t token = 0; token < task.spans[s].num_queries; ++token)
+        for (int64_t member = 0; member < layer.group_size; ++member, ++row) {
+          const int64_t query_head = (task.first_head + head) * layer.group_size + member;
+          const T* from = reinterpret_cast<const T*>(task.spans[s].query + token * layer.query_token_stride +
+                                                     query_head * layer.query_head_stride);
+          for (int64_t d = 0; d < queries.stride; d += kLanes) {
+            const int64_t count = most(0, least(kLanes, layer.key_size - d));
+            store(queries[row] + d, scale * (count ? load_partial(from + d, count) : Vec{}));
+          }
         }
-      }
 }
 
-// The keys of [begin, end) that query `token` sees, counted from begin; none where first >= last.
-struct Visible {
-  int64_t first, last;
-  bool operator==(const Visible& other) const { return first == other.first && last == other.last; }
-};
-
-inline Visible visible(const AttentionTask& task, int64_t token, int64_t begin, int64_t end) {
-  const int64_t position = task.positions ? task.positions[token] : task.first_position + token;
-  const int64_t first = position < task.window ? 0 : position - task.window + 1;
-  return {most(first, begin) - begin, least(position + 1, end) - begin};
+inline int64_t position_of(const AttentionSpan& span, int64_t query) {
+  return span.positions ? span.positions[query] : span.first_position + query;
 }
 
-// Attends the rows of one KV head to the keys and values of one tile. Tokens that see the same part of it go together;
-// nothing outside of that part enters their sums, so anything may be there.
-template <typename T>
-void attend_head(const AttentionTask& task, int64_t head, int64_t begin, int64_t end, Stream<T> keys, Stream<T> values,
-                 Rows queries, Rows scores) {
-  const int64_t row = head * rows_per_head(task);
-  const Rows sums{task.state.sums, padded(task.value_size)};
-  for (int64_t token = 0; token < task.num_queries;) {
-    const Visible part = visible(task, token, begin, end);
-    int64_t next = token + 1;
-    while (next < task.num_queries && visible(task, next, begin, end) == part) ++next;
-    const int64_t first_row = row + token * task.group_size, num_rows = (next - token) * task.group_size;
-    const int64_t num_keys = part.last - part.first;
-    token = next;
-    if (num_keys <= 0) continue;
-    dot(queries.from(first_row), num_rows, keys.from(part.first), num_keys, task.key_size, scores);
+// The keys of the tile that begins at `begin` which each row of a run sees, at most [0, count).
+void find_ranges(const AttentionTask& task, const SpanRun& run, int64_t begin, int64_t count, TileRange* seen) {
+  const AttentionLayer& layer = *task.layer;
+  for (int64_t s = run.first; s < run.last; ++s)
+    for (int64_t token = 0; token < task.spans[s].num_queries; ++token) {
+      const int64_t position = position_of(task.spans[s], token);
+      const int64_t first = position < layer.window ? 0 : position - layer.window + 1;
+      const TileRange range{static_cast<int32_t>(least(most(first - begin, 0), count)),
+                            static_cast<int32_t>(most(least(position + 1 - begin, count), 0))};
+      for (int64_t member = 0; member < layer.group_size; ++member) *seen++ = range;
+    }
+}
+
+// The keys that any, and that all, of some rows see.
+struct Ranges {
+  TileRange any{kTileKeys, 0}, all{0, kTileKeys};
+
+  Ranges(const TileRange* seen, int64_t num_rows) {
     for (int64_t r = 0; r < num_rows; ++r) {
-      const int64_t i = first_row + r;
-      const float factor = softmax_row(scores[r], num_keys, task.softcap, task.state.maxima[i], task.state.weights[i]);
-      if (factor != 1.0f)
-        for (int64_t d = 0; d < sums.stride; d += kLanes) store(sums[i] + d, load(sums[i] + d) * factor);
-    }
-    sum(scores, num_rows, values.from(part.first), num_keys, task.value_size, sums.from(first_row));
-  }
-}
-
-// The first KV head's row of each key and value of a tile.
-struct TileRows {
-  const std::byte *key[kTileKeys], *value[kTileKeys];
-
-  void find(const AttentionTask& task, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t block_id = task.table[i / task.block_size], offset = i % task.block_size;
-      key[i - begin] = task.key + block_id * task.key_block_stride + offset * task.key_token_stride;
-      value[i - begin] = task.value + block_id * task.value_block_stride + offset * task.value_token_stride;
+      all = {all.first > seen[r].first ? all.first : seen[r].first, all.last < seen[r].last ? all.last : seen[r].last};
+      if (is_empty(seen[r])) continue;
+      any = {any.first < seen[r].first ? any.first : seen[r].first, any.last > seen[r].last ? any.last : seen[r].last};
     }
   }
 };
 
+void score_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const float* turned, Rows scores) {
+  for_row_blocks(num_rows, [&](int64_t row, int64_t rows) {
+    const TileRange any = Ranges(seen + row, rows).any;
+    if (is_empty(any)) return;
+    with_rows(rows, [&](auto constant) {
+      score_panels<constant.value>(queries.from(row), turned, size, any.first / kPanel,
+                                   (any.last + kPanel - 1) / kPanel, scores.from(row));
+    });
+  });
+}
+
+// Turns only as many keys as the next scores need: they are still in the first cache then, and memory is asked for the
+// values all the while.
 template <typename T>
-inline void find_head(const std::byte* const* rows, int64_t offset, const T** head_rows) {
-  for (int64_t j = 0; j < kTileKeys; ++j) head_rows[j] = reinterpret_cast<const T*>(rows[j] + offset);
+void score_few_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const TileView<T>& tile,
+                    float* turned, Rows scores) {
+  const TileRange any = Ranges(seen, num_rows).any;
+  const int64_t last = (any.last + kPanel - 1) / kPanel;
+  with_rows(num_rows, [&](auto constant) {
+    constexpr int kRows = constant.value;
+    constexpr int64_t kPanels = most(num_columns(kRows) / kPanelVectors, 1);
+    for (int64_t panel = any.first / kPanel; panel < last; panel += kPanels) {
+      const int64_t next = least(panel + kPanels, last);
+      float* base = turned - panel * kPanel * size;
+      turn_keys(tile.keys, tile.next_values, panel * kPanel, next * kPanel, size, base);
+      score_panels<kRows>(queries, base, size, panel, next, scores);
+    }
+  });
+}
+
+// call(row, its number of rows as a constant, first key, last key), for each row over its keys in their order; rows of
+// a block go together where all see the keys.
+template <typename Call>
+void for_seen(const TileRange* seen, int64_t num_rows, const Call& call) {
+  for_row_blocks(num_rows, [&](int64_t row, int64_t rows) {
+    const std::integral_constant<int, 1> one;
+    TileRange all = Ranges(seen + row, rows).all;
+    if (is_empty(all)) all = {kTileKeys, kTileKeys};
+    for (int64_t r = row; r < row + rows; ++r)
+      if (seen[r].first < all.first) call(r, one, seen[r].first, least(seen[r].last, all.first));
+    if (!is_empty(all)) with_rows(rows, [&](auto constant) { call(row, constant, all.first, all.last); });
+    for (int64_t r = row; r < row + rows; ++r)
+      if (seen[r].last > all.last) call(r, one, most(seen[r].first, all.last), seen[r].last);
+  });
 }
 
 template <typename T>
-void attend_typed(const AttentionTask& task, Rows queries, Rows scores) {
-  TileRows tiles[2] = {};
-  const T *keys[kTileKeys], *values[kTileKeys], *next_keys[kTileKeys];
-  tiles[0].find(task, task.key_begin, least(task.key_begin + kTileKeys, task.key_end));
-  for (int64_t begin = task.key_begin, tile = 0; begin < task.key_end; begin += kTileKeys, tile ^= 1) {
-    const int64_t end = least(begin + kTileKeys, task.key_end);
-    tiles[tile ^ 1].find(task, end, least(end + kTileKeys, task.key_end));
-    for (int64_t head = 0; head < task.num_kv_heads; ++head) {
-      find_head(tiles[tile].key, head * task.key_head_stride, keys);
-      find_head(tiles[tile].value, head * task.value_head_stride, values);
-      const bool last = head + 1 == task.num_kv_heads;
-      find_head(tiles[tile ^ last].key, last ? 0 : (head + 1) * task.key_head_stride, next_keys);
-      attend_head<T>(task, head, begin, end, {keys, values}, {values, next_keys}, queries, scores);
-    }
-  }
+void sum_in_place(Rows weights, int64_t num_rows, const TileRange* seen, const TileView<T>& tile, int64_t size,
+                  Rows sums) {
+  const T* const* next = tile.next_keys;
+  for_seen(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
+    constexpr int kRows = constant.value;
+    sum_columns<kRows, num_columns(kRows)>(weights.from(row), tile.values, next, begin, end, 0, size, sums.from(row));
+    next = nullptr;
+  });
 }
 
 template <typename T>
-void widen(const T* from, int64_t size, float* to) {
-  for (int64_t d = 0; d < size; d += kLanes) {
-    const int64_t count = least(kLanes, size - d);
-    const Vec values = count == kLanes ? load(from + d) : load_partial(from + d, count);
-    std::memcpy(to + d, &values, static_cast<size_t>(count) * sizeof(float));
+void sum_by_panels(Rows weights, int64_t num_rows, const TileRange* seen, const TileView<T>& tile, int64_t size,
+                   float* packed, Rows sums) {
+  const TileRange any = Ranges(seen, num_rows).any;
+  if (is_empty(any)) return;
+  pack_values(tile.values, tile.next_keys, any.first, any.last, size, packed);
+  for_seen(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
+    sum_packed<constant.value>(weights.from(row), packed, begin, end, size, sums.from(row));
+  });
+}
+
+// Attends the rows of a run and of one KV head to the keys and values of a tile. Nothing but what a row sees enters its
+// sums, so anything may be elsewhere.
+template <typename T>
+void attend_head(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t head,
+                 const TileView<T>& tile) {
+  const AttentionLayer& layer = *task.layer;
+  const TileRange* seen = scratch.seen;
+  const int64_t row = head * task.num_rows + run.row, stride = sum_stride(task);
+  const Rows queries{scratch.queries + row * padded(layer.key_size), padded(layer.key_size)};
+  const Rows scores{scratch.scores, kTileKeys}, sums{scratch.part.sums + row * stride, stride};
+  if (run.num_rows <= kMostRows) {
+    score_few_rows(queries, run.num_rows, seen, layer.key_size, tile, scratch.turned, scores);
+  } else {
+    turn_keys(tile.keys, tile.next_values, tile.first, tile.last, layer.key_size, scratch.turned);
+    score_rows(queries, run.num_rows, seen, layer.key_size, scratch.turned, scores);
+  }
+  soften_rows(scores, run.num_rows, seen, in_log2(layer.softcap), scratch.part, row, stride, scratch.factors);
+  if (run.num_rows < kPackedRows)
+    sum_in_place(scores, run.num_rows, seen, tile, layer.value_size, sums);
+  else
+    sum_by_panels(scores, run.num_rows, seen, tile, layer.value_size, scratch.packed, sums);
+}
+
+template <typename T>
+void attend_in_place(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run,
+                     const TileRows& rows, const TileRows& next_rows) {
+  const AttentionLayer& layer = *task.layer;
+  TileView<T> tile;
+  for (int64_t head = 0; head < task.num_heads; ++head) {
+    const bool is_last = head + 1 == task.num_heads;
+    const TileRows& next = is_last ? next_rows : rows;
+    find_head(rows.key, (task.first_head + head) * layer.key_head_stride, tile.keys);
+    find_head(rows.value, (task.first_head + head) * layer.value_head_stride, tile.values);
+    tile.first = rows.first, tile.last = rows.last;
+    tile.next_values = tile.values, tile.next_keys = next.is_empty() ? nullptr : tile.next;
+    if (tile.next_keys)
+      find_head(next.key, (task.first_head + (is_last ? 0 : head + 1)) * layer.key_head_stride, tile.next);
+    attend_head(task, scratch, run, head, tile);
   }
 }
 
-void widen(RowType type, const std::byte* from, int64_t size, float* to) {
-  switch (type) {
-    case RowType::kBfloat16: return widen(reinterpret_cast<const Bf16*>(from), size, to);
-    case RowType::kFloat16: return widen(reinterpret_cast<const Fp16*>(from), size, to);
-    default: return widen(reinterpret_cast<const float*>(from), size, to);
-  }
-}
-
-// One head of the tokens [begin, end) in fp32, in rows of `out`, block by block.
-void expand_tile(const AttentionTask& task, const TileSource& source, int64_t head, int64_t begin, int64_t end,
-                 int64_t size, Rows out, std::byte* codes) {
-  const KVPart& part = source.part;
-  const int64_t row_bytes = size * part.element_bytes;
-  for (int64_t token = begin; token < end;) {
-    const int64_t block_id = task.table[token / task.block_size], offset = token % task.block_size;
-    const int64_t count = least(end - token, task.block_size - offset);
-    const std::byte* rows = part.at(block_id, offset, head);
-    int64_t stride = part.token_stride;
-    if (part.run_size < size) {
-      collect_tokens(part, rows, count, size, codes, row_bytes, {});
-      rows = codes, stride = row_bytes;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      float* to = out[token - begin + i];
-      if (source.code_type == CodeType::kBits) {
-        widen(source.type, rows + i * stride, size, to);
-        continue;
-      }
-      const bool own_scale = source.code_type == CodeType::kInt8;
-      const float scale = own_scale ? *part.scale_at(block_id, offset + i, head) : source.scale(head);
-      best_quantize_kernel().decode(source.code_type, RowType::kFloat32, rows + i * stride, size, scale,
-                                    reinterpret_cast<std::byte*>(to), false);
-    }
-    token += count;
-  }
-}
-
-void attend_expanded(const AttentionTask& task, const AttentionScratch& scratch, Rows queries, Rows scores) {
-  const Rows keys{scratch.keys, padded(task.key_size)}, own_values{scratch.values, padded(task.value_size)};
-  const bool is_latent = task.expanded_value == task.expanded_key;
+void attend_expanded(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run,
+                     const int32_t* table, const TileRows& rows, int64_t begin) {
+  const AttentionLayer& layer = *task.layer;
+  const Rows keys{scratch.keys, padded(layer.key_size)}, own_values{scratch.values, padded(layer.value_size)};
+  const bool is_latent = layer.expanded_value == layer.expanded_key;
   const Rows values = is_latent ? keys : own_values;
-  const float *key_rows[kTileKeys] = {}, *value_rows[kTileKeys] = {};
-  for (int64_t j = 0; j < kTileKeys; ++j) key_rows[j] = keys[j], value_rows[j] = values[j];
-  for (int64_t begin = task.key_begin; begin < task.key_end; begin += kTileKeys) {
-    const int64_t end = least(begin + kTileKeys, task.key_end);
-    for (int64_t head = 0; head < task.num_kv_heads; ++head) {
-      expand_tile(task, *task.expanded_key, task.first_head + head, begin, end, task.key_size, keys, scratch.codes);
-      if (!is_latent)
-        expand_tile(task, *task.expanded_value, task.first_head + head, begin, end, task.value_size, own_values,
-                    scratch.codes);
-      attend_head<float>(task, head, begin, end, {key_rows, nullptr}, {value_rows, nullptr}, queries, scores);
-    }
+  TileView<float> tile;
+  tile.first = rows.first, tile.last = rows.last, tile.next_values = tile.next_keys = nullptr;
+  for (int64_t j = 0; j < kTileKeys; ++j) {
+    const int64_t valid = most(rows.first, least(j, rows.last - 1));
+    tile.keys[j] = keys[valid], tile.values[j] = values[valid];
   }
+  for (int64_t head = 0; head < task.num_heads; ++head) {
+    expand_tile(layer, table, *layer.expanded_key, task.first_head + head, begin, rows, layer.key_size, keys,
+                scratch.codes);
+    if (!is_latent)
+      expand_tile(layer, table, *layer.expanded_value, task.first_head + head, begin, rows, layer.value_size,
+                  own_values, scratch.codes);
+    attend_head(task, scratch, run, head, tile);
+  }
+}
+
+void attend_tile(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin) {
+  const AttentionLayer& layer = *task.layer;
+  const AttentionSpan* leader = &task.spans[run.first];  // the one whose keys begin first
+  int64_t last = leader->key_end;
+  for (int64_t s = run.first + 1; s < run.last; ++s) {
+    if (task.spans[s].key_begin < leader->key_begin) leader = &task.spans[s];
+    last = most(last, task.spans[s].key_end);
+  }
+  TileRows rows, next;
+  const int64_t end = least(task.key_end, last);
+  rows.find(layer, leader->table, begin, most(leader->key_begin, task.key_begin), end);
+  if (rows.is_empty()) return;
+  find_ranges(task, run, begin, rows.last, scratch.seen);
+  if (layer.expanded_key) return attend_expanded(task, scratch, run, leader->table, rows, begin);
+  next.find(layer, leader->table, begin + kTileKeys, begin + kTileKeys, least(end, leader->key_end));
+  switch (layer.cache_type) {
+    case ElementType::kFloat32: return attend_in_place<float>(task, scratch, run, rows, next);
+    case ElementType::kBfloat16: return attend_in_place<Bf16>(task, scratch, run, rows, next);
+    case ElementType::kFloat16: return attend_in_place<Fp16>(task, scratch, run, rows, next);
+  }
+}
+
+// Returns how many spans from the first of a run on attend to the tile together.
+SpanRun first_together(const AttentionTask& task, const SpanRun& run, int64_t begin) {
+  const int64_t group = task.layer->group_size;
+  SpanRun part{run.first, run.first + 1, run.row, task.spans[run.first].num_queries * group};
+  for (; part.last < run.last; ++part.last) {
+    const AttentionSpan &a = task.spans[part.last - 1], &b = task.spans[part.last];
+    if (!share_blocks(a, b, begin, begin + kTileKeys, task.layer->block_size)) break;
+    part.num_rows += b.num_queries * group;
+  }
+  return part;
+}
+
+// Adds the part that ends to the task's state, and starts the next one.
+void end_part(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run) {
+  for (int64_t head = 0; head < task.num_heads; ++head) {
+    const int64_t row = head * task.num_rows + run.row;
+    merge_rows(task.state, scratch.part, row, run.num_rows, sum_stride(task));
+    start(scratch.part, row, run.num_rows, sum_stride(task));
+  }
+}
+
+// Attends the spans of a run from the tile at `begin` on: together as long as they share blocks, then each branch of
+// them to its end.
+void attend_run(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin) {
+  for (; begin < task.key_end; begin += kTileKeys) {
+    const SpanRun part = first_together(task, run, begin);
+    if (part.last < run.last) {
+      attend_run(task, scratch, part, begin);
+      const SpanRun rest{part.last, run.last, run.row + part.num_rows, run.num_rows - part.num_rows};
+      return attend_run(task, scratch, rest, begin);
+    }
+    if (part.last == run.first + 1 && task.spans[run.first].key_end <= begin) break;
+    attend_tile(task, scratch, run, begin);
+    if ((begin + kTileKeys) % kPartKeys == 0) end_part(task, scratch, run);
+  }
+  end_part(task, scratch, run);
 }
 
 void attend(const AttentionTask& task, const AttentionScratch& scratch) {
-  const int64_t num_rows = task.num_kv_heads * rows_per_head(task);
-  const Rows queries{scratch.queries, padded(task.key_size)}, scores{scratch.scores, kTileKeys};
-  for (int64_t i = 0; i < num_rows * padded(task.value_size); ++i) task.state.sums[i] = 0;
-  for (int64_t i = 0; i < num_rows; ++i) task.state.weights[i] = 0, task.state.maxima[i] = kLowest;
-  switch (task.query_type) {
+  const int64_t num_rows = task.num_heads * task.num_rows;
+  start(task.state, 0, num_rows, sum_stride(task));
+  start(scratch.part, 0, num_rows, sum_stride(task));
+  const Rows queries{scratch.queries, padded(task.layer->key_size)};
+  switch (task.layer->query_type) {
     case ElementType::kFloat32: load_queries<float>(task, queries); break;
     case ElementType::kBfloat16: load_queries<Bf16>(task, queries); break;
     case ElementType::kFloat16: load_queries<Fp16>(task, queries); break;
   }
-  if (task.expanded_key) return attend_expanded(task, scratch, queries, scores);
-  switch (task.cache_type) {
-    case ElementType::kFloat32: return attend_typed<float>(task, queries, scores);
-    case ElementType::kBfloat16: return attend_typed<Bf16>(task, queries, scores);
-    case ElementType::kFloat16: return attend_typed<Fp16>(task, queries, scores);
-  }
+  attend_run(task, scratch, {0, task.num_spans, 0, task.num_rows}, task.key_begin / kTileKeys * kTileKeys);
 }
 
-// exp(maximum - top), 0 for a row that has seen no key, also when no row has.
-inline float weight_of(float maximum, float top) { return maximum == kLowest ? 0.0f : std::exp(maximum - top); }
-
 void merge(const AttentionTask& into, const AttentionState& from) {
-  const int64_t num_rows = into.num_kv_heads * rows_per_head(into), stride = padded(into.value_size);
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const AttentionState& to = into.state;
-    const float top = from.maxima[i] > to.maxima[i] ? from.maxima[i] : to.maxima[i];
-    const float mine = weight_of(to.maxima[i], top), theirs = weight_of(from.maxima[i], top);
-    float* sums = to.sums + i * stride;
-    for (int64_t d = 0; d < stride; ++d) sums[d] = sums[d] * mine + from.sums[i * stride + d] * theirs;
-    to.weights[i] = to.weights[i] * mine + from.weights[i] * theirs;
-    to.maxima[i] = top;
+  merge_rows(into.state, from, 0, into.num_heads * into.num_rows, sum_stride(into));
+}
+
+// One row of the state to its output.
+template <typename T>
+void finish_row(const AttentionTask& task, int64_t row, int64_t query_head, T* out) {
+  const AttentionLayer& layer = *task.layer;
+  float factor = 1.0f, weight = task.state.weights[row];
+  if (layer.sinks) {  // one more logit, whose value is zero
+    const float maximum = task.state.maxima[row], sink = layer.sinks[query_head] * kLog2E;
+    const float top = sink > maximum ? sink : maximum;
+    factor = weight_of(maximum, top);
+    weight = weight * factor + std::exp2(sink - top);
   }
+  const float* sums = task.state.sums + row * sum_stride(task);
+  for (int64_t d = 0; d < layer.value_size; ++d) store_element(out + d, sums[d] * (factor / weight));
 }
 
 template <typename T>
 void finish_typed(const AttentionTask& task) {
-  const int64_t stride = padded(task.value_size);
+  const AttentionLayer& layer = *task.layer;
   int64_t row = 0;
-  for (int64_t head = 0; head < task.num_kv_heads; ++head)
-    for (int64_t token = 0; token < task.num_queries; ++token)
-      for (int64_t member = 0; member < task.group_size; ++member, ++row) {
-        const int64_t query_head = head * task.group_size + member;
-        float factor = 1.0f, weight = task.state.weights[row];
-        if (task.sinks) {  // one more logit, whose value is zero
-          const float maximum = task.state.maxima[row], sink = task.sinks[query_head];
-          const float top = sink > maximum ? sink : maximum;
-          factor = weight_of(maximum, top);
-          weight = weight * factor + std::exp(sink - top);
+  for (int64_t head = 0; head < task.num_heads; ++head)
+    for (int64_t s = 0; s < task.num_spans; ++s)
+      for (int64_t token = 0; token < task.spans[s].num_queries; ++token)
+        for (int64_t member = 0; member < layer.group_size; ++member, ++row) {
+          const int64_t query_head = (task.first_head + head) * layer.group_size + member;
+          finish_row(task, row, query_head,
+                     reinterpret_cast<T*>(task.spans[s].out + token * layer.out_token_stride +
+                                          query_head * layer.out_head_stride));
         }
-        T* out = reinterpret_cast<T*>(task.out + token * task.out_token_stride + query_head * task.out_head_stride);
-        const float* sums = task.state.sums + row * stride;
-        for (int64_t d = 0; d < task.value_size; ++d) store_element(out + d, sums[d] * (factor / weight));
-      }
 }
 
 void finish(const AttentionTask& task) {
-  switch (task.query_type) {
+  switch (task.layer->query_type) {
     case ElementType::kFloat32: return finish_typed<float>(task);
     case ElementType::kBfloat16: return finish_typed<Bf16>(task);
     case ElementType::kFloat16: return finish_typed<Fp16>(task);

@@ -5,27 +5,12 @@
 #include <memory>
 #include <new>
 
+#include "attention/attention_plan.h"
 #include "base/check.h"
 #include "base/parallel.h"
 
 namespace kvpage {
 namespace {
-
-constexpr int64_t kRowsPerHead = 32;    // queries of a task: as many as give so many rows of one KV head
-constexpr int64_t kRowsPerTask = 64;    // KV heads of a task: as many as give so many rows
-constexpr int64_t kLeastKeys = 256;     // a split shorter than this costs more than it gains
-constexpr int64_t kTasksPerThread = 4;  // so that threads end at about the same time
-constexpr int64_t kGrainBytes = 512 << 10;  // of keys and values for a thread, read once a query
-
-// The first key that any query of a sequence sees from `position` on.
-int64_t first_key(const PagedAttention& args, int64_t position) {
-  return position < args.window ? 0 : position - args.window + 1;
-}
-
-// Returns the position of a query of a sequence whose first query is row `row`.
-int64_t position_of(const PagedAttention& args, int64_t seq, int64_t row, int64_t query) {
-  return args.positions ? args.positions[row + query] : args.seq_lens[seq] - args.query_lens[seq] + query;
-}
 
 void check_positions(const PagedAttention& args, int64_t seq, int64_t row) {
   int64_t before = -1;
@@ -100,79 +85,23 @@ struct Sources {
   }
 };
 
-// Tasks over the same rows and different keys are neighbours; the first of them takes the others' results.
-struct Plan {
-  std::vector<AttentionTask> tasks;
-  std::vector<int64_t> first;   // of each task: the first task of its rows
-  std::vector<int64_t> splits;  // of each first task: how many there are
-  int64_t num_keys = 0;         // read by all tasks, times KV heads
-};
-
-AttentionTask whole_task(const PagedAttention& args, const Sources& sources, int64_t seq, int64_t row, int64_t query,
-                         int64_t num_queries, int64_t head, int64_t num_heads) {
-  const int64_t position = position_of(args, seq, row, query);
-  const int64_t query_head = head * args.group_size;
-  AttentionTask task{};
-  task.query = args.query.row(row + query) + query_head * args.query.head_stride;
-  task.out = args.out.row(row + query) + query_head * args.out.head_stride;
-  task.key = args.key_cache.data + head * args.key_cache.head_stride;
-  task.value = args.value_cache.data + head * args.value_cache.head_stride;
-  task.query_type = args.query_type, task.cache_type = args.cache_type;
-  task.query_token_stride = args.query.token_stride, task.query_head_stride = args.query.head_stride;
-  task.out_token_stride = args.out.token_stride, task.out_head_stride = args.out.head_stride;
-  task.key_block_stride = args.key_cache.block_stride, task.value_block_stride = args.value_cache.block_stride;
-  task.key_token_stride = args.key_cache.token_stride, task.value_token_stride = args.value_cache.token_stride;
-  task.key_head_stride = args.key_cache.head_stride, task.value_head_stride = args.value_cache.head_stride;
-  task.table = args.tables.row(seq), task.block_size = args.tables.block_size;
-  task.num_kv_heads = num_heads, task.num_queries = num_queries, task.group_size = args.group_size;
-  task.key_size = args.key_size, task.value_size = args.value_size;
-  task.key_begin = first_key(args, position);
-  task.key_end = position_of(args, seq, row, query + num_queries - 1) + 1;
-  task.first_position = position, task.window = args.window;
-  task.positions = args.positions ? args.positions + row + query : nullptr;
-  task.scale = args.scale, task.softcap = args.softcap;
-  task.sinks = args.sinks ? args.sinks + query_head : nullptr;
-  task.first_head = head;
+AttentionLayer layer_of(const PagedAttention& args, const Sources& sources) {
+  AttentionLayer layer{};
+  layer.key = args.key_cache.data, layer.value = args.value_cache.data;
+  layer.query_type = args.query_type, layer.cache_type = args.cache_type;
+  layer.query_token_stride = args.query.token_stride, layer.query_head_stride = args.query.head_stride;
+  layer.out_token_stride = args.out.token_stride, layer.out_head_stride = args.out.head_stride;
+  layer.key_block_stride = args.key_cache.block_stride, layer.value_block_stride = args.value_cache.block_stride;
+  layer.key_token_stride = args.key_cache.token_stride, layer.value_token_stride = args.value_cache.token_stride;
+  layer.key_head_stride = args.key_cache.head_stride, layer.value_head_stride = args.value_cache.head_stride;
+  layer.block_size = args.tables.block_size, layer.group_size = args.group_size;
+  layer.key_size = args.key_size, layer.value_size = args.value_size;
+  layer.window = args.window, layer.scale = args.scale, layer.softcap = args.softcap, layer.sinks = args.sinks;
   if (sources.expands) {
-    task.expanded_key = &sources.key;
-    task.expanded_value = sources.is_latent ? &sources.key : &sources.value;
+    layer.expanded_key = &sources.key;
+    layer.expanded_value = sources.is_latent ? &sources.key : &sources.value;
   }
-  return task;
-}
-
-std::vector<AttentionTask> whole_tasks(const PagedAttention& args, const Sources& sources) {
-  std::vector<AttentionTask> tasks;
-  const int64_t max_queries = std::max<int64_t>(kRowsPerHead / args.group_size, 1);
-  int64_t row = 0;
-  for (int64_t seq = 0; seq < args.tables.num_seqs; row += args.query_lens[seq++])
-    for (int64_t query = 0; query < args.query_lens[seq]; query += max_queries) {
-      const int64_t num_queries = std::min(max_queries, args.query_lens[seq] - query);
-      const int64_t max_heads = std::max<int64_t>(kRowsPerTask / (num_queries * args.group_size), 1);
-      for (int64_t head = 0; head < args.num_kv_heads; head += max_heads)
-        tasks.push_back(whole_task(args, sources, seq, row, query, num_queries, head,
-                                   std::min(max_heads, args.num_kv_heads - head)));
-    }
-  return tasks;
-}
-
-int64_t num_keys(const AttentionTask& task) { return task.key_end - task.key_begin; }
-
-// Longest first, so that no thread begins a long one when the others are done; then cut to at most `max_keys`.
-Plan split_tasks(std::vector<AttentionTask> whole, int64_t max_keys) {
-  std::stable_sort(whole.begin(), whole.end(), [](const auto& a, const auto& b) { return num_keys(a) > num_keys(b); });
-  Plan plan;
-  for (const AttentionTask& task : whole) {
-    const int64_t first = static_cast<int64_t>(plan.tasks.size()), keys = num_keys(task);
-    const int64_t parts = (keys + max_keys - 1) / max_keys;
-    for (int64_t part = 0; part < parts; ++part) {
-      plan.tasks.push_back(task);
-      plan.tasks.back().key_begin = task.key_begin + keys * part / parts;
-      plan.tasks.back().key_end = task.key_begin + keys * (part + 1) / parts;
-      plan.first.push_back(first);
-      plan.splits.push_back(parts);
-    }
-  }
-  return plan;
+  return layer;
 }
 
 // Uninitialised floats on a cache line's boundary, handed out part by part.
@@ -197,43 +126,83 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Floats that the state and the scratch of a task take.
+// Floats that the states and the scratch of a call's tasks take.
 struct Sizes {
-  int64_t sums, rows, queries, scores;
-  int64_t keys = 0, values = 0, codes = 0;  // of tasks that expand tiles
+  int64_t rows = 0, head_rows = 0;  // of the largest task
+  int64_t key_row, value_row;
+  bool expands;
 
-  explicit Sizes(const AttentionTask& task) {
-    const int64_t head_rows = task.num_queries * task.group_size;
-    rows = head_rows * task.num_kv_heads;
-    sums = rows * Arena::round_up(task.value_size);
-    queries = rows * Arena::round_up(task.key_size);
-    scores = head_rows * kTileKeys;
-    if (!task.expanded_key) return;
-    keys = kTileKeys * Arena::round_up(task.key_size);
-    values = kTileKeys * Arena::round_up(task.value_size);
-    codes = kTileKeys * std::max(task.key_size, task.value_size);  // an element is no larger than a float
+  Sizes(const AttentionPlan& plan, const AttentionLayer& layer)
+      : key_row(Arena::round_up(layer.key_size)),
+        value_row(Arena::round_up(layer.value_size)),
+        expands(layer.expanded_key) {
+    for (const AttentionTask& task : plan.tasks) {
+      rows = std::max(rows, task.num_rows * task.num_heads);
+      head_rows = std::max(head_rows, task.num_rows);
+    }
   }
-  int64_t state() const { return Arena::round_up(sums) + 2 * Arena::round_up(rows); }
+
+  int64_t state(int64_t num_rows) const { return num_rows * value_row + 2 * Arena::round_up(num_rows); }
   int64_t scratch() const {
-    return Arena::round_up(queries) + Arena::round_up(scores) + Arena::round_up(keys) + Arena::round_up(values) +
-           Arena::round_up(codes);
+    const int64_t expanded = expands ? kTileKeys * (key_row + value_row + std::max(key_row, value_row)) : 0;
+    return state(rows) + rows * key_row + head_rows * kTileKeys + Arena::round_up(head_rows) +
+           Arena::round_up(2 * head_rows) + kTileKeys * (key_row + value_row + kRowPadding) + expanded;
+  }
+  AttentionState take_state(Arena& arena, int64_t num_rows) const {
+    return {arena.take(num_rows * value_row), arena.take(num_rows), arena.take(num_rows)};
+  }
+  AttentionScratch take_scratch(Arena& arena) const {
+    AttentionScratch scratch{};
+    scratch.part = take_state(arena, rows);
+    scratch.queries = arena.take(rows * key_row);
+    scratch.scores = arena.take(head_rows * kTileKeys);
+    scratch.factors = arena.take(head_rows);
+    scratch.seen = reinterpret_cast<TileRange*>(arena.take(2 * head_rows));
+    scratch.turned = arena.take(kTileKeys * key_row);
+    scratch.packed = arena.take(kTileKeys * (value_row + kRowPadding));
+    if (!expands) return scratch;
+    scratch.keys = arena.take(kTileKeys * key_row);
+    scratch.values = arena.take(kTileKeys * value_row);
+    scratch.codes = reinterpret_cast<std::byte*>(arena.take(kTileKeys * std::max(key_row, value_row)));
+    return scratch;
   }
 };
 
-AttentionState take_state(Arena& arena, const Sizes& sizes) {
-  return {arena.take(sizes.sums), arena.take(sizes.rows), arena.take(sizes.rows)};
-}
-
-void run_task(const AttentionKernel& kernel, Plan& plan, int64_t index, std::atomic<int64_t>& left,
+void run_task(const AttentionKernel& kernel, AttentionPlan& plan, int64_t index, std::atomic<int64_t>& left,
               const AttentionScratch& scratch, const AttentionState& own_state) {
   AttentionTask& task = plan.tasks[index];
-  const int64_t splits = plan.splits[index];
-  if (splits == 1) task.state = own_state;
+  const int64_t first = plan.first[index], parts = plan.num_parts[index];
+  if (parts == 1) task.state = own_state;
   kernel.attend(task, scratch);
   if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  const AttentionTask& first = plan.tasks[plan.first[index]];
-  for (int64_t split = 1; split < splits; ++split) kernel.merge(first, plan.tasks[plan.first[index] + split].state);
-  kernel.finish(first);
+  for (int64_t part = 1; part < parts; ++part) kernel.merge(plan.tasks[first], plan.tasks[first + part].state);
+  kernel.finish(plan.tasks[first]);
+}
+
+void run_plan(const AttentionKernel& kernel, AttentionPlan& plan, const AttentionLayer& layer) {
+  // States of tasks in parts outlive their thread's work on them; a whole task's is its thread's own.
+  const Sizes sizes(plan, layer);
+  const int64_t num_tasks = static_cast<int64_t>(plan.tasks.size());
+  int64_t kept = 0;
+  for (int64_t i = 0; i < num_tasks; ++i)
+    if (plan.num_parts[i] > 1) kept += sizes.state(plan.tasks[i].num_rows * plan.tasks[i].num_heads);
+  Arena arena(kept + plan.num_threads * (sizes.state(sizes.rows) + sizes.scratch()));
+  for (int64_t i = 0; i < num_tasks; ++i)
+    if (plan.num_parts[i] > 1)
+      plan.tasks[i].state = sizes.take_state(arena, plan.tasks[i].num_rows * plan.tasks[i].num_heads);
+  std::vector<AttentionScratch> scratch;
+  std::vector<AttentionState> states;
+  for (int i = 0; i < plan.num_threads; ++i) {
+    states.push_back(sizes.take_state(arena, sizes.rows));
+    scratch.push_back(sizes.take_scratch(arena));
+  }
+  std::vector<std::atomic<int64_t>> left(plan.tasks.size());
+  for (int64_t i = 0; i < num_tasks; ++i) left[i] = plan.num_parts[i];
+  std::atomic<int64_t> next{0};
+  run_shares(plan.num_threads, [&](int share) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;)
+      run_task(kernel, plan, i, left[plan.first[i]], scratch[share], states[share]);
+  });
 }
 
 }  // namespace
@@ -243,47 +212,9 @@ void paged_attention(const PagedAttention& args) {
   check_sizes(args);
   check_sequences(args);
   const Sources sources(args);
-  std::vector<AttentionTask> whole = whole_tasks(args, sources);
-  if (whole.empty()) return;
-  int64_t keys = 0, bytes = 0;
-  const int64_t element_bytes = args.key_cache.element_bytes;
-  for (const AttentionTask& task : whole) {
-    keys += num_keys(task);
-    bytes += num_keys(task) * task.num_kv_heads * task.num_queries * (args.key_size + args.value_size) * element_bytes;
-  }
-  const int num_threads = useful_threads(bytes, kGrainBytes, args.max_threads);
-  const int64_t max_keys =
-      num_threads == 1 ? keys : std::max(kLeastKeys, keys / (num_threads * kTasksPerThread) + kTileKeys);
-  Plan plan = split_tasks(std::move(whole), max_keys);
-
-  // States of split tasks outlive their thread's work on them; a whole task's is its thread's own.
-  Sizes most{plan.tasks[0]};
-  int64_t shared = 0;
-  for (size_t i = 0; i < plan.tasks.size(); ++i) {
-    const Sizes sizes{plan.tasks[i]};
-    most.sums = std::max(most.sums, sizes.sums), most.rows = std::max(most.rows, sizes.rows);
-    most.queries = std::max(most.queries, sizes.queries), most.scores = std::max(most.scores, sizes.scores);
-    if (plan.splits[i] > 1) shared += sizes.state();
-  }
-  Arena arena(shared + num_threads * (most.state() + most.scratch()));
-  for (size_t i = 0; i < plan.tasks.size(); ++i)
-    if (plan.splits[i] > 1) plan.tasks[i].state = take_state(arena, Sizes{plan.tasks[i]});
-  std::vector<AttentionScratch> scratch;
-  std::vector<AttentionState> states;
-  for (int i = 0; i < num_threads; ++i) {
-    states.push_back(take_state(arena, most));
-    scratch.push_back({arena.take(most.queries), arena.take(most.scores), arena.take(most.keys),
-                       arena.take(most.values), reinterpret_cast<std::byte*>(arena.take(most.codes))});
-  }
-
-  const int64_t num_tasks = static_cast<int64_t>(plan.tasks.size());
-  std::vector<std::atomic<int64_t>> left(plan.tasks.size());
-  for (int64_t i = 0; i < num_tasks; ++i) left[i] = plan.splits[i];
-  std::atomic<int64_t> next{0};
-  run_shares(num_threads, [&](int share) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;)
-      run_task(kernel, plan, i, left[plan.first[i]], scratch[share], states[share]);
-  });
+  const AttentionLayer layer = layer_of(args, sources);
+  AttentionPlan plan(args, layer);
+  if (!plan.tasks.empty()) run_plan(kernel, plan, layer);
 }
 
 }  // namespace kvpage

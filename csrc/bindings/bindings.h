@@ -33,6 +33,7 @@ void bind_chunks(py::module_& m);
 void bind_pool(py::module_& m);
 void bind_match(py::module_& m);
 void bind_tree(py::module_& m);
+void bind_sequences(py::module_& m);
 void bind_slots(py::module_& m);
 void bind_sampling(py::module_& m);
 

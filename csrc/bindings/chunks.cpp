@@ -8,6 +8,7 @@
 #include "bindings/addresses.h"
 #include "chunks/chunk_plan.h"
 #include "chunks/stretch_copy.h"
+#include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
 #include "hash/xxh3.h"
 
@@ -59,6 +60,31 @@ py::bytes write_stretches_of(int fd, int64_t offset, const py::buffer& lead, con
   try {
     py::gil_scoped_release release;
     write_stretches(args, digests.data());
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+  return bytes_of(digests.data(), digests.size());
+}
+
+// Raises OSError for an error of the file.
+py::bytes read_stretches_of(int fd, int64_t offset, const RunArray& array, int64_t stretch_bytes,
+                            const py::buffer& room, int max_threads) {
+  const std::vector<ByteRun> runs = runs_of(array);
+  const py::buffer_info piece = room.request(true);
+  const StretchRead args = {fd,
+                            offset,
+                            runs.data(),
+                            static_cast<int64_t>(runs.size()),
+                            stretch_bytes,
+                            static_cast<std::byte*>(piece.ptr),
+                            piece.size * piece.itemsize,
+                            max_threads};
+  std::vector<Digest> digests(static_cast<size_t>(count_stretches(args)));
+  try {
+    py::gil_scoped_release release;
+    read_stretches(args, digests.data());
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
@@ -142,6 +168,7 @@ void bind_stretches(py::module_& m) {
       },
       "See kvpage.store.tiers.stretches.");
   m.def("write_stretches", &write_stretches_of, "See kvpage.store.tiers.stretches.");
+  m.def("read_stretches", &read_stretches_of, "See kvpage.store.tiers.stretches.");
   m.def(
       "gather_stretches",
       [](const RunArray& runs, int64_t payload, int64_t num_bytes, int64_t stretch_bytes, int threads, bool streaming) {

@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/token_view.h"
 #include "bindings/bindings.h"
+#include "bindings/small_ints.h"
 
 namespace kvpage {
 
@@ -16,6 +17,7 @@ namespace kvpage {
 class Integers {
  public:
   Integers(const py::object& source, const char* name) : name_(name), array_(as_array(source, name)) {
+    if (is_plain()) return;
     check(array_.ndim() == 1, name, " must be one-dimensional, got ", array_.ndim(), " dimensions");
     if (array_.size() == 0) return;
     const py::dtype type = array_.dtype();
@@ -45,6 +47,15 @@ class Integers {
     return narrowed_;
   }
 
+  // Returns int64: in place, or widened into memory of this object.
+  std::span<const int64_t> wide() {
+    const auto size = static_cast<size_t>(array_.size());
+    if (is_wide_) return {static_cast<const int64_t*>(array_.data()), size};
+    const auto* narrow = static_cast<const int32_t*>(array_.data());
+    widened_.assign(narrow, narrow + size);
+    return widened_;
+  }
+
   // For calls that give up the GIL: another thread may write to the caller's array meanwhile.
   std::span<const int32_t> copied_ids() {
     const auto read = ids();
@@ -53,6 +64,19 @@ class Integers {
   }
 
  private:
+  // Returns whether it is an ordinary array, which needs no further check, and notes its width.
+  bool is_plain() {
+    const auto* array = py::detail::array_proxy(array_.ptr());
+    const auto* type = py::detail::array_descriptor_proxy(array->descr);
+    constexpr int kOrdinary = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+    const bool is_narrow = type->type_num == py::detail::npy_api::NPY_INT32_;
+    is_wide_ = type->type_num == py::detail::npy_api::NPY_INT64_;
+    if (array->nd == 1 && (is_narrow || is_wide_) && type->byteorder == '=' && (array->flags & kOrdinary) == kOrdinary)
+      return true;
+    is_wide_ = false;
+    return false;
+  }
+
   static py::array as_array(const py::object& source, const char* name) {
     if (py::isinstance<py::array>(source)) return py::reinterpret_borrow<py::array>(source);
     if (PyList_CheckExact(source.ptr())) {
@@ -75,6 +99,10 @@ class Integers {
     int64_t* values = array.mutable_data();
     for (py::ssize_t i = 0; i < array.size(); ++i) {
       PyObject* item = PyList_GET_ITEM(list, i);
+      if (PyLong_CheckExact(item) && is_small(item)) {
+        values[i] = small_value(item);
+        continue;
+      }
       if (!PyLong_Check(item)) return std::nullopt;
       int overflow = 0;
       values[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
@@ -87,6 +115,7 @@ class Integers {
   py::array array_;
   bool is_wide_ = false;
   std::vector<int32_t> narrowed_;
+  std::vector<int64_t> widened_;
 };
 
 }  // namespace kvpage

@@ -60,6 +60,11 @@ inline int64_t int64_from(py::handle number, const char* name) {
   return value;
 }
 
+// A method whose arguments cannot be named.
+inline PyCFunction fast_call(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 // `method` and its text must live as long as the process.
 inline void add_method(py::handle type, PyMethodDef& method) {
   auto* owner = reinterpret_cast<PyTypeObject*>(type.ptr());

@@ -76,6 +76,7 @@ PYBIND11_MODULE(_C, m) {
   bind_pool(m);
   bind_match(m);
   bind_tree(m);
+  bind_sequences(m);
   bind_slots(m);
   bind_sampling(m);
   seal_classes(m);

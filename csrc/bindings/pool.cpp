@@ -3,26 +3,13 @@
 
 #include "bindings/integers.h"
 #include "bindings/methods.h"
+#include "bindings/new_arrays.h"
 #include "docs.h"
 #include "tree/block_pool.h"
 
 namespace kvpage {
 
 namespace {
-
-// Returns an uninitialised array, int32 [size], faster than py::array_t, which takes any shape and type.
-py::object new_ids(int64_t size) {
-  const auto& api = py::detail::npy_api::get();
-  PyObject* type = api.PyArray_DescrFromType_(py::detail::npy_api::NPY_INT32_);
-  const Py_intptr_t shape = size;
-  PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, type, 1, &shape, nullptr, nullptr, 0, nullptr);
-  if (!array) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(array);
-}
-
-std::span<int32_t> values_of(const py::object& ids, int64_t size) {
-  return {reinterpret_cast<int32_t*>(py::detail::array_proxy(ids.ptr())->data), static_cast<size_t>(size)};
-}
 
 PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
   return as_method([&] {
@@ -32,7 +19,7 @@ PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t num_args, P
     if (n > pool.num_blocks())  // no memory for what cannot be
       throw OutOfBlocks(static_cast<size_t>(n), static_cast<size_t>(pool.num_free()));
     py::object ids = new_ids(n);
-    pool.allocate(values_of(ids, n));
+    pool.allocate({values_of<int32_t>(ids), static_cast<size_t>(n)});
     return ids.release().ptr();
   });
 }

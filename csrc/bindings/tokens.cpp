@@ -1,14 +1,51 @@
-// Tokens written to blocks, gathered from them, and copied to chunks and back.
+// Tokens read from lists, written to blocks, gathered from them, and copied to chunks and back.
 #include "bindings/bindings.h"
 
+#include <algorithm>
+
 #include "bindings/addresses.h"
+#include "bindings/new_arrays.h"
+#include "bindings/small_ints.h"
 #include "chunks/chunk_copy.h"
+#include "docs.h"
 #include "tokens/gather_cache.h"
 #include "tokens/reshape_cache.h"
 
 namespace kvpage {
 
+namespace {
+
+constexpr Py_ssize_t kStep = 64;
+
+// Writes the numbers, and returns whether all are plain ones of at most 30 bits. It runs no code of Python's, so the
+// list stays as it is.
+bool read_small(PyObject* list, int32_t* out) {
+  const Py_ssize_t size = PyList_GET_SIZE(list);
+  PyObject** items = reinterpret_cast<PyListObject*>(list)->ob_item;
+  bool all_small = true;
+  for (Py_ssize_t i = 0; i < size && all_small; i += kStep) {
+    const Py_ssize_t end = std::min(i + kStep, size);
+    for (Py_ssize_t j = i; j < end; ++j) {
+      const bool is_plain = PyLong_CheckExact(items[j]);
+      all_small &= is_plain && is_small(items[j]);
+      out[j] = is_plain ? static_cast<int32_t>(small_value(items[j])) : 0;
+    }
+  }
+  return all_small;
+}
+
+py::object small_ints(const py::list& list) {
+  const auto size = static_cast<Py_ssize_t>(list.size());
+  py::object array = new_ids(size);
+  if (PyList_GET_SIZE(list.ptr()) != size) return py::none();  // collecting garbage has changed it
+  if (!read_small(list.ptr(), values_of<int32_t>(array))) return py::none();
+  return array;
+}
+
+}  // namespace
+
 void bind_tokens(py::module_& m) {
+  m.def("small_ints", &small_ints, py::arg("numbers"), py::pos_only(), doc("small_ints"));
   m.def(
       "reshape_and_cache",
       [](const std::vector<Part>& parts, int64_t slot_mapping, int64_t num_tokens, int64_t num_heads,

@@ -6,36 +6,14 @@
 #include <string_view>
 
 #include "bindings/integers.h"
-#include "bindings/long_calls.h"
+#include "bindings/new_arrays.h"
+#include "bindings/shared_tree.h"
 #include "docs.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
 
 namespace {
-
-// A tree that threads of Python share. Every PrefixTree here is one.
-class SharedTree final : public PrefixTree {
- public:
-  using PrefixTree::PrefixTree;
-
-  template <typename Call>
-  auto run(int64_t cost, Call call) {
-    return calls_.run(cost, std::move(call));
-  }
-
-  // A call that compares tokens with cached ones.
-  template <typename Call>
-  auto walk(int64_t num_tokens, Call call) {
-    return calls_.run(LongCalls::walk_cost(num_tokens, block_size()), std::move(call));
-  }
-
- private:
-  LongCalls calls_;
-};
-
-constexpr int64_t kQuick = 0;
-constexpr int64_t kLong = LongCalls::kShort;
 
 SharedTree& tree_of(const Match& match) { return static_cast<SharedTree&>(match.tree()); }
 
@@ -62,30 +40,6 @@ void check_tree(SharedTree& tree, const py::object& owned_ids, const py::object&
   if (!owned_ids.is_none()) owned = integers.emplace(owned_ids, "owned_ids").copied_ids();
   if (!owned_host_ids.is_none()) host_owned = host_integers.emplace(owned_host_ids, "owned_host_ids").copied_ids();
   tree.run(kLong, [&] { tree.check_invariants(owned, host_owned); });
-}
-
-// A call that has changed the tree must not fail for lack of memory: its pins and pairs would be lost, and what they
-// name would be read without ever having been copied. So the objects that it returns are made before it.
-
-py::array_t<int64_t> room_for_pairs(int64_t most) { return py::array_t<int64_t>({py::ssize_t{most}, py::ssize_t{2}}); }
-
-void fill_pairs(py::array_t<int64_t>& array, const std::vector<TierPair>& pairs) {
-  int64_t* out = array.mutable_data();
-  for (const auto& [from, to] : pairs) *out++ = from, *out++ = to;
-  const auto num_pairs = static_cast<py::ssize_t>(pairs.size());
-  if (num_pairs < array.shape(0)) array.resize({num_pairs, py::ssize_t{2}}, false);  // gives memory back: needs none
-}
-
-template <typename T>
-T& held_by(const py::object& object) {
-  return *reinterpret_cast<py::detail::instance*>(object.ptr())->get_value_and_holder().value_ptr<T>();
-}
-
-template <typename Call>
-py::object new_match(Call call) {
-  py::object match = py::cast(Match());
-  held_by<Match>(match) = call();
-  return match;
 }
 
 py::object match_part(SharedTree& tree, const Match& match, const py::object& tokens, int64_t num_left_over) {

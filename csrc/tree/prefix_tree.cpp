@@ -116,6 +116,14 @@ Match PrefixTree::pin(const Match& match) {
   return pinned(match.end_, match.num_blocks_, match.priority_);
 }
 
+Match PrefixTree::take(Match& match) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  Match taken = match;
+  match.end_ = nullptr;
+  return taken;
+}
+
 void PrefixTree::release(Match& match) {
   std::lock_guard lock(mutex_);
   check_live(match, "match");

@@ -96,6 +96,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   PrefixTree& operator=(const PrefixTree&) = delete;
 
   int64_t block_size() const { return block_size_; }
+  const std::shared_ptr<BlockPool>& pool() const { return pool_; }
   bool has_host_tier() const { return host_pool_ != nullptr; }
   int64_t num_cached() const;          // device blocks
   int64_t num_evictable() const;       // device blocks of unpinned nodes
@@ -120,6 +121,9 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   // Returns another Match of the same path. Throws InvalidArgument if `match` is released or another tree's.
   Match pin(const Match& match);
+
+  // Returns the match itself; what is left behind is released. InvalidArgument as for `release`.
+  Match take(Match& match);
 
   // Unpins the path, from its end to the root; nodes without pins become the most recently used.
   // InvalidArgument if `match` is released or another tree's.

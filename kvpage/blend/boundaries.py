@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.checks.tokens import as_tokens
+from kvpage.checks.values import check_at_least
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -36,10 +37,7 @@ class ContentBoundaries:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("min_length", 2), ("max_length", 0)):
-            value = getattr(self, name)
-            least = least or 2 * self.min_length
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least or 2 * self.min_length)
 
     def cuts(self, tokens: npt.NDArray[np.int32]) -> list[int]:
         """Cut a text.

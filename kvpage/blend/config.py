@@ -12,7 +12,7 @@ from kvpage.blend.selection import METRICS, SEAM, Stage, check_filters, check_se
 from kvpage.blend.spans import Span, spans_by_separator
 from kvpage.checks.tensors import as_ratio
 from kvpage.checks.tokens import as_tokens
-from kvpage.checks.values import as_integer, as_list, check_flag
+from kvpage.checks.values import as_integer, as_list, check_at_least, check_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,8 @@ class BlendConfig:
         object.__setattr__(self, "ratio", as_ratio("ratio", self.ratio))
         check_flag("uses_sensitivity", self.uses_sensitivity)
         for name, least in (("check_layer", 0), ("max_bytes", 1)):
-            value = getattr(self, name)
-            if (name, value) != ("check_layer", None) and (not _is_int(value) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            if (name, getattr(self, name)) != ("check_layer", None):
+                check_at_least(name, getattr(self, name), least)
         filters = as_list("filters", self.filters)
         if filters and self.check_layer is None:
             raise ValueError(f"filters must be empty without a check_layer, got {self.filters!r}")

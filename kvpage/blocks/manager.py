@@ -19,17 +19,15 @@ step:
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from kvpage.blocks import swaps
-from kvpage.blocks.growth import begin, fork, grow, tokens_left_over
+from kvpage.blocks.growth import append, begin, tokens_left_over
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
+from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
 from kvpage.blocks.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
-from kvpage.blocks.states import Allocation, SeqId, SequenceState
+from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
 from kvpage.blocks.stats import BlockStats
-from kvpage.blocks.table import Ids, Slots
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
 
@@ -76,7 +74,8 @@ class BlockManager:
         self.share_parts = share_parts and enable_prefix_caching
         self.space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
         self.pool, self.tree = self.space.pool, self.space.tree
-        self._sequences = Sequences(block_size)
+        self._sequences = Sequences(self.tree, enable_prefix_caching)
+        self.rows = SequenceSteps(self.space, self._sequences)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once.
@@ -137,8 +136,7 @@ class BlockManager:
         tokens = _some_tokens(tokens)
         is_caching, parts = self.enable_prefix_caching, self.share_parts
         num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        num_cached = begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
-        return Allocation(num_cached, self.block_ids(seq_id))
+        return begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
         """Make room for more tokens in each sequence.
@@ -154,7 +152,19 @@ class BlockManager:
             ValueError: Ids repeat, a number is negative, or there is another number of numbers.
         """
         seq_ids = as_list("seq_ids", seq_ids)
-        grow(self.space, self._sequences, seq_ids, as_counts("num_new_tokens", num_new_tokens, len(seq_ids)))
+        rows = self._sequences.rows_of(seq_ids)
+        if len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
+        if num_new_tokens == 1 and type(num_new_tokens) is int:
+            append(self.space, self._sequences, rows, 1)
+            return
+        counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
+        if len(counts) != len(seq_ids):
+            raise ValueError(f"num_new_tokens must be one per sequence, got {len(counts)} for {len(seq_ids)}")
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            if count < 0:
+                raise ValueError(f"num_new_tokens must not be negative, got {count} for {seq_id!r}")
+        append(self.space, self._sequences, rows, [min(count, MANY_TOKENS) for count in counts])
 
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Record that K and V of `tokens` have been written. They follow the tokens cached or committed before.
@@ -169,18 +179,10 @@ class BlockManager:
         Raises:
             ValueError: There is no room for so many tokens.
         """
-        seq, tokens = self._sequences[seq_id], as_tokens(tokens)
-        if seq.num_written + len(tokens) > seq.num_tokens:
-            raise ValueError(
-                f"commit must not exceed the {seq.num_tokens} tokens that there is room for, "
-                f"got {seq.num_written} + {len(tokens)}"
-            )
-        pending = np.concatenate([seq.pending, tokens]) if len(seq.pending) else tokens
-        num_full = len(pending) // self.block_size if self._is_shared(seq) else 0
-        if num_full:
-            self._insert(seq, pending[: num_full * self.block_size], num_full)
-        seq.pending = pending[num_full * self.block_size :].copy() if self._is_shared(seq) else pending[:0]
-        seq.num_written += len(tokens)
+        row = self._sequences.on_device[seq_id]
+        num_cached = self._sequences.rows.commit(row, as_tokens(tokens))
+        if num_cached and self.space.writes_at_once:
+            self._sequences.write_out(self.space, row)
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
         """Make a second sequence with the same first tokens, in the same blocks.
@@ -196,7 +198,7 @@ class BlockManager:
         Raises:
             ValueError: A token with room is not committed, or num_tokens is out of range.
         """
-        seq = self._sequences[seq_id]
+        seq = self._sequences.state(seq_id)
         self._sequences.check_new(new_seq_id)
         if seq.num_written != seq.num_tokens:
             raise ValueError(f"fork needs all {seq.num_tokens} tokens to be committed, {seq.num_written} are")
@@ -204,25 +206,21 @@ class BlockManager:
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
-        fork(self.space, self._sequences, seq, new_seq_id, num_tokens)
+        rows, row = self._sequences.rows, self._sequences.on_device[seq_id]
+        self._sequences.on_device[new_seq_id] = rows.fork(row, num_tokens)
 
     def make_private(self, seq_id: SeqId) -> None:
         """Hide all further tokens of the sequence from others: its tokens alone do not determine their K and V."""
-        seq = self._sequences[seq_id]
-        seq.is_private, seq.pending = True, seq.pending[:0]
+        self._sequences.rows.make_private(self._sequences.on_device[seq_id])
 
     def first_forkable(self, seq_id: SeqId) -> int:
         """Return the smallest number of tokens that `fork` takes of the sequence."""
-        seq = self._sequences[seq_id]
-        return min(max((seq.match.num_blocks + seq.num_left) * self.block_size, 1), seq.num_tokens)
+        seq = self._sequences.state(seq_id)
+        return min(max(seq.first_own * self.block_size, 1), seq.num_tokens)
 
     def give_back_room(self, seq_id: SeqId) -> None:
         """Free the blocks that the sequence has beyond its committed tokens."""
-        seq = self._sequences[seq_id]
-        num_blocks = self._sequences.blocks_for(seq.num_written)
-        self.pool.release(self._sequences.ids(seq)[num_blocks:])
-        self._sequences.tables.shorten(seq.row, num_blocks)
-        seq.num_tokens = seq.num_written
+        self._sequences.rows.give_back_room(self._sequences.on_device[seq_id])
 
     def release(self, seq_id: SeqId) -> None:
         """End a sequence, also one that is swapped out.
@@ -232,9 +230,6 @@ class BlockManager:
         if seq_id in self._sequences.swapped:
             self.space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
             return
-        seq = self._sequences[seq_id]
-        self.pool.release(self._sequences.own_ids(seq))
-        self.tree.release(seq.match)
         self._sequences.remove(seq_id)
 
     def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
@@ -252,16 +247,8 @@ class BlockManager:
         Raises:
             ValueError: num_tokens is out of range.
         """
-        seq, num_tokens = self._sequences[seq_id], as_integer("num_tokens", num_tokens)
-        if not 0 <= num_tokens <= seq.num_written:
-            raise ValueError(f"num_tokens must be in [0, {seq.num_written}] committed ones, got {num_tokens}")
-        num_left = max(num_tokens // self.block_size - seq.match.num_blocks, seq.num_left)
-        ids = self._sequences.ids(seq)[seq.match.num_blocks + seq.num_left : seq.match.num_blocks + num_left]
-        if self._is_shared(seq) or not len(ids):
-            return 0
-        self.pool.release(ids)
-        seq.num_left = num_left
-        return len(ids)
+        row, num_tokens = self._sequences.on_device[seq_id], as_integer("num_tokens", num_tokens)
+        return self._sequences.rows.release_before(row, num_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins: as after a change of the model's weights.
@@ -317,18 +304,18 @@ class BlockManager:
 
     def block_ids(self, seq_id: SeqId) -> Ids:
         """Return a copy of the sequence's block ids, int32 [num_blocks]."""
-        return self._sequences.ids(self._sequences[seq_id]).copy()
+        return self._sequences.ids(seq_id)
 
     def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
         """Return the tables of several sequences, int32 [num_seqs, max_blocks].
 
-        Entries after a sequence's last block mean nothing.
+        Entries after a sequence's last block are 0.
 
         Raises:
             RuntimeError: There are moves to make.
         """
         self._check_moved()
-        return self._sequences.block_tables(seq_ids)
+        return self.rows.tables(self._sequences.rows_of(seq_ids))
 
     def slot_mapping(self, seq_id: SeqId, start: int, end: int) -> Slots:
         """Return the slots of the sequence's positions [start, end), int64. Raise as `slot_mappings` does."""
@@ -378,15 +365,6 @@ class BlockManager:
         self._sequences.check(self.space)
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _is_shared(self, seq: SequenceState) -> bool:
-        return self.enable_prefix_caching and not seq.is_private
-
-    def _insert(self, seq: SequenceState, tokens: Ids, num_full: int) -> None:
-        begin = seq.match.num_blocks
-        seq.match = self.tree.insert(tokens, self._sequences.own_ids(seq)[:num_full], after=seq.match)
-        self._sequences.tables.replace(seq.row, begin, seq.match.block_ids_from(begin))
-        self.space.inserted(seq.match)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:

@@ -5,71 +5,96 @@ device tier = free + cached in the tree + owned by sequences        host tier th
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
+from kvpage._C import PrefixTree, SequenceRows
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import SeqId, SequenceState, SwappedState
-from kvpage.blocks.table import BlockTables, Ids, Slots
+from kvpage.blocks.states import Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.checks.values import as_list, as_positions
+
+Rows = npt.NDArray[np.int64] | Sequence[int]
 
 
 class Sequences:
-    """Sequences by id. A sequence is either on the device or swapped out."""
+    """Sequences by id. A sequence is either on the device, in a row of `rows`, or swapped out."""
 
-    def __init__(self, block_size: int) -> None:
-        self.tables = BlockTables(block_size)
-        self.on_device: dict[SeqId, SequenceState] = {}
+    def __init__(self, tree: PrefixTree, is_caching: bool) -> None:
+        self.rows = SequenceRows(tree, is_caching)
+        self.block_size = tree.block_size
+        self.on_device: dict[SeqId, int] = {}  # rows
         self.swapped: dict[SeqId, SwappedState] = {}
 
     def __len__(self) -> int:
         return len(self.on_device) + len(self.swapped)
 
-    def __getitem__(self, seq_id: SeqId) -> SequenceState:
-        return self.on_device[seq_id]
-
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold so many tokens."""
-        return -(-num_tokens // self.tables.block_size)
+        return -(-num_tokens // self.block_size)
 
     def check_new(self, seq_id: SeqId) -> None:
         """Raise ValueError if the id is in use."""
         if seq_id in self.on_device or seq_id in self.swapped:
             raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
 
+    def rows_of(self, seq_ids: Sequence[SeqId]) -> list[int]:
+        """Return the rows of sequences on the device."""
+        return [self.on_device[seq_id] for seq_id in as_list("seq_ids", seq_ids)]
+
+    def state(self, seq_id: SeqId) -> SequenceState:
+        """Return a copy of the sequence's state."""
+        return SequenceState(*self.rows.state(self.on_device[seq_id]))
+
     def remove(self, seq_id: SeqId) -> None:
-        """Forget a sequence on the device, and free its row of the tables."""
-        self.tables.remove_row(self.on_device.pop(seq_id).row)
+        """End a sequence on the device: release its own blocks and its match, and free its row."""
+        self.rows.remove(self.on_device[seq_id])
+        del self.on_device[seq_id]
 
-    def ids(self, seq: SequenceState) -> Ids:
-        """Return all block ids of the sequence: a view, valid until its next change."""
-        return self.tables.ids(seq.row)
+    def write_out(self, space: BlockSpace, row: int) -> None:
+        """Have the cached blocks of a row copied to the host."""
+        match = self.rows.pin(row)
+        try:
+            space.write_out(match)
+        finally:
+            space.tree.release(match)
 
-    def own_ids(self, seq: SequenceState) -> Ids:
-        """Return the blocks to which the sequence itself holds a reference: a view, valid until its next change."""
-        return self.ids(seq)[seq.match.num_blocks + seq.num_left :]
+    def ids(self, seq_id: SeqId) -> Ids:
+        """Return a copy of all block ids of the sequence."""
+        return self.rows.ids(self.on_device[seq_id])
 
-    def block_tables(self, seq_ids: Sequence[SeqId]) -> Ids:
-        """Return the tables of several sequences, int32 [num_seqs, max_blocks]."""
-        return self.tables.tables([self.on_device[seq_id].row for seq_id in as_list("seq_ids", seq_ids)])
+    def own_ids(self, seq_id: SeqId) -> Ids:
+        """Return a copy of the ids to which the sequence itself holds a reference."""
+        return self.ids(seq_id)[self.state(seq_id).first_own :]
 
     def slots(self, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]) -> Slots:
         """Return the slots of the positions [starts[i], ends[i]) of each sequence, one sequence after the other."""
         seq_ids = as_list("seq_ids", seq_ids)
-        sequences = [self.on_device[seq_id] for seq_id in seq_ids]
+        rows = self.rows_of(seq_ids)
         first, last = as_positions("starts", starts, len(seq_ids)), as_positions("ends", ends, len(seq_ids))
-        for seq_id, seq, start, end in zip(seq_ids, sequences, first.tolist(), last.tolist(), strict=True):
-            if not 0 <= start <= end <= seq.num_tokens:
-                raise ValueError(f"positions of {seq_id!r} must be in [0, {seq.num_tokens}], got [{start}, {end}]")
-        return self.tables.slots([seq.row for seq in sequences], first, last)
+        try:
+            return self.rows.slots(rows, first, last)
+        except ValueError as error:
+            self._refuse_positions(error, seq_ids, first, last)
+
+    def _refuse_positions(self, error: ValueError, seq_ids: list[SeqId], first: Slots, last: Slots) -> NoReturn:
+        """Say which sequence it is."""
+        for seq_id, start, end in zip(seq_ids, first.tolist(), last.tolist(), strict=True):
+            most = self.state(seq_id).num_tokens
+            if not 0 <= start <= end <= most:
+                raise ValueError(f"positions of {seq_id!r} must be in [0, {most}], got [{start}, {end}]") from error
+        raise error
 
     def check(self, space: BlockSpace) -> None:
         """Raise RuntimeError, with the numbers, if an invariant of pools, tree or ownership is broken."""
         space.pool.check()
         space.tree.check()
-        for seq_id, seq in self.on_device.items():
-            self._check_sequence(seq_id, seq)
-        holders = Counter(block_id for seq in self.on_device.values() for block_id in self.own_ids(seq).tolist())
+        if self.rows.num_rows != len(self.on_device):
+            raise RuntimeError(f"{self.rows.num_rows} rows are in use by {len(self.on_device)} sequences")
+        for seq_id in self.on_device:
+            self._check_sequence(space.tree, seq_id)
+        holders = Counter(block_id for seq_id in self.on_device for block_id in self.own_ids(seq_id).tolist())
         for block_id, num_holders in holders.items():
             if space.pool.ref_count(block_id) != num_holders:
                 raise RuntimeError(
@@ -82,9 +107,13 @@ class Sequences:
                 f"is not {space.pool.num_blocks}"
             )
 
-    def _check_sequence(self, seq_id: object, seq: SequenceState) -> None:
-        ids = self.ids(seq)
+    def _check_sequence(self, tree: PrefixTree, seq_id: SeqId) -> None:
+        ids, seq = self.ids(seq_id), self.state(seq_id)
         if len(ids) != self.blocks_for(seq.num_tokens):
             raise RuntimeError(f"sequence {seq_id!r} has {len(ids)} blocks for {seq.num_tokens} tokens")
-        if not np.array_equal(ids[: seq.match.num_blocks], seq.match.block_ids):
-            raise RuntimeError(f"sequence {seq_id!r} and the tree differ in its cached blocks")
+        match = self.rows.pin(self.on_device[seq_id])
+        try:
+            if not np.array_equal(ids[: seq.num_cached_blocks], match.block_ids):
+                raise RuntimeError(f"sequence {seq_id!r} and the tree differ in its cached blocks")
+        finally:
+            tree.release(match)

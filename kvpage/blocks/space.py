@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
+from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
 from kvpage.blocks.pins import UserPins
+from kvpage.blocks.states import Ids
 from kvpage.blocks.stats import SpaceStats
-from kvpage.blocks.table import Ids
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
 
@@ -86,6 +86,10 @@ class BlockSpace:
         """Add a move of independent pairs (from, to)."""
         self._moves.add(kind, pairs)
 
+    def add_copies(self, change: Callable[[], Pairs]) -> None:
+        """Add the copies within the device that `change` returns; see BlockMoves.add_from."""
+        self._moves.add_from("copy", change)
+
     # --- blocks ---
 
     @property
@@ -99,6 +103,13 @@ class BlockSpace:
         Raises:
             OutOfBlocks: There is no room. Nothing is evicted, and no pin ends except those whose time was over.
         """
+        self.make_room(num_blocks)
+        return self.pool.allocate(num_blocks)
+
+    def make_room(self, num_blocks: int) -> None:
+        """Make so many device blocks free, as `take` does. Raise as it does."""
+        if num_blocks <= self.pool.num_free:
+            return
         if num_blocks > self.num_free:
             self.pins.expire()
         if num_blocks > self.num_free:
@@ -108,7 +119,6 @@ class BlockSpace:
             raise OutOfBlocks(num_blocks, self.num_free)
         if lacking > 0:
             self._evict(lacking)
-        return self.pool.allocate(num_blocks)
 
     def take_host(self, num_blocks: int) -> Ids:
         """Take free host blocks. Cached blocks are evicted there where too few are free.
@@ -165,10 +175,14 @@ class BlockSpace:
             self._counts["refused"] += num_host * self.block_size
         return match
 
-    def inserted(self, match: Match) -> None:
-        """Write the match's blocks to the host if the policy says so: the end of its path has just been cached."""
-        if self.host_policy.after_hits == 0:
-            self._write_out(match, 0)
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether a block is copied to the host as soon as it is cached."""
+        return self.host_policy.after_hits == 0
+
+    def write_out(self, match: Match) -> None:
+        """Write the match's blocks to the host: the end of its path has just been cached."""
+        self._write_out(match, 0)
 
     # --- hints and pins ---
 
@@ -249,6 +263,12 @@ class BlockSpace:
         self.tree.clear()
 
     # --- questions ---
+
+    def count_begun(self, num_tokens: int, num_cached: int, num_part_tokens: int, num_evicted: int) -> None:
+        """Count a prompt's tokens, those cached on the device, those of them in a part of a block, and evictions."""
+        self.count_query(num_tokens, num_part_tokens)
+        self._counts["device_hit"] += num_cached - num_part_tokens
+        self._blocks["evicted"] += num_evicted
 
     def count_query(self, num_tokens: int, num_part_tokens: int) -> None:
         """Count a prompt's tokens, and those that it shares in a part of a block."""

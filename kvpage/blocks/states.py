@@ -1,17 +1,21 @@
 """States of a sequence in a BlockManager, on the device and off it.
 
-table    [ 17   4   9 | 30  12 ]     17, 4, 9: match, the tree's; 30, 12: own
+table    [ 17   4   9 | 30  12 ]     17, 4, 9: cached, the tree's; 30, 12: own
 window   [  .   .   . |  .  12 ]     num_left own blocks have been given back: their entries mean nothing
+
+On the device the state is in a row of kvpage._C.SequenceRows. SequenceState is a copy of it.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvpage._C import Match
-from kvpage.blocks.table import Ids
+import numpy as np
+import numpy.typing as npt
 
 SeqId = Hashable
+Ids = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
 
 
 class Allocation(NamedTuple):
@@ -27,20 +31,22 @@ class Allocation(NamedTuple):
     block_ids: Ids
 
 
-@dataclass(slots=True)
-class SequenceState:
+class SequenceState(NamedTuple):
     """A sequence on the device."""
 
-    row: int  # in BlockTables
-    match: Match  # pins the cached part
     num_tokens: int  # that there is room for
     num_written: int  # cached or committed
-    pending: Ids  # committed tokens of the last, not yet full block
-    is_forked: bool  # its last own block may be shared
-    namespace: bytes
+    num_cached_blocks: int  # whose owner is the tree; a match pins them
+    num_left: int  # first own blocks that are given back, before a sliding window
     priority: int
-    num_left: int = 0  # first own blocks that are given back, before a sliding window
-    is_private: bool = False  # no other sequence finds the blocks that it commits
+    pending: Ids  # committed tokens of the last, not yet full block
+    namespace: bytes
+    is_private: bool  # no other sequence finds the blocks that it commits
+
+    @property
+    def first_own(self) -> int:
+        """The place in the table of the first block to which the sequence itself holds a reference."""
+        return self.num_cached_blocks + self.num_left
 
 
 @dataclass(slots=True)
@@ -50,7 +56,6 @@ class SwappedState:
     first_block: int  # the place in the table of the first of host_ids
     host_ids: Ids
     num_written: int
-    pending: Ids
     namespace: bytes
     priority: int
     num_left: int  # own blocks before them that had been given back

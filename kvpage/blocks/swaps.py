@@ -4,34 +4,27 @@ swap_out   own blocks with committed tokens ─► host blocks of the sequence's
 swap_in    the tree's blocks, as far as it still has them, then the own ones, from the host where nothing is missing
 """
 
-import numpy as np
-
 from kvpage._C import Match
 from kvpage.blocks.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import SeqId, SequenceState, SwappedState
-from kvpage.blocks.table import Ids
+from kvpage.blocks.states import Ids, SeqId, SwappedState
 
 
 def swap_out(space: BlockSpace, sequences: Sequences, seq_id: SeqId) -> None:
     """Free the device blocks of a sequence. Raise OutOfBlocks, and change nothing, if the host lacks room."""
-    seq = sequences[seq_id]
-    own = sequences.own_ids(seq)
-    written = own[: sequences.blocks_for(seq.num_written) - seq.match.num_blocks - seq.num_left].copy()
+    seq = sequences.state(seq_id)
+    written = sequences.ids(seq_id)[seq.first_own : sequences.blocks_for(seq.num_written)]
     host_ids = space.take_host(len(written))
     space.add_move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
     sequences.swapped[seq_id] = SwappedState(
-        seq.match.num_blocks,
+        seq.num_cached_blocks,
         host_ids,
         seq.num_written,
-        seq.pending,
         seq.namespace,
         seq.priority,
         seq.num_left,
         seq.is_private,
     )
-    space.pool.release(own)
-    space.tree.release(seq.match)
     sequences.remove(seq_id)
 
 
@@ -63,22 +56,18 @@ def swap_in(
         raise
     num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
     space.release_host(swapped.host_ids)
-    row = sequences.tables.add_row(match.block_ids)
-    sequences.tables.extend(row, np.zeros(swapped.num_left, np.int32))
-    sequences.tables.extend(row, taken)
-    del sequences.swapped[seq_id]
-    sequences.on_device[seq_id] = SequenceState(
-        row,
-        match,
-        len(tokens),
-        num_written,
-        pending,
-        False,
-        swapped.namespace,
-        swapped.priority,
-        swapped.num_left,
-        swapped.is_private,
+    row = sequences.rows.add(
+        match=match,
+        own_ids=taken,
+        pending=pending,
+        num_left=swapped.num_left,
+        num_tokens=len(tokens),
+        num_written=num_written,
+        namespace=swapped.namespace,
+        is_private=swapped.is_private,
     )
+    del sequences.swapped[seq_id]
+    sequences.on_device[seq_id] = row
     return num_written
 
 
@@ -97,5 +86,5 @@ def _bring_back(
         if match.num_tokens < swapped.num_written:
             num_written = swapped.num_written
             is_shared = is_caching and not swapped.is_private
-            pending = tokens[match.num_tokens : num_written].copy() if is_shared else pending
+            pending = tokens[match.num_tokens : num_written] if is_shared else pending
     return num_written, pending

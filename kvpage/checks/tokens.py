@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpage._C import small_ints
+
+_INT32 = np.dtype(np.int32)
 Tokens = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | Any
 """A list, or anything that numpy reads as a one-dimensional integer array, such as a torch CPU tensor."""
 
@@ -33,9 +36,11 @@ def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
         ValueError: They are not one-dimensional or not integers, or an id does not fit into 32 bits.
         TypeError: They are text, or the mapping that a tokenizer returns.
     """
+    if type(tokens) is list and (read := small_ints(tokens)) is not None:
+        return read
     array = as_array(tokens, name)
-    if array.dtype == np.int32 and array.ndim == 1:
-        return np.ascontiguousarray(array)
+    if array.dtype == _INT32 and array.ndim == 1:
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     _check_not_text(tokens, array, name)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")

@@ -62,7 +62,7 @@ def as_counts(name: str, counts: Sequence[int] | int, num_seqs: int) -> list[int
         raise TypeError(f"{name} must be an integer, or one integer a sequence, got {counts!r}") from error
 
 
-def as_positions(name: str, positions: Sequence[int], num_seqs: int) -> npt.NDArray[np.int64]:
+def as_positions(name: str, positions: Sequence[int] | npt.NDArray[np.int64], num_seqs: int) -> npt.NDArray[np.int64]:
     """Return one position for each sequence, int64 [num_seqs].
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvpage.checks.tensors import parse_device
+from kvpage.checks.values import check_at_least
 from kvpage.layout.backends import get_backend, stride_order
 from kvpage.layout.cache_layout import LAYER_LAYOUTS, CacheLayout
 
@@ -19,11 +20,6 @@ CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-
-
-def _require_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +40,9 @@ class ParallelConfig:
     pipeline_rank: int = 0
 
     def __post_init__(self) -> None:
-        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _require_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _require_int("pipeline_rank", self.pipeline_rank, 0)
+        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_at_least("pipeline_rank", self.pipeline_rank, 0)
         if self.pipeline_rank >= self.pipeline_parallel_size:
             raise ValueError(
                 f"pipeline_rank must be under pipeline_parallel_size={self.pipeline_parallel_size}, "
@@ -104,8 +100,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", _layer_words(self.layer_types))
         minimum = 0 if self.is_attention_free else 1
-        _require_int("head_size", self.head_size, minimum)
-        _require_int("num_kv_heads", self.num_kv_heads, minimum)
+        check_at_least("head_size", self.head_size, minimum)
+        check_at_least("num_kv_heads", self.num_kv_heads, minimum)
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {self.dtype!r}")
         if not isinstance(self.use_mla, bool):
@@ -255,9 +251,9 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_int("block_size", self.block_size, 1)
-        _require_int("num_gpu_blocks", self.num_gpu_blocks, 0)
-        _require_int("num_cpu_blocks", self.num_cpu_blocks, 0)
+        check_at_least("block_size", self.block_size, 1)
+        check_at_least("num_gpu_blocks", self.num_gpu_blocks, 0)
+        check_at_least("num_cpu_blocks", self.num_cpu_blocks, 0)
         if self.cache_dtype != "auto" and self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype must be auto or one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
         if self.layer_layout not in LAYER_LAYOUTS:
@@ -318,8 +314,8 @@ class CacheConfig:
             TypeError: A config is of another type.
             ValueError: A number of bytes is negative, the model has no attention layers, or a field is out of range.
         """
-        _require_int("gpu_bytes", gpu_bytes, 0)
-        _require_int("cpu_bytes", cpu_bytes, 0)
+        check_at_least("gpu_bytes", gpu_bytes, 0)
+        check_at_least("cpu_bytes", cpu_bytes, 0)
         cache_config = cls(**fields)
         check_configs(cache_config, model_config, parallel_config)
         parallel_config = parallel_config or ParallelConfig()

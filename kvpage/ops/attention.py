@@ -39,7 +39,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend from each sequence's last tokens to all of its tokens, read in place from their blocks; causal.
 
-    On a CPU it is made for few queries a sequence (benchmarks/bench_paged_attention_cpu.py).
+    On a CPU a query's result has the same bits whatever else is in the batch and with any number of threads.
 
     On a CUDA device nothing is waited for. The keys of a block that does not exist count as not there, and
     `check_device` reports them. Lengths and positions on the device are not checked:

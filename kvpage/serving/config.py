@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from kvpage.blend.config import BlendConfig
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_list, check_flag
+from kvpage.checks.values import as_list, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
@@ -96,8 +96,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
-        if not _is_integer(self.pin_quota) or self.pin_quota < 0:
-            raise ValueError(f"pin_quota must be an integer of at least 0, got {self.pin_quota!r}")
+        check_at_least("pin_quota", self.pin_quota, 0)
         for name in ("residency_sample_rate", "store_deadline"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):
                 raise TypeError(f"{name} must be a number, got {type(getattr(self, name)).__name__}")

@@ -26,6 +26,8 @@ from kvpage.tools.cli import app  # noqa: E402
 
 ONCE = ["--rounds", "1"]
 SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes that are constants of the script
+    "attention_steps": (["--shapes", "small", "--dtypes", "bfloat16", "--threads", "1", *ONCE],
+                        {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
@@ -43,6 +45,9 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                  "--conversations", "2", "--turns", "2", "--turn-tokens", "8", "--threads", "1", *ONCE],
                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
     "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
+    "step_parts": (["--threads", "1", *ONCE],
+                   {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}, "NUM_SEQS": 2, "PREFIX_LEN": 32,
+                    "PREFILL_LEN": 48}),
     "store": (["--chunks", "1", *ONCE], {"LAYERS": 1, "CHUNK_BYTES": 2 * 256 * 8 * 128 * 2}),
     "store_disk": (ONCE, {"MIB": 1 << 16, "RECORD_BYTES": (1 << 14,), "PIECES": (1 << 14,), "FULL_BYTES": 1 << 30}),
     "store_redis": (ONCE, {"SIZES": (1 << 16,), "TIMEOUTS": (0.005,)}),

@@ -1,7 +1,15 @@
 """Cells of the tables, from small results in the form that the benchmarks print."""
 
 from kvpage.benchmarks import number_table
-from kvpage.benchmarks.engine_cells import SHOWN_STEPS, admission, layer, parts_table, step, step_beside
+from kvpage.benchmarks.engine_cells import (
+    SHOWN_STEPS,
+    admission,
+    layer,
+    parts_table,
+    step,
+    step_beside,
+    step_parts_table,
+)
 from kvpage.benchmarks.number_cells import Result, peers, served
 
 
@@ -72,6 +80,17 @@ def test_parts_of_a_step_are_a_table() -> None:
     assert lines[:3] == ["| us of a step | schedule | sample |", "|---|---|---|", "| 64 sequences, greedy | 50 | 100 |"]
     assert len(lines) == 2 + len(SHOWN_STEPS)
     assert parts_table({}) == "Not measured yet."
+
+
+def test_parts_of_a_models_step_have_shares() -> None:
+    parts = {"products": figure(600), "the engine": figure(200)}
+    result: Result = {"rows": [{"step": "decode", "us": figure(800), "parts us": parts}]}
+    head, line, *rows = step_parts_table({"step_parts": result, "step_parts_before": result}).splitlines()
+    assert (head, line) == ("| a step of | in all | products | the engine |", "|---|---|---|---|")
+    cells = "| 800 us | 600 us, 75 % | 200 us, 25 % |"
+    assert rows == [f"| decode, before {cells}", f"| decode {cells}"]
+    assert step_parts_table({"step_parts": result}).splitlines() == [head, line, f"| decode {cells}"]
+    assert step_parts_table({}) == "Not measured yet."
 
 
 def test_rows_without_a_result_are_left_out() -> None:

@@ -59,6 +59,13 @@ def test_a_result_of_older_sources_is_refused(tree: Path, changed: str) -> None:
         record.check_result(tree, RUN, measured_at)
 
 
+def test_a_result_without_sources_is_of_its_commit_for_good(tree: Path) -> None:
+    measured_at = record.git(tree, "rev-parse", "HEAD").strip()
+    commit(tree, "kvpage/a.py", "other")
+    commit(tree, "benchmarks/b.py", "other")
+    record.check_result(tree, runs.Run("b", ("benchmarks/b.py",), sources=()), measured_at)
+
+
 def test_a_result_of_another_history_is_refused(tree: Path) -> None:
     with pytest.raises(Refused, match="is no ancestor"):
         record.check_result(tree, RUN, "0" * 40)

@@ -76,7 +76,7 @@ class RandomLife:
         self.manager = BlockManager(num_blocks, B, enable_prefix_caching, **options)
         self.swapped: dict[int, int] = {}  # tokens written of each
         self.handles: list[int] = []
-        self.num_parts = self.num_restored = self.num_part_forks = self.num_left_blocks = 0
+        self.num_parts = self.num_restored = self.num_part_forks = self.num_left_blocks = self.num_decoded = 0
         self.model = Model(self.manager)
         self.next_id = 0
         self.num_refused = 0
@@ -92,8 +92,8 @@ class RandomLife:
         try:
             operations = [self.allocate, self.write, self.append, self.fork, self.release, self.swap_out, self.swap_in]
             hints = [self.pin, self.unpin, self.prefetch, self.drop]
-            operations += [self.leave, self.make_private, self.give_back_room]
-            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 0.5, 0.5, 1, 1, 1, 1])[0]()
+            operations += [self.leave, self.make_private, self.give_back_room, self.decode]
+            self.rng.choices([*operations, *hints], [6, 8, 5, 2, 6, 2, 3, 1, 0.5, 0.5, 3, 1, 1, 1, 1])[0]()
         except OutOfBlocks as error:
             self.num_refused += 1
             assert before == self.state() or num_pinned > len(self.manager.space.pins)
@@ -127,6 +127,27 @@ class RandomLife:
         self.manager.append(chosen, counts)
         for seq_id, count in zip(chosen, counts, strict=True):
             self.model.tokens[seq_id] = self.model.tokens[seq_id] + self.some_tokens(count)
+
+    def decode(self) -> None:
+        """One token more for some sequences, by rows."""
+        model, steps = self.model, self.manager.rows
+        ids = [i for i, written in model.written.items() if written == len(model.tokens[i])]
+        chosen = self.rng.sample(ids, min(len(ids), self.rng.randrange(6)))
+        rows = steps.of(chosen)
+        steps.append(rows)
+        for seq_id in chosen:
+            model.tokens[seq_id] = model.tokens[seq_id] + self.some_tokens(1)
+        model.do_moves()
+        slots, tables, lengths = steps.inputs(rows)
+        for seq_id, slot, table, length in zip(chosen, slots.tolist(), tables, lengths.tolist(), strict=True):
+            block_ids = self.manager.block_ids(seq_id)
+            assert length == len(model.tokens[seq_id]) and slot == self.manager.slot_mapping(seq_id, length - 1, length)
+            assert table.tolist() == [*block_ids.tolist(), *[0] * (len(table) - len(block_ids))]
+            model.memory.device[slot] = model.expected(seq_id, length - 1)
+        steps.commit(rows, [model.tokens[seq_id][-1] for seq_id in chosen])
+        for seq_id in chosen:
+            model.written[seq_id] = len(model.tokens[seq_id])
+        self.num_decoded += len(chosen)
 
     def fork(self) -> None:
         seq_id = self.any()
@@ -220,6 +241,7 @@ def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host
     assert life.num_refused > 10, "blocks were never scarce"
     assert (stats.hit_tokens > 1000 and stats.evicted_blocks > 100) == enable_prefix_caching, stats
     assert (life.num_parts > 10) == enable_prefix_caching
+    assert life.num_decoded > 20
     assert life.num_part_forks > 0 and (life.num_left_blocks > 5 or enable_prefix_caching)
     assert num_host_blocks == 0 or (life.model.num_swapped > 40 and life.num_restored > 5)
     if num_host_blocks and enable_prefix_caching:

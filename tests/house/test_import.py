@@ -110,6 +110,7 @@ NATIVE = pytest.mark.parametrize(
         _C.Match,
         _C.PartMatch,
         _C.BlockCopier,
+        _C.SequenceRows,
         _C.SlotAllocator,
         _C.SlotTree,
         _C.TokenRules,

@@ -15,6 +15,7 @@ ROOMS = {
     "base": "checks, threads, bytes and token arrays, which every other room uses",
     "cuda": "devices, streams and errors of CUDA, which know nothing of blocks",
     "tree": "the pool of block ids and the prefix tree, which know nothing of memory",
+    "sequences": "block tables and lengths of sequences, over the pool and the tree",
     "slots": "whole-sequence slots, a tree of their own",
     "copy/plan": "the bytes that a swap or a copy of blocks moves",
     "copy/host": "executor 1 of a plan: threads of the host",

@@ -217,7 +217,7 @@ class ManagerLife(RandomLife):
         self.model.do_moves()
         space = self.manager.space
         sequences = self.manager._sequences
-        owned = {i for seq_id in self.model.written for i in sequences.own_ids(sequences[seq_id]).tolist()}
+        owned = {i for seq_id in self.model.written for i in sequences.own_ids(seq_id).tolist()}
         num_swapped = sum(len(sequences.swapped[seq_id].host_ids) for seq_id in self.swapped)
         assert space.pool.num_free + space.tree.num_cached + len(owned) == space.pool.num_blocks
         assert space.host_pool.num_free + space.tree.num_host_cached + num_swapped == space.host_pool.num_blocks

@@ -47,6 +47,7 @@ class ManagerWorld:
 
     def snapshot(self) -> object:
         manager = self.manager
+        states = {seq_id: manager._sequences.state(seq_id) for seq_id in manager._sequences.on_device}
         running = [
             (
                 seq_id,
@@ -56,7 +57,7 @@ class ManagerWorld:
                 seq.pending.tolist(),
                 seq.num_left,
             )
-            for seq_id, seq in manager._sequences.on_device.items()
+            for seq_id, seq in states.items()
         ]
         off_device = manager._sequences.swapped.items()
         swapped = [(seq_id, seq.host_ids.tolist(), seq.num_written) for seq_id, seq in off_device]
@@ -110,8 +111,10 @@ class ManagerWorld:
 
     def _commit(self) -> Case:
         seq_id = self._some()
-        seq = self.manager._sequences.on_device.get(seq_id)
-        count = 0 if seq is None else seq.num_tokens - seq.num_written
+        count = 0
+        if seq_id in self.manager._sequences.on_device:
+            seq = self.manager._sequences.state(seq_id)
+            count = seq.num_tokens - seq.num_written
         tokens = [self.rng.choice((1, 1, 1, 2)) for _ in range(self.rng.choice((count, self.rng.randint(0, count))))]
         return self._call("commit", seq_id=seq_id, tokens=as_integers(tokens, self.rng))
 

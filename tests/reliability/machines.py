@@ -297,7 +297,7 @@ def make_manager(number: int) -> ComparedManager:
 
 
 MANAGER_RULES = """allocate*3 write*6 append*4 fork*3 release*2 swap_out*2 swap_in*3 pin unpin prefetch drop leave
-    make_private give_back_room"""
+    make_private give_back_room decode*3"""
 TREE_RULES = """allocate*3 release_ids match*5 match_part*2 pin release*4 trim*2 promote*3 write_out insert*8 evict
     demote*6 evict_host drop clear"""
 

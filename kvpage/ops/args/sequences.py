@@ -65,9 +65,10 @@ class Sequences:
             _check_counts([1] * num_seqs if query_lens is None else self.query_lens, self.seq_lens, num_tokens)
         else:  # the native call compares the two
             self.seq_lens = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
-            is_known = query_lens is None and num_tokens > 0
-            given = [1] * num_seqs if query_lens is None else query_lens
-            self.query_lens = given if is_known else host_lengths("query_lens", given, num_seqs, num_tokens)
+            self.query_lens = [1] * num_seqs
+            if query_lens is not None or not num_tokens:
+                given = self.query_lens if query_lens is None else query_lens
+                self.query_lens = host_lengths("query_lens", given, num_seqs, num_tokens)
         counts = [1] if self.query_lens is None else self.query_lens
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)

@@ -96,7 +96,7 @@ class Request:
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self._token_memory = memoryview(self.tokens)  # of which single tokens are read and written at once
+        self._token_memory = self.tokens.data  # of which single tokens are read and written at once
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
         if not params.is_greedy or params.changes_logits:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
@@ -245,9 +245,9 @@ def add_room(requests: Iterable[Request]) -> None:
 
 
 def note_computed(requests: Iterable[Request]) -> None:
-    """Note that K and V of one more token of each are in blocks."""
+    """Note that K and V of one more token of each are in blocks, and committed."""
     for request in requests:
-        request.num_computed += 1
+        request.num_committed = request.num_computed = request.num_computed + 1
 
 
 def append_tokens(requests: Sequence[Request], token_ids: Sequence[int]) -> None:

@@ -23,6 +23,8 @@ Every request finishes:
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
@@ -63,7 +65,7 @@ class Scheduler:
         self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
-        self._decodes = Decodes([])  # of the last step
+        self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._is_held = is_held
         self.reclaimers = list(reclaimers)
 
@@ -110,20 +112,20 @@ class Scheduler:
         return batch
 
     def complete(self, batch: Batch) -> None:
-        """Note that the batch's K and V are written: its full blocks become findable.
-
-        Tokens of a block that is not full yet are committed with it; nothing could find them before.
-        """
+        """Note that the batch's K and V are written, and commit them: full blocks become findable."""
         block_size = self.manager.block_size
-        batch.decodes.set_computed()
-        for request in batch.decodes.that_filled(block_size):
-            self._commit(request)
+        decodes = batch.decodes
+        if len(decodes):
+            self.manager.rows.commit(decodes.rows, decodes.newest_tokens)
+            decodes.set_computed()
+        for request in decodes.that_filled(block_size) if self.window is not None else ():
             self._leave_window(request)
         for request, _, end in batch.prefills:
             self._make_private(request)
             request.set_computed(end)
-            if end // block_size > request.num_committed // block_size:
-                self._commit(request)
+            has_filled = end // block_size > request.num_committed // block_size
+            self._commit(request)
+            if has_filled:
                 self._leave_window(request)
 
     def fork(self, request: Request, forks: list[Request]) -> None:
@@ -218,7 +220,7 @@ class Scheduler:
             if not len(decodes):
                 return decodes
             try:
-                self.manager.append(decodes.seq_ids, 1)
+                self.manager.rows.append(decodes.rows)
                 return decodes
             except OutOfBlocks:
                 if len(self.running) > 1:
@@ -231,7 +233,7 @@ class Scheduler:
         requests = [request for request in self.running if request.num_room < request.num_tokens]
         del requests[self.max_num_batched_tokens :]
         if requests != self._decodes.requests:
-            self._decodes = Decodes(requests)
+            self._decodes = Decodes(requests, self.manager.rows.of([request.seq_id for request in requests]))
         return self._decodes
 
     def _prefilling(self) -> list[Request]:

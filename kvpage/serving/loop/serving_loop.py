@@ -252,7 +252,7 @@ class ServingLoop:
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
         if not any(portion.request.reuse for portion in batch.prefills):
-            return self._batch_runner.compute(batch.seq_ids, batch.packed())
+            return self._batch_runner.compute(batch)
         computed = self._batch_runner.run(batch.items(), self._connectors.blender)
         self._connectors.note_blended(batch.requests, computed.blended)
         return computed.logits

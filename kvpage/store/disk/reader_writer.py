@@ -3,7 +3,7 @@
     write   [ free header | piece 0 | piece 1 |.....]  ─►  whole slots to the disk, the remainder to the front, and on
             [ free header | piece 0 ] and the runs     ─►  likewise, from where they are in memory
     commit  [ record header ]                              over the free one, after all else
-    read    disk ─► [ piece ]
+    read    disk ─► [ piece ]                              or on to runs of memory
 
 Buffers are small enough for a core's cache to keep bytes that are filled, hashed and written in turn. They are large
 enough that few calls are made. They begin at a page, and writes begin and end at a slot:
@@ -68,7 +68,9 @@ class Owner(Protocol):
 
 
 class DiskReader(Reader):
-    """Reads a record piece by piece into one buffer."""
+    """Reads a record piece by piece into one buffer, or by way of it into runs of memory."""
+
+    takes_runs = True
 
     def __init__(self, owner: Owner, entry: Entry) -> None:
         self.num_bytes = entry.run.num_bytes
@@ -76,19 +78,32 @@ class DiskReader(Reader):
         self._buffer: memoryview | None = None
         self._is_open = True
 
+    def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+        self._check_piece(begin, begin + int(np.add.reduce(runs[:, 1])))
+        buffer, entry = self._own_buffer(), self._entry
+        place = entry.run, HEADER_BYTES + begin, runs, stretch_bytes, buffer, num_threads
+        return self._owner.on_disk(entry, entry.space.segment.read_runs, *place)
+
     def piece(self, begin: int, end: int) -> memoryview:
-        if not self._is_open:
-            raise ValueError("a reader must not be closed, this one is")
-        if not 0 <= begin <= end <= self.num_bytes:
-            raise ValueError(f"a piece must be in [0, {self.num_bytes}], got [{begin}, {end}]")
-        if self._buffer is None:
-            self._buffer = self._owner.buffers.take()
+        self._check_piece(begin, end)
+        self._buffer = self._own_buffer()
         if len(self._buffer) < end - begin:
             self._owner.buffers.give(self._buffer)
             self._buffer = new_buffer(end - begin)
         view, entry = self._buffer[: end - begin], self._entry
         self._owner.on_disk(entry, entry.space.segment.read, entry.run, HEADER_BYTES + begin, view)
         return view
+
+    def _check_piece(self, begin: int, end: int) -> None:
+        if not self._is_open:
+            raise ValueError("a reader must not be closed, this one is")
+        if not 0 <= begin <= end <= self.num_bytes:
+            raise ValueError(f"a piece must be in [0, {self.num_bytes}], got [{begin}, {end}]")
+
+    def _own_buffer(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = self._owner.buffers.take()
+        return self._buffer
 
     def release_piece(self) -> None:
         if self._buffer is not None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvpage.store.tiers.stretches import Runs, write_stretches
+from kvpage.store.tiers.stretches import Runs, read_stretches, write_stretches
 from kvpage.store.tiers.tier import Key
 
 SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slots, checksum
@@ -201,6 +201,17 @@ class Segment:
     def read(self, run: Run, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` bytes after the beginning of the header. Raises EndOfFile or another OSError."""
         read_all(self._fd, into, run.slot * self.slot_bytes + offset)
+
+    def read_runs(
+        self, run: Run, offset: int, runs: Runs, stretch_bytes: int, room: memoryview, num_threads: int
+    ) -> bytes:
+        """Call read_stretches at `offset` bytes after the header's beginning. Raises EndOfFile or another OSError."""
+        try:
+            return read_stretches(self._fd, run.slot * self.slot_bytes + offset, runs, stretch_bytes, room, num_threads)
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                raise EndOfFile(errno.EIO, "the file ends too early") from None
+            raise
 
     def sync(self) -> None:
         os.fsync(self._fd)

@@ -201,7 +201,7 @@ class BlockChunk(ABC):
         """Write the stretches from the byte `begin` on into the buffer, and return their digests."""
 
     def runs(self) -> Runs | None:
-        """Return the memory of the whole payload; None for blocks that must be copied to a buffer first."""
+        """Return the memory of the whole payload, all of it wanted; None for blocks that need a buffer in between."""
         return None
 
     @abstractmethod
@@ -217,6 +217,8 @@ class HostBlockChunk(BlockChunk):
         return self._plan.store(place, first, address_of(buffer), len(buffer))
 
     def runs(self) -> Runs | None:
+        if self._last - self._first < self.shape[2 if self._blocks.fmt == "vllm" else 3]:
+            return None
         runs = self._plan.runs(self._place(1, streaming=False))
         return runs if 0 < len(runs) * MIN_RUN_BYTES <= self.stretch_bytes * self.shape[0] else None
 

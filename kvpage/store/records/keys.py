@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import MAX_NAMESPACE_BYTES
+from kvpage.checks.values import MAX_NAMESPACE_BYTES, check_at_least
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.chunks import FORMATS
 from kvpage.store.records.record import MAX_META_BYTES
@@ -60,9 +60,7 @@ class KVStoreMetadata:
         if not isinstance(self.model_name, str):
             raise TypeError(f"model_name must be a str, got {type(self.model_name).__name__}")
         for name, least in (("world_size", 1), ("worker_id", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_at_least(name, getattr(self, name), least)
         if self.fmt not in FORMATS:
             raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {self.fmt!r}")
         if self.kv_dtype is not None and not isinstance(self.kv_dtype, torch.dtype):

@@ -47,6 +47,12 @@ class Sink(Protocol):
         The bytes count only if the digests are right.
         """
 
+    def runs(self) -> Runs | None:
+        """Return the memory that takes the whole payload, valid as long as the sink.
+
+        A run at address 0 stands for bytes that are not wanted. None if taking pieces is better.
+        """
+
 
 class EncodedPayload:
     """The output of a codec, as a source and a sink."""
@@ -77,6 +83,9 @@ class BytesSink:
 
     def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
         self._to, self.stretch_bytes = to, stretch_bytes
+
+    def runs(self) -> Runs | None:
+        return None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         if self._to is None:

@@ -3,6 +3,7 @@
 write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─► digests ] ... ─► digests, checksum
         header ─► [ the runs of memory ─► digests ] ─► digests, checksum               into a file, if they are long
 read    header, digests, checksum: is it the record? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
+        header, digests, checksum: is it the record? ─► [ the runs of memory ─► digests right? ]    from a file
 
 A piece is a number of a payload's stretches: in memory all of them, which are copied once; otherwise as many as a
 core's cache can keep.
@@ -28,6 +29,7 @@ from kvpage.store.tiers.stretches import digest_of
 from kvpage.store.tiers.tier import Reader, Writer
 
 PIECE_BYTES = 1 << 20
+MIN_RUNS_BYTES = 1 << 20  # of payloads that a file's bytes go to directly: in one piece is as good
 
 
 def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
@@ -106,6 +108,11 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
     codec = check_kind(head, kind)
     if codec is None:
         check_raw(head, chunk)
+        runs = chunk.runs() if reader.takes_runs and head.payload_bytes >= MIN_RUNS_BYTES else None
+        if runs is not None:
+            if reader.read_runs(head.payload_begin, runs, head.stretch_bytes, num_threads) != digests:
+                raise CorruptRecord("a digest is wrong")
+            return
         for begin, end in pieces(head, reader.is_in_memory):
             read_piece(reader, head, digests, begin, end, chunk, num_threads)
         return

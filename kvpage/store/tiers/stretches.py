@@ -70,3 +70,14 @@ def write_stretches(
     without bytes or shorter than the tail, and for a negative offset.
     """
     return _C.write_stretches(fd, offset, lead, runs, stretch_bytes, tail, num_threads)
+
+
+def read_stretches(fd: int, offset: int, runs: Runs, stretch_bytes: int, room: memoryview, num_threads: int) -> bytes:
+    """Read the file from `offset` on into the runs, and return the digests of the stretches.
+
+    room: memory for pieces of the file. A run at address 0 takes no bytes.
+
+    Raises OSError, ENODATA where the file ends too early: any of the bytes may have been written. Raises ValueError for
+    a negative offset.
+    """
+    return _C.read_stretches(fd, offset, runs, stretch_bytes, room, num_threads)

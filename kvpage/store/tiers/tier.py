@@ -73,10 +73,29 @@ class Reader(ABC):
     Attributes:
         num_bytes: bytes of the record.
         is_in_memory: whether pieces are the record itself, so that small ones gain nothing.
+        takes_runs: whether `read_runs` can be called.
     """
 
     num_bytes: int
     is_in_memory = False
+    takes_runs = False
+
+    def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+        """Read the record's bytes from `begin` on, straight into the memory that the runs name.
+
+        Args:
+            begin: the first byte.
+            runs: int64 [n, 2], address and length of each run; the bytes of a run at address 0 are hashed alone.
+            stretch_bytes: bytes of each stretch that is hashed.
+            num_threads: threads that read and hash.
+
+        Returns:
+            The digests of the stretches, 16 bytes each. The bytes count only if these are right.
+
+        Raises:
+            TierError: the bytes cannot be read; some may have been written.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives pieces alone")
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:

@@ -4,7 +4,7 @@ decodes     the newest token of each request that decodes
 prefills    a Portion of each of some prompts
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -48,9 +48,9 @@ class Decodes:
     the next step.
     """
 
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.seq_ids = [request.seq_id for request in requests]
+    def __init__(self, requests: list[Request], rows: npt.NDArray[np.int64]) -> None:
+        """Make the columns. rows: of the requests in the block manager, see SequenceSteps."""
+        self.requests, self.rows = requests, rows
         self.ends, self.newest_tokens = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int32)
         self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
         self._request_ids = [request.request_id for request in requests]
@@ -111,9 +111,9 @@ class Decodes:
     def without(self, requests: Iterable[Request]) -> "Decodes":
         """Return the others, amid the same step."""
         gone = set(requests)
-        rows = [row for row, request in enumerate(self.requests) if request not in gone]
-        others = Decodes([self.requests[row] for row in rows])
-        others.ends, others.newest_tokens = self.ends[rows], self.newest_tokens[rows]
+        left = [index for index, request in enumerate(self.requests) if request not in gone]
+        others = Decodes([self.requests[index] for index in left], self.rows[left])
+        others.ends, others.newest_tokens = self.ends[left], self.newest_tokens[left]
         return others
 
 
@@ -131,11 +131,6 @@ class Batch:
     def requests(self) -> list[Request]:
         """The requests, in the order of their tokens."""
         return [*self.decodes.requests, *(portion.request for portion in self.prefills)]
-
-    @property
-    def seq_ids(self) -> list[Hashable]:
-        """Their ids in the block manager."""
-        return [*self.decodes.seq_ids, *(portion.request.seq_id for portion in self.prefills)]
 
     @property
     def portions(self) -> list[Portion]:

@@ -3,20 +3,24 @@
 items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
+from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
 from kvpage.serving.model.step import BatchItem, Step
+
+Rows = npt.NDArray[np.int64]
 
 
 class Computed(NamedTuple):
@@ -42,43 +46,47 @@ class BatchRunner:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
         self._runner.check()
 
-    def compute(self, seq_ids: Sequence[Hashable], packed: PackedTokens) -> torch.Tensor:
-        """Compute one forward pass; return the wanted logits. Exceptions of the model come through."""
-        logits = self._runner.forward(packed, self._step(seq_ids, packed))
-        self._count(len(packed.token_ids))
-        return logits
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Compute one forward pass; return the logits of each last token. Exceptions of the model come through."""
+        rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
+        return self._forward(np.concatenate([batch.decodes.rows, rows]), batch.packed())
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
-        """Compute one forward pass, as `compute`.
+        """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
 
         blender: for items that reuse segments; None if there are none.
         """
-        seq_ids, packed = _packed(items)
+        rows, packed = self._manager.rows.of([item.seq_id for item in items]), _packed(items)
         if not any(item.reuse for item in items):
-            return Computed(self.compute(seq_ids, packed), [])
+            return Computed(self._forward(rows, packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
-        step = self._step(seq_ids, packed)
+        step = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
         blended = blend.counts()
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _step(self, seq_ids: Sequence[Hashable], packed: PackedTokens) -> Step:
-        """Return the arguments of attention, once the due moves of blocks are done."""
+    def _forward(self, rows: Rows, packed: PackedTokens) -> torch.Tensor:
+        logits = self._runner.forward(packed, self._step(rows, packed))
+        self._count(len(packed.token_ids))
+        return logits
+
+    def _step(self, rows: Rows, packed: PackedTokens) -> Step:
+        """Return the arguments of attention, once the due moves of blocks are done. rows: see SequenceSteps."""
         self._transfers.run()
-        slots = self._manager.slot_mappings(seq_ids, packed.starts, packed.ends)
-        return Step.make(self._cache, slots, self._manager.block_tables(seq_ids), packed.starts, packed.ends)
+        slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
+        return Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends)
 
     def _count(self, num_tokens: int) -> None:
         self.num_passes += 1
         self.num_computed_tokens += num_tokens
 
 
-def _packed(items: Sequence[BatchItem]) -> tuple[list[Hashable], PackedTokens]:
-    """Return the sequences of the items, and their tokens in one row."""
+def _packed(items: Sequence[BatchItem]) -> PackedTokens:
+    """Return the tokens of the items in one row."""
     starts, ends = (np.array(column, np.int64) for column in ([i.start for i in items], [i.end for i in items]))
     first_rows = np.cumsum(ends - starts) - (ends - starts)
     wanted = [first + index for first, item in zip(first_rows.tolist(), items, strict=True) for index in item.wanted]
     tokens = np.concatenate([item.token_ids for item in items])
-    return [item.seq_id for item in items], PackedTokens(tokens, starts, ends, np.array(wanted, np.int64))
+    return PackedTokens(tokens, starts, ends, np.array(wanted, np.int64))

@@ -1,0 +1,160 @@
+"""Where does the time of a step of the serving loop go, the model's arithmetic included?
+
+Two kinds of step of a Llama of 8 layers of 512 (33 million parameters), or of 16 layers of 1,024:
+
+    decode     32 sequences after a shared prefix of 1,024 tokens, a token each
+    prefill    a prompt of 1,536 tokens
+
+A clock around each part tells them apart; a part does not contain the parts inside it. Products are those of weights,
+by torch or kvpage. The rest of the model is rotation, norms and activations without a part of their own, and the
+Python of its modules. The bound is the products: `kvpage bench serving` says how fast they can be. Each decode step
+attends over one token more than the last.
+
+The first step of all must generate the token of the model's own forward. Medians of rounds, on the wall, with their
+quartiles. The clocks themselves take less than a microsecond a part.
+
+    python benchmarks/bench_step_parts.py [--model small] [--dtype fp32] [--rounds 15] [--threads N] [--plot PATH]
+"""
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers as tf
+
+import kvpage._C as _C
+from kvpage import CacheConfig
+from kvpage.benchmarks.engine_stub import random_prompt
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.part_clock import PartClock
+from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, DTYPES, MODELS, VOCAB, make_model
+from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.model.runner import ModelRunner
+
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "products": [(F, "linear"), (_C, "linear")],
+    "attention": [(_C, "paged_attention")],
+    "write K and V": [(_C, "reshape_and_cache")],
+    "norms in C++": [(_C, "rms_norm")],
+    "the rest of the model": [(ModelRunner, "forward")],
+    "the engine": [(Engine, "step")],
+}
+NUM_SEQS, PREFIX_LEN, TAIL_LEN, PREFILL_LEN = 32, 1024, 32, 1536
+Parts = dict[str, float]
+
+
+class Steps:
+    """An engine, and its steps of both kinds."""
+
+    def __init__(self, model: tf.PreTrainedModel, num_decodes: int) -> None:
+        num_tokens = PREFILL_LEN + NUM_SEQS * (PREFIX_LEN + TAIL_LEN + num_decodes + BLOCK_SIZE)
+        cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_tokens // BLOCK_SIZE)
+        self._engine = Engine.from_model(model, EngineConfig(cache, max_num_batched_tokens=BATCHED_TOKENS))
+        self._vocab, self._rng, self._model = model.config.vocab_size, np.random.default_rng(0), model
+
+    def prefill(self) -> Parts:
+        """Return the seconds of each part of a new prompt's step."""
+        self._engine.add_request(self._prompt(PREFILL_LEN), SamplingParams(max_tokens=1, ignore_eos=True))
+        return self._parts()
+
+    def begin_decodes(self, num_decodes: int) -> None:
+        """Compute the prompts of the sequences that `decode` goes on with."""
+        prefix = self._prompt(PREFIX_LEN)
+        for _ in range(NUM_SEQS):
+            params = SamplingParams(max_tokens=num_decodes + BLOCK_SIZE, ignore_eos=True)
+            self._engine.add_request(prefix + self._prompt(TAIL_LEN), params)
+        while len(self._engine.step()) < NUM_SEQS:
+            pass
+
+    def decode(self) -> Parts:
+        """Return the seconds of each part of a step of all sequences."""
+        return self._parts()
+
+    def check(self) -> None:
+        """AssertionError unless a prompt's first token is the model's."""
+        prompt = self._prompt(TAIL_LEN)
+        with torch.no_grad():
+            logits = self._model(torch.tensor([prompt])).logits[0, -1].float()
+        (output,) = self._engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+        assert logits.max() - logits[output.token_ids[0]] < 0.2, "the likeliest token, or one as likely"
+
+    def _parts(self) -> Parts:
+        with PartClock(PARTS) as clock:
+            assert self._engine.step(), "tokens"
+        return clock.seconds
+
+    def _prompt(self, num_tokens: int) -> list[int]:
+        return random_prompt(self._rng, self._vocab, num_tokens)
+
+
+def measure(model: tf.PreTrainedModel, rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of both kinds of step; the first round does not count."""
+    steps = Steps(model, rounds + 1)
+    steps.check()
+    gc.collect()
+    gc.disable()
+    try:
+        prefills = [steps.prefill() for _ in range(rounds + 1)][1:]
+        steps.begin_decodes(rounds + 1)
+        decodes = [steps.decode() for _ in range(rounds + 1)][1:]
+    finally:
+        gc.enable()
+    return [figures("decode", decodes), figures("prefill", prefills)]
+
+
+def figures(step: str, rounds: list[Parts]) -> dict[str, Any]:
+    parts = {part: Figure.of((one[part] for one in rounds), 1e6) for part in PARTS}
+    return {"step": step, "us": Figure.of((sum(one.values()) for one in rounds), 1e6), "parts us": parts}
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(f"\n{row['step']}: {row['us']:.0f} us")
+        for part, figure in row["parts us"].items():
+            print(f"  {part:24} {f'{figure:.0f}':>24} us {100 * figure.median / row['us'].median:5.1f} %")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw each step as a bar of its parts' shares."""
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.5))
+    names, left = [f"{row['step']}, {row['us'].median / 1000:.1f} ms" for row in rows], [0.0] * len(rows)
+    for part in PARTS:
+        widths = [100 * row["parts us"][part].median / row["us"].median for row in rows]
+        axis.barh(names, widths, left=left, label=part)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel("% of a step")
+    axis.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
+    finally:
+        torch.set_num_threads(num_threads)
+    report(rows)
+    if options.plot:
+        plot(rows, options.plot)
+    settings = {name: getattr(options, name) for name in ("model", "dtype", "rounds", "threads")}
+    print(dumps({"benchmark": "step_parts", "torch": torch.__version__, **settings, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

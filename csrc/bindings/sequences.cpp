@@ -1,0 +1,273 @@
+// Sequences on the device, and the arguments of their steps.
+#include "bindings/bindings.h"
+
+#include "bindings/integers.h"
+#include "bindings/methods.h"
+#include "bindings/new_arrays.h"
+#include "bindings/shared_tree.h"
+#include "docs.h"
+#include "sequences/sequence_rows.h"
+
+namespace kvpage {
+
+namespace {
+
+SharedTree& tree_of(const SequenceRows& rows) { return static_cast<SharedTree&>(rows.tree()); }
+
+// A method whose arguments have no names.
+template <typename Call>
+PyObject* of_rows(PyObject* self, Py_ssize_t num_args, Py_ssize_t wanted, Call call) noexcept {
+  return as_method([&]() -> PyObject* {
+    if (num_args != wanted) throw py::type_error("wrong number of arguments");
+    try {
+      return call(held_by_self<SequenceRows>(self));
+    } catch (const UnknownRow& e) {
+      throw py::key_error(e.what());
+    }
+  });
+}
+
+py::object object(PyObject* borrowed) { return py::reinterpret_borrow<py::object>(borrowed); }
+
+bool flag(PyObject* value) { return value == Py_True; }
+
+// One number for all rows, or one for each. It has memory of its own: see Integers::copied_ids.
+class OwnCounts {
+ public:
+  explicit OwnCounts(PyObject* source) {
+    if (PyLong_Check(source)) {
+      counts_ = Counts(int64_from(source, "num_new_tokens"));
+      return;
+    }
+    Integers integers(object(source), "num_new_tokens");
+    const auto each = integers.wide();
+    each_.reserve(each.size() + 1);  // so that it has an address
+    each_.assign(each.begin(), each.end());
+    counts_ = Counts(std::span<const int64_t>(each_.data(), each_.size()));
+  }
+  OwnCounts(const OwnCounts&) = delete;
+  OwnCounts& operator=(const OwnCounts&) = delete;
+  const Counts& get() const { return counts_; }
+
+ private:
+  std::vector<int64_t> each_;
+  Counts counts_{0};
+};
+
+PyObject* begin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 5, [&](SequenceRows& rows) -> PyObject* {
+    const Integers integers(object(args[0]), "tokens");
+    const TokenView tokens = integers.tokens();
+    const auto name = py::cast<py::bytes>(object(args[1]));
+    const std::string_view space(name);
+    const int64_t priority = int64_from(args[2], "priority"), left_over = int64_from(args[3], "num_left_over");
+    const bool shares_parts = flag(args[4]);
+    check(priority == static_cast<int>(priority), "priority must be between 0 and 7, got ", priority);
+    py::object ids = new_ids((tokens.size() + tree_of(rows).block_size() - 1) / tree_of(rows).block_size());
+    const auto begun = tree_of(rows).walk(
+        tokens.size(), [&] { return rows.begin(tokens, space, static_cast<int>(priority), left_over, shares_parts); });
+    if (!begun) return py::none().release().ptr();
+    rows.look_at(begun->row, [&](const Sequence& sequence) {
+      std::copy(sequence.ids.begin(), sequence.ids.end(), values_of<int32_t>(ids));
+    });
+    PyObject* result = Py_BuildValue("LLLiiO", begun->row, begun->num_cached, begun->num_evicted, begun->part_from,
+                                     begun->part_to, ids.ptr());
+    if (!result) rows.remove(begun->row);
+    return result;
+  });
+}
+
+PyObject* num_blocks_to_append(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    const OwnCounts counts(args[1]);
+    return PyLong_FromLongLong(rows.num_blocks_to_append(numbers.wide(), counts.get()));
+  });
+}
+
+// With the GIL: nothing that it waits for takes long, and no thread writes to the caller's arrays meanwhile.
+PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    const OwnCounts counts(args[1]);
+    const auto span = numbers.wide();
+    py::array_t<int64_t> pairs = room_for_pairs(rows.num_forked(span));
+    fill_pairs(pairs, rows.append(span, counts.get()));
+    return pairs.release().ptr();
+  });
+}
+
+PyObject* commit(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    const int64_t row = int64_from(args[0], "row");
+    const Integers integers(object(args[1]), "tokens");
+    const TokenView tokens = integers.tokens();
+    return PyLong_FromLongLong(tree_of(rows).walk(tokens.size(), [&] { return rows.commit(row, tokens); }));
+  });
+}
+
+PyObject* commit_each(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    const auto read = numbers.wide();
+    const std::vector<int64_t> span(read.begin(), read.end());
+    Integers integers(object(args[1]), "tokens");
+    const auto tokens = integers.copied_ids();
+    const TokenView view(tokens.data(), static_cast<int64_t>(tokens.size()));
+    return PyLong_FromLongLong(tree_of(rows).run(kQuick, [&] { return rows.commit_each(span, view); }));
+  });
+}
+
+py::object new_tables(SequenceRows& rows, std::span<const int64_t> span) {
+  const int64_t width = rows.most_blocks(span);
+  py::object tables = new_ids(static_cast<int64_t>(span.size()), width);
+  rows.fill_tables(span, width, values_of<int32_t>(tables));
+  return tables;
+}
+
+PyObject* tables(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 1, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    return new_tables(rows, numbers.wide()).release().ptr();
+  });
+}
+
+PyObject* last(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 1, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    const auto span = numbers.wide();
+    py::object slots = new_integers(static_cast<int64_t>(span.size()));
+    py::object lengths = new_integers(static_cast<int64_t>(span.size()));
+    rows.fill_last(span, values_of<int64_t>(slots), values_of<int64_t>(lengths));
+    const py::object tables = new_tables(rows, span);
+    return PyTuple_Pack(3, slots.ptr(), tables.ptr(), lengths.ptr());
+  });
+}
+
+PyObject* slots(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 3, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows"), starts(object(args[1]), "starts"), ends(object(args[2]), "ends");
+    const auto span = numbers.wide(), begin = starts.wide(), end = ends.wide();
+    py::object slots = new_integers(rows.check_positions(span, begin, end));
+    rows.fill_slots(span, begin, end, values_of<int64_t>(slots));
+    return slots.release().ptr();
+  });
+}
+
+PyObject* remove(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 1, [&](SequenceRows& rows) {
+    const int64_t row = int64_from(args[0], "row");
+    tree_of(rows).run(kQuick, [&] { rows.remove(row); });
+    return py::none().release().ptr();
+  });
+}
+
+int64_t add(SequenceRows& rows, Match& match, const py::object& own_ids, const py::object& pending, int64_t num_left,
+            int64_t num_tokens, int64_t num_written, const py::bytes& name, bool is_private) {
+  Integers own(own_ids, "own_ids"), tokens(pending, "pending");
+  check(&match.tree() == &rows.tree(), "match must be of this tree, got one of another tree");
+  check(num_left >= 0, "num_left must not be negative, got ", num_left);
+  Sequence sequence;
+  const auto own_span = own.ids(), pending_span = tokens.ids();
+  sequence.ids.resize(static_cast<size_t>(match.num_blocks() + num_left));
+  rows.tree().copy_block_ids(match, 0, std::span(sequence.ids).first(static_cast<size_t>(match.num_blocks())));
+  sequence.ids.insert(sequence.ids.end(), own_span.begin(), own_span.end());
+  sequence.pending.assign(pending_span.begin(), pending_span.end());
+  sequence.num_left = num_left;
+  sequence.num_tokens = num_tokens;
+  sequence.num_written = num_written;
+  sequence.name = std::string_view(name);
+  sequence.is_private = is_private;
+  return rows.add(std::move(sequence), match);
+}
+
+// Python's objects are made without the rows' mutex: making one may run code of others.
+py::object ids(const SequenceRows& rows, int64_t row) {
+  return copy_of(rows.look_at(row, [](const Sequence& sequence) { return sequence.ids; }));
+}
+
+// In the order of kvpage.blocks.states.SequenceState.
+py::tuple state(const SequenceRows& rows, int64_t row) {
+  const auto [numbers, pending, name, is_private] = rows.look_at(row, [](const Sequence& sequence) {
+    const std::array<int64_t, 5> numbers{sequence.num_tokens, sequence.num_written, sequence.match.num_blocks(),
+                                         sequence.num_left, sequence.match.priority()};
+    return std::tuple(numbers, sequence.pending, sequence.name, sequence.is_private);
+  });
+  return py::make_tuple(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], copy_of(pending), py::bytes(name),
+                        is_private);
+}
+
+void add_fast_methods(py::handle type) {
+  static const std::string texts[] = {
+      std::string("begin($self, tokens, namespace, priority, num_left_over, share_parts, /)\n--\n\n") +
+          doc("SequenceRows.begin"),
+      std::string("num_blocks_to_append($self, rows, num_new_tokens, /)\n--\n\n") +
+          doc("SequenceRows.num_blocks_to_append"),
+      std::string("append($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append"),
+      std::string("commit($self, row, tokens, /)\n--\n\n") + doc("SequenceRows.commit"),
+      std::string("commit_each($self, rows, tokens, /)\n--\n\n") + doc("SequenceRows.commit_each"),
+      std::string("tables($self, rows, /)\n--\n\n") + doc("SequenceRows.tables"),
+      std::string("last($self, rows, /)\n--\n\n") + doc("SequenceRows.last"),
+      std::string("slots($self, rows, starts, ends, /)\n--\n\n") + doc("SequenceRows.slots"),
+      std::string("remove($self, row, /)\n--\n\n") + doc("SequenceRows.remove"),
+  };
+  static PyMethodDef methods[] = {
+      {"begin", fast_call(&begin), METH_FASTCALL, texts[0].c_str()},
+      {"num_blocks_to_append", fast_call(&num_blocks_to_append), METH_FASTCALL, texts[1].c_str()},
+      {"append", fast_call(&append), METH_FASTCALL, texts[2].c_str()},
+      {"commit", fast_call(&commit), METH_FASTCALL, texts[3].c_str()},
+      {"commit_each", fast_call(&commit_each), METH_FASTCALL, texts[4].c_str()},
+      {"tables", fast_call(&tables), METH_FASTCALL, texts[5].c_str()},
+      {"last", fast_call(&last), METH_FASTCALL, texts[6].c_str()},
+      {"slots", fast_call(&slots), METH_FASTCALL, texts[7].c_str()},
+      {"remove", fast_call(&remove), METH_FASTCALL, texts[8].c_str()},
+  };
+  for (PyMethodDef& method : methods) add_method(type, method);
+}
+
+}  // namespace
+
+void bind_sequences(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const UnknownRow& e) {
+      PyErr_SetString(PyExc_KeyError, e.what());
+    }
+  });
+  py::class_<SequenceRows> rows(m, "SequenceRows", doc("SequenceRows"));
+  add_fast_methods(rows);
+  const auto make = [](const std::shared_ptr<SharedTree>& tree, bool is_caching) {
+    return std::make_unique<SequenceRows>(tree, is_caching);
+  };
+  rows.def(py::init(make), py::arg("tree").none(false), py::arg("is_caching"), doc("SequenceRows.__init__"))
+      .def("add", &add, py::kw_only(), py::arg("match"), py::arg("own_ids"), py::arg("pending"), py::arg("num_left"),
+           py::arg("num_tokens"), py::arg("num_written"), py::arg("namespace"), py::arg("is_private"),
+           doc("SequenceRows.add"))
+      .def(
+          "fork",
+          [](SequenceRows& rows, int64_t row, int64_t num_tokens) {
+            return tree_of(rows).run(kQuick, [&] { return rows.fork(row, num_tokens); });
+          },
+          py::arg("row"), py::arg("num_tokens"), doc("SequenceRows.fork"))
+      .def("give_back_room", &SequenceRows::give_back_room, py::arg("row"), doc("SequenceRows.give_back_room"))
+      .def("release_before", &SequenceRows::release_before, py::arg("row"), py::arg("num_tokens"),
+           doc("SequenceRows.release_before"))
+      .def("make_private", &SequenceRows::make_private, py::arg("row"), doc("SequenceRows.make_private"))
+      .def(
+          "pin",
+          [](const SequenceRows& rows, int64_t row) {
+            SharedTree& tree = tree_of(rows);
+            return new_match([&] {
+              return tree.run(kQuick, [&] {
+                return rows.look_at(row, [&](const Sequence& sequence) { return tree.pin(sequence.match); });
+              });
+            });
+          },
+          py::arg("row"), doc("SequenceRows.pin"))
+      .def("ids", &ids, py::arg("row"), doc("SequenceRows.ids"))
+      .def("state", &state, py::arg("row"), doc("SequenceRows.state"))
+      .def_property_readonly("num_rows", &SequenceRows::num_rows, doc("SequenceRows.num_rows"));
+}
+
+}  // namespace kvpage

@@ -1,0 +1,214 @@
+#include "sequences/sequence_rows.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+
+namespace kvpage {
+namespace {
+
+constexpr int kIndexBits = 32;
+
+// A match that is released again unless it is taken.
+class HeldMatch {
+ public:
+  explicit HeldMatch(Match match) : match_(std::move(match)) {}
+  HeldMatch(const HeldMatch&) = delete;
+  HeldMatch& operator=(const HeldMatch&) = delete;
+  ~HeldMatch() {
+    if (is_held_) match_.tree().release(match_);
+  }
+  const Match& get() const { return match_; }
+  Match take() {
+    is_held_ = false;
+    return std::move(match_);
+  }
+
+ private:
+  Match match_;
+  bool is_held_ = true;
+};
+
+}  // namespace
+
+SequenceRows::SequenceRows(std::shared_ptr<PrefixTree> tree, bool is_caching)
+    : tree_(std::move(tree)), pool_(tree_->pool()), block_size_(tree_->block_size()), is_caching_(is_caching) {}
+
+SequenceRows::~SequenceRows() {
+  for (Row& row : rows_)
+    if (row.version % 2 == 1) {
+      pool_->release(row.sequence.own_ids());
+      tree_->release(row.sequence.match);
+    }
+}
+
+int64_t SequenceRows::num_rows() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(rows_.size() - free_.size());
+}
+
+// --- rows ---
+
+const Sequence& SequenceRows::at(int64_t row) const {
+  const auto index = static_cast<uint32_t>(row), version = static_cast<uint32_t>(row >> kIndexBits);
+  if (index < rows_.size() && rows_[index].version == version && version % 2 == 1) [[likely]]
+    return rows_[index].sequence;
+  throw UnknownRow("row " + std::to_string(row));
+}
+
+Sequence& SequenceRows::at(int64_t row) { return const_cast<Sequence&>(std::as_const(*this).at(row)); }
+
+// The rows of one call, each named once.
+void SequenceRows::name_all(std::span<const int64_t> rows) {
+  const uint64_t call = ++num_calls_;
+  for (const int64_t row : rows) {
+    Sequence& sequence = at(row);
+    check(sequence.named_by != call, "rows must be distinct, got ", row, " twice");
+    sequence.named_by = call;
+  }
+}
+
+// Makes sure that take_row finds a row, and that giving it back needs no memory.
+void SequenceRows::reserve_row() {
+  if (!free_.empty()) return;
+  const size_t num_rows = rows_.size(), more = std::max<size_t>(num_rows, 8);
+  free_.reserve(num_rows + more);
+  rows_.resize(num_rows + more);
+  for (size_t index = num_rows + more; index-- > num_rows;) free_.push_back(static_cast<uint32_t>(index));
+}
+
+int64_t SequenceRows::take_row(Sequence&& sequence) noexcept {
+  const uint32_t index = free_.back();
+  free_.pop_back();
+  Row& row = rows_[index];
+  row.sequence = std::move(sequence);
+  row.version = (row.version + 1) & 0x7fffffff;
+  return int64_t{row.version} << kIndexBits | index;
+}
+
+// --- a sequence's life ---
+
+std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::string_view name, int priority,
+                                                 int64_t num_left_over, bool shares_parts) {
+  std::lock_guard lock(mutex_);
+  check(!tree_->has_host_tier(), "begin needs a tree without a host tier");
+  check(tokens.size() > 0, "tokens must hold at least one token, got none");
+  Sequence fresh;
+  fresh.num_tokens = tokens.size();
+  fresh.name = name;
+  fresh.ids.resize(static_cast<size_t>(blocks_for(tokens.size())));
+  if (is_caching_) fresh.pending.reserve(static_cast<size_t>(block_size_));
+  reserve_row();
+  HeldMatch match(tree_->match(tokens, name, priority, num_left_over));
+  std::optional<HeldMatch> part_match;
+  BegunSequence begun;
+  int64_t num_part = 0;
+  if (auto part = shares_parts ? tree_->match_part(match.get(), tokens, num_left_over) : std::nullopt) {
+    part_match.emplace(std::move(part->match));
+    tokens.check_fits(match.get().num_tokens(), part->num_tokens);
+    begun.part_from = part->block_id;
+    num_part = part->num_tokens;
+  }
+  const auto num_found = static_cast<size_t>(match.get().num_blocks());
+  const auto own = std::span(fresh.ids).subspan(num_found);
+  if (!make_room(static_cast<int64_t>(own.size()), &begun.num_evicted)) {
+    if (!part_match) return std::nullopt;
+    part_match.reset();  // it is not worth a request
+    begun.part_from = kNoBlock;
+    num_part = 0;
+    if (!make_room(static_cast<int64_t>(own.size()), &begun.num_evicted)) return std::nullopt;
+  }
+  tree_->copy_block_ids(match.get(), 0, std::span(fresh.ids).first(num_found));
+  pool_->allocate(own);
+  begun.num_cached = fresh.num_written = match.get().num_tokens() + num_part;
+  if (num_part > 0) {
+    begun.part_to = own.front();
+    fresh.pending.resize(static_cast<size_t>(num_part));
+    tokens.copy_to(match.get().num_tokens(), num_part, fresh.pending.data());
+  }
+  fresh.match = match.take();
+  begun.row = take_row(std::move(fresh));
+  return begun;
+}
+
+// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough.
+bool SequenceRows::make_room(int64_t num_blocks, int64_t* num_evicted) {
+  const int64_t lacking = num_blocks - pool_->num_free();
+  if (lacking <= 0) return true;
+  if (lacking > tree_->num_evictable()) return false;
+  *num_evicted = tree_->evict(lacking);
+  return *num_evicted == lacking;
+}
+
+int64_t SequenceRows::add(Sequence&& sequence, Match& match) {
+  std::lock_guard lock(mutex_);
+  if (is_caching_) sequence.pending.reserve(static_cast<size_t>(block_size_));
+  reserve_row();
+  sequence.match = tree_->take(match);
+  return take_row(std::move(sequence));
+}
+
+int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {
+  std::lock_guard lock(mutex_);
+  Sequence& parent = at(row);
+  check(num_tokens >= parent.match.num_tokens() && num_tokens <= parent.num_written, "num_tokens must be in [",
+        parent.match.num_tokens(), ", ", parent.num_written, "], got ", num_tokens);
+  Sequence child;
+  child.name = parent.name;
+  child.ids.assign(parent.ids.begin(), parent.ids.begin() + blocks_for(num_tokens));
+  if (shares(parent)) {
+    child.pending.reserve(static_cast<size_t>(block_size_));
+    child.pending.assign(parent.pending.begin(), parent.pending.begin() + (num_tokens - parent.match.num_tokens()));
+  }
+  child.num_tokens = child.num_written = num_tokens;
+  child.num_left = parent.num_left;
+  child.is_private = parent.is_private;
+  child.is_forked = true;
+  reserve_row();
+  HeldMatch match(tree_->pin(at(row).match));
+  pool_->share(std::span(child.ids).subspan(std::min(at(row).num_given(), child.ids.size())));
+  at(row).is_forked = true;
+  child.match = match.take();
+  return take_row(std::move(child));
+}
+
+void SequenceRows::remove(int64_t row) {
+  std::lock_guard lock(mutex_);
+  Sequence& sequence = at(row);
+  pool_->release(sequence.own_ids());
+  tree_->release(sequence.match);
+  const auto index = static_cast<uint32_t>(row);
+  rows_[index].sequence = Sequence();
+  rows_[index].version = (rows_[index].version + 1) & 0x7fffffff;
+  free_.push_back(index);
+}
+
+void SequenceRows::give_back_room(int64_t row) {
+  std::lock_guard lock(mutex_);
+  Sequence& sequence = at(row);
+  const auto num_blocks = static_cast<size_t>(blocks_for(sequence.num_written));
+  pool_->release(std::span(sequence.ids).subspan(num_blocks));
+  sequence.ids.resize(num_blocks);
+  sequence.num_tokens = sequence.num_written;
+}
+
+int64_t SequenceRows::release_before(int64_t row, int64_t num_tokens) {
+  std::lock_guard lock(mutex_);
+  Sequence& sequence = at(row);
+  check(num_tokens >= 0 && num_tokens <= sequence.num_written, "num_tokens must be in [0, ", sequence.num_written,
+        "] committed ones, got ", num_tokens);
+  const int64_t num_more = num_tokens / block_size_ - static_cast<int64_t>(sequence.num_given());
+  if (shares(sequence) || num_more <= 0) return 0;
+  pool_->release(sequence.own_ids().first(static_cast<size_t>(num_more)));
+  sequence.num_left += num_more;
+  return num_more;
+}
+
+void SequenceRows::make_private(int64_t row) {
+  std::lock_guard lock(mutex_);
+  at(row).is_private = true;
+  at(row).pending.clear();
+}
+
+}  // namespace kvpage

@@ -1,0 +1,171 @@
+// SequenceRows: the sequences on the device of one BlockManager, by row.
+//
+//      row = version * 2^32 + index        rows_[index]: a sequence, or free
+//
+// A row keeps its number as long as the sequence is on the device. The index is given to others afterwards, with
+// another version: an old number is refused, and never names somebody else's sequence.
+//
+// Every call holds a mutex, and is all or nothing. The mutexes of the tree and of the pool come after it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string_view>
+#include <vector>
+
+#include "base/token_view.h"
+#include "sequences/sequence.h"
+#include "tree/prefix_tree.h"
+
+namespace kvpage {
+
+// A number that names no sequence on the device. Reaches Python as KeyError.
+struct UnknownRow : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Numbers of tokens, one for each row of a call, or one for all.
+class Counts {
+ public:
+  explicit Counts(int64_t all) : all_(all) {}
+  explicit Counts(std::span<const int64_t> each) : each_(each) {}
+  bool fits(size_t num_rows) const { return !each_.data() || each_.size() == num_rows; }
+  int64_t at(size_t i) const { return each_.data() ? each_[i] : all_; }
+
+ private:
+  int64_t all_ = 0;
+  std::span<const int64_t> each_;
+};
+
+// The answer of `begin`.
+struct BegunSequence {
+  int64_t row = 0;
+  int64_t num_cached = 0;   // tokens
+  int64_t num_evicted = 0;  // blocks, for it
+  int32_t part_from = kNoBlock;  // the block whose first tokens are to be copied
+  int32_t part_to = kNoBlock;
+};
+
+class SequenceRows {
+ public:
+  // is_caching: whether sequences share blocks by their tokens.
+  SequenceRows(std::shared_ptr<PrefixTree> tree, bool is_caching);
+  ~SequenceRows();
+  SequenceRows(const SequenceRows&) = delete;
+  SequenceRows& operator=(const SequenceRows&) = delete;
+
+  PrefixTree& tree() const { return *tree_; }
+  int64_t num_rows() const;  // in use
+
+  // --- one sequence ---
+
+  // Begins a sequence with its longest cached prefix, a part of the next block where `shares_parts`, and free blocks,
+  // some of which are evicted for it. Without room it changes nothing and returns none. InvalidArgument as
+  // PrefixTree::match, with a host tier, and without tokens.
+  std::optional<BegunSequence> begin(const TokenView& tokens, std::string_view name, int priority,
+                                     int64_t num_left_over, bool shares_parts);
+
+  // Adds a sequence whose blocks are there already, and takes over its match and the references to its own blocks. If
+  // it throws, they stay the caller's.
+  int64_t add(Sequence&& sequence, Match& match);
+
+  // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.
+  int64_t fork(int64_t row, int64_t num_tokens);
+
+  // Ends a sequence: releases its own blocks and its match.
+  void remove(int64_t row);
+
+  // Releases the blocks after the written tokens.
+  void give_back_room(int64_t row);
+
+  // Releases the own blocks whose tokens are all before the `num_tokens`th, of at most the written ones, where no other
+  // sequence finds them; returns how many.
+  int64_t release_before(int64_t row, int64_t num_tokens);
+
+  // From here on no other sequence finds its blocks.
+  void make_private(int64_t row);
+
+  // Calls look(const Sequence&) and returns its result. It must not call back.
+  template <typename Look>
+  auto look_at(int64_t row, Look look) const {
+    std::lock_guard lock(mutex_);
+    return look(at(row));
+  }
+
+  // --- many sequences ---
+
+  // Returns how many blocks `append` takes for them. InvalidArgument for a row that is named twice and for a negative
+  // count.
+  int64_t num_blocks_to_append(std::span<const int64_t> rows, const Counts& counts);
+
+  // Returns how many of them may share their last own block.
+  int64_t num_forked(std::span<const int64_t> rows) const;
+
+  // Makes room for more tokens. Where the last block is partly filled and shared, all but its last holder get a copy:
+  // the (from, to) pairs. OutOfBlocks if too few blocks are free.
+  std::vector<TierPair> append(std::span<const int64_t> rows, const Counts& counts);
+
+  // Records that K and V of `tokens` are written; returns how many blocks that has cached. InvalidArgument without
+  // room.
+  int64_t commit(int64_t row, const TokenView& tokens);
+
+  // The same with one token of each row. A block that finds no memory in the tree is cached by the next commit.
+  int64_t commit_each(std::span<const int64_t> rows, const TokenView& tokens);
+
+  // Returns the longest table's number of blocks.
+  int64_t most_blocks(std::span<const int64_t> rows) const;
+
+  // Fills tables [num_rows, width], with 0 after a sequence's last block. `width` is at least most_blocks.
+  void fill_tables(std::span<const int64_t> rows, int64_t width, int32_t* tables) const;
+
+  // Fills the slot of each sequence's last token, and its number of tokens.
+  void fill_last(std::span<const int64_t> rows, int64_t* slots, int64_t* num_tokens) const;
+
+  // Fills the slots of the positions [starts[i], ends[i]), one sequence after the other, which check_positions has
+  // taken and counted.
+  int64_t check_positions(std::span<const int64_t> rows, std::span<const int64_t> starts,
+                          std::span<const int64_t> ends) const;
+  void fill_slots(std::span<const int64_t> rows, std::span<const int64_t> starts, std::span<const int64_t> ends,
+                  int64_t* slots) const;
+
+ private:
+  struct Row {
+    Sequence sequence;
+    uint32_t version = 0;  // odd while it is in use, and grows with each change
+  };
+  struct Growth;
+
+  Sequence& at(int64_t row);
+  const Sequence& at(int64_t row) const;
+  bool shares(const Sequence& sequence) const { return is_caching_ && !sequence.is_private; }
+  static constexpr int64_t kMaxTokens = int64_t{1} << 61;  // of a sequence: no sum overflows
+
+  int64_t blocks_for(int64_t num_tokens) const { return (num_tokens + block_size_ - 1) / block_size_; }
+  void name_all(std::span<const int64_t> rows);
+
+  void reserve_row();
+  int64_t take_row(Sequence&& sequence) noexcept;
+
+  bool make_room(int64_t num_blocks, int64_t* num_evicted);
+  Growth growth(std::span<const int64_t> rows, const Counts& counts);
+  void reserve_ids(Sequence& sequence, int64_t count) const;
+  int64_t commit_shared(Sequence& sequence, const TokenView& tokens);
+  void cache_blocks(Sequence& sequence, const TokenView& tokens);
+  int64_t cache_pending(Sequence& sequence);
+
+  const std::shared_ptr<PrefixTree> tree_;
+  const std::shared_ptr<BlockPool> pool_;
+  const int64_t block_size_;
+  const bool is_caching_;
+
+  mutable std::mutex mutex_;
+  std::vector<Row> rows_;
+  std::vector<uint32_t> free_;  // indices; has room for all of them
+  uint64_t num_calls_ = 0;  // that named rows
+};
+
+}  // namespace kvpage

@@ -1,0 +1,210 @@
+"""Steps by rows: the same as the calls by id, all or nothing, and never somebody else's sequence."""
+
+import numpy as np
+import pytest
+
+from kvpage import BlockManager, OutOfBlocks
+from kvpage.blocks.space import HostPolicy
+
+B = 4
+
+
+def begun(manager: BlockManager, seq_id: object, tokens: list[int]) -> None:
+    """Allocate and commit."""
+    num_cached = manager.allocate(seq_id, tokens).num_cached_tokens
+    manager.take_moves()
+    manager.commit(seq_id, tokens[num_cached:])
+
+
+def seen(manager: BlockManager) -> object:
+    """All that a call could have changed."""
+    manager.check()
+    states = [[*state[:5], state[5].tolist(), *state[6:]] for state in map(manager._sequences.state, manager.ids())]
+    return manager.stats(), states, [manager.block_ids(seq_id).tolist() for seq_id in manager.ids()]
+
+
+class Manager(BlockManager):
+    """One that tells its sequences."""
+
+    def ids(self) -> list[object]:
+        return list(self._sequences.on_device)
+
+
+@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B])
+def test_a_step_by_rows_is_a_step_by_ids(num_tokens):
+    one, other = BlockManager(64, B), BlockManager(64, B)
+    prompts = {i: [i] * num_tokens for i in range(3)} | {9: [0] * num_tokens + [7]}
+    for manager in (one, other):
+        for seq_id, tokens in prompts.items():
+            begun(manager, seq_id, tokens)
+    ids, rows = list(prompts), one.rows.of(list(prompts))
+    lengths = {seq_id: len(tokens) for seq_id, tokens in prompts.items()}
+    for token in range(3 * B):
+        one.rows.append(rows)
+        other.append(ids)
+        slots, tables, seq_lens = one.rows.inputs(rows)
+        starts, ends = list(lengths.values()), [length + 1 for length in lengths.values()]
+        assert slots.tolist() == other.slot_mappings(ids, starts, ends).tolist() and slots.dtype == np.int64
+        assert tables.tolist() == other.block_tables(ids).tolist() and tables.dtype == np.int32
+        assert seq_lens.tolist() == ends and seq_lens.dtype == np.int64
+        assert one.rows.slots(rows, starts, ends).tolist() == slots.tolist()
+        assert one.rows.tables(rows).tolist() == tables.tolist()
+        one.rows.commit(rows, [token] * len(ids))
+        for seq_id in ids:
+            other.commit(seq_id, [token])
+        lengths = dict(zip(ids, ends, strict=True))
+        one.check()
+        assert one.stats() == other.stats()
+
+
+def test_tables_end_with_zeros():
+    manager = BlockManager(16, B)
+    begun(manager, "long", list(range(3 * B)))
+    begun(manager, "short", [9])
+    tables = manager.rows.tables(manager.rows.of(["short", "long"]))
+    assert tables.shape == (2, 3) and tables[0, 1:].tolist() == [0, 0]
+    assert tables[1].tolist() == manager.block_ids("long").tolist()
+
+
+def test_no_rows():
+    manager = BlockManager(4, B)
+    rows = manager.rows.of([])
+    manager.rows.append(rows)
+    manager.rows.commit(rows, [])
+    slots, tables, lengths = manager.rows.inputs(rows)
+    assert slots.shape == lengths.shape == (0,) and tables.shape == (0, 0)
+
+
+@pytest.mark.parametrize("leave", ["release", "swap_out"])
+def test_an_old_row_never_names_another_sequence(leave):
+    manager = Manager(16, B, num_host_blocks=8)
+    begun(manager, "old", [1])
+    old = manager.rows.of(["old"])
+    getattr(manager, leave)("old")
+    manager.take_moves()
+    begun(manager, "new", [2])
+    assert manager.rows.of(["new"])[0] != old[0]
+    before = seen(manager)
+    for call in (
+        lambda: manager.rows.append(old),
+        lambda: manager.rows.inputs(old),
+        lambda: manager.rows.tables(old),
+        lambda: manager.rows.slots(old, [0], [1]),
+        lambda: manager.rows.commit(old, [1]),
+    ):
+        with pytest.raises(KeyError):
+            call()
+        assert seen(manager) == before
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 7, 1 << 32 | 7, 3 << 32, -(1 << 63), (1 << 63) - 1])
+def test_numbers_that_are_no_rows_are_refused(wrong):
+    manager = Manager(16, B)
+    begun(manager, 0, [1])
+    before = seen(manager)
+    for call in (manager.rows.append, manager.rows.inputs):
+        with pytest.raises(KeyError):
+            call(np.array([*manager.rows.of([0]), wrong], np.int64))
+    assert seen(manager) == before
+
+
+BAD_CALLS = {
+    "one twice to append": (lambda m, rows: m.rows.append(rows[[0, 1, 0]]), "rows must be distinct"),
+    "one twice to commit": (lambda m, rows: m.rows.commit(rows[[1, 1]], [1, 1]), "rows must be distinct"),
+    "negative": (lambda m, rows: m.rows.append(rows, -1), "must not be negative, got -1"),
+    "one negative": (lambda m, rows: m.rows.append(rows, [1, -2]), "must not be negative, got -2"),
+    "too few counts": (lambda m, rows: m.rows.append(rows, [1]), "one for each of 2 rows"),
+    "too few tokens": (lambda m, rows: m.rows.commit(rows, [1]), "one for each of 2 rows, got 1"),
+    "no room": (lambda m, rows: m.rows.commit(rows, [1, 1]), "must not exceed the 6 tokens"),
+    "a position": (lambda m, rows: m.rows.slots(rows, [0, 0], [6, 7]), r"must be in \[0, 5\], got \[0, 7\]"),
+    "a token": (lambda m, rows: m.rows.commit(rows[:1], [1 << 31]), "must fit into 32 bits"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_change_nothing(case):
+    call, text = BAD_CALLS[case]
+    manager = Manager(16, B)
+    begun(manager, 0, list(range(B + 2)))
+    manager.allocate(1, [9] * (B + 1))  # room that is not written
+    before = seen(manager)
+    with pytest.raises(ValueError, match=text):
+        call(manager, manager.rows.of([0, 1])[::-1].copy() if case == "no room" else manager.rows.of([0, 1]))
+    assert seen(manager) == before
+
+
+def test_without_blocks_nothing_has_grown():
+    manager = Manager(3, B, pin_quota=0)
+    for seq_id in range(3):
+        begun(manager, seq_id, [seq_id] * B)
+    before = seen(manager)
+    for count in (1, 10**9, 10**30):
+        with pytest.raises(OutOfBlocks):
+            manager.rows.append(manager.rows.of([0, 1, 2]), count)
+        with pytest.raises(OutOfBlocks):
+            manager.append([0, 1, 2], count)
+    assert seen(manager) == before
+
+
+def test_cached_blocks_are_evicted_for_a_step():
+    manager = BlockManager(3, B)
+    begun(manager, "gone", [5] * (2 * B))
+    manager.release("gone")
+    begun(manager, 0, [1] * B)
+    manager.rows.append(manager.rows.of([0]), B + 1)
+    assert len(manager.block_ids(0)) == 3 and manager.stats().evicted_blocks == 2
+    manager.check()
+
+
+def test_forks_are_copied_before_a_step_and_its_inputs_wait_for_the_copies():
+    manager = BlockManager(16, B)
+    begun(manager, 0, list(range(B + 1)))
+    for fork in (1, 2):
+        manager.fork(0, fork)
+    shared = int(manager.block_ids(0)[1])
+    rows = manager.rows.of([0, 1, 2])
+    manager.rows.append(rows)
+    for call in (manager.rows.inputs, manager.rows.tables):
+        with pytest.raises(RuntimeError, match="do_moves must be called before a step"):
+            call(rows)
+    ((kind, copies),) = manager.take_moves()
+    assert kind == "copy" and copies[:, 0].tolist() == [shared, shared]
+    tables = manager.rows.inputs(rows).block_tables
+    assert tables[:, 1].tolist() == [*copies[:, 1].tolist(), shared]
+
+
+def test_what_a_step_caches_is_copied_at_once_where_the_policy_says_so():
+    manager = BlockManager(8, B, num_host_blocks=4, host_policy=HostPolicy(0))
+    begun(manager, 0, [1] * (B - 1))
+    begun(manager, 1, [2] * (B - 1))
+    rows = manager.rows.of([0, 1])
+    manager.rows.append(rows)
+    manager.rows.commit(rows, [1, 2])
+    assert manager.stats().space.written_blocks == 2
+    assert [kind for kind, _ in manager.take_moves()] == ["swap_out"]
+
+
+def test_rows_of_many_generations():
+    manager, seen_rows = BlockManager(8, B), set()
+    for seq_id in range(1000):
+        begun(manager, seq_id, [seq_id])
+        seen_rows.update(manager.rows.of([seq_id]).tolist())
+        manager.release(seq_id)
+    assert len(seen_rows) == 1000
+
+
+@pytest.mark.parametrize("values", [[], [0], [1, 2, 3], [2**30 - 1, -(2**30) + 1], list(range(-500, 500))])
+def test_lists_of_tokens_are_read_as_numpy_reads_them(values):
+    manager = BlockManager(512, B)
+    if values:
+        manager.allocate(0, values)
+        manager.commit(0, np.array(values, np.int64))
+        assert manager.allocate(1, values + [1]).num_cached_tokens >= len(values) // B * B
+
+
+@pytest.mark.parametrize("wrong", [[1, 2.5], [1, True, None], ["1"], [[1]], [2**31], [2**64], [1.0]])
+def test_lists_of_other_things_are_refused(wrong):
+    manager = BlockManager(16, B)
+    with pytest.raises((ValueError, TypeError)):
+        manager.allocate(0, wrong)
+    assert manager.allocate(0, [2**31 - 1, -(2**31), True]).num_cached_tokens == 0

@@ -1,0 +1,154 @@
+"""The work of a decode step: counted in calls, which do not grow with the sequences, and not with those that wait."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+from support.models import VOCAB, make_model, make_prompts
+from support.scheduler_steps import request_of, scheduler_of, step
+
+from kvpage import CacheConfig
+from kvpage.blocks.rows import SequenceSteps
+from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.batch.batch import Decodes
+from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
+
+B = 4
+
+
+def make_engine(num_seqs: int) -> Engine:
+    """Its model is a stub, once it is accepted."""
+    engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(B, 40 * num_seqs), max_num_seqs=num_seqs))
+    logits = torch.randn(num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
+    engine._runner.forward = lambda packed, step: logits[: len(packed.wanted)]
+    return engine
+
+
+def decoding(num_seqs: int, num_waiting: int = 0, **fields: object) -> Engine:
+    engine, params = make_engine(num_seqs), SamplingParams(max_tokens=90, **fields)
+    for prompt in make_prompts([B + index % B for index in range(num_seqs + num_waiting)], seed=1):
+        engine.add_request(prompt, params)
+    while len(engine.step()) < num_seqs:
+        pass
+    for _ in range(2):
+        engine.step()
+    return engine
+
+
+def calls_of(work: Callable[[], object]) -> Counter[str]:
+    """Return how often each function of kvpage in Python was called."""
+    found: Counter[str] = Counter()
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and "/kvpage/" in frame.f_code.co_filename.replace("\\", "/"):
+            found[f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [VOCAB + 5]}])
+def test_no_call_of_python_for_each_sequence(fields: dict) -> None:
+    few, many = (sum(calls_of(decoding(number, **fields).step).values()) for number in (8, 64))
+    assert abs(many - few) < 10 and many < 200
+
+
+def test_a_step_does_nothing_for_those_that_wait() -> None:
+    none, some = (sum(calls_of(decoding(4, waiting).step).values()) for waiting in (0, 300))
+    assert abs(some - none) < 4
+
+
+def test_the_manager_is_asked_as_often_for_many_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[str] = Counter()
+    for name in ("of", "append", "slots", "tables", "commit"):
+        own = getattr(SequenceSteps, name)
+        monkeypatch.setattr(SequenceSteps, name, lambda *args, own=own, name=name: asked.update([name]) or own(*args))
+    found = []
+    for number in (2, 32):
+        engine = decoding(number)
+        asked.clear()
+        engine.step()
+        found.append(dict(asked))
+    assert found[0] == found[1] and set(found[0].values()) == {1}
+
+
+# --- the columns -----------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_kept_while_the_same_requests_decode() -> None:
+    scheduler = scheduler_of()
+    for number in range(3):
+        scheduler.add(request_of(number, 5, max_tokens=4 + 3 * number))
+    step(scheduler)
+    first = scheduler.schedule().decodes
+    assert [request.request_id for request in first.requests] == ["r0", "r1", "r2"] and first.ends.tolist() == [6] * 3
+    scheduler.requeue(first.requests)
+    while scheduler.waiting or any(not request.needs_room for request in scheduler.running):
+        step(scheduler)
+    step(scheduler)
+    kept = scheduler._decodes
+    step(scheduler)
+    assert scheduler._decodes is kept
+    while len(scheduler.running) == 3:
+        step(scheduler)
+    step(scheduler)
+    assert [request.request_id for request in scheduler._decodes.requests] == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("by_take", [True, False])
+def test_columns_follow_tokens_that_were_given_one_by_one(by_take: bool) -> None:
+    """By `take`, or by each request: the next step reads the same lengths and newest tokens."""
+    requests = [request_of(number, 3 + number, max_tokens=9) for number in range(3)]
+    for request in requests:
+        request.admit(0)
+        request.set_computed(request.num_tokens)
+        request.append(10, now=0.0)
+    decodes, outputs = Decodes(requests, np.arange(3)), []
+    for token in (20, 30, 40):
+        decodes.begin()
+        assert decodes.ends.tolist() == [request.num_tokens for request in requests]
+        assert decodes.newest_tokens.tolist() == [request.tokens[request.num_tokens - 1] for request in requests]
+        decodes.set_computed()
+        if by_take:
+            decodes.take([token, token + 1, token + 2], outputs)
+        else:
+            for index, request in enumerate(requests):
+                request.append(token + index, now=0.0)
+    assert [request.generated_token_ids for request in requests] == [[10, 20 + i, 30 + i, 40 + i] for i in range(3)]
+    assert [request.num_room for request in requests] == [request.num_tokens - 1 for request in requests]
+    assert [request.num_computed for request in requests] == [request.num_tokens - 1 for request in requests]
+    assert len(outputs) == 9 * by_take
+
+
+def test_last_tokens_are_left_to_the_caller() -> None:
+    """Of a stop token, and of the last of max_tokens; a stop token of one request is none of another."""
+    requests = [
+        request_of(0, 3, max_tokens=9, stop_token_ids=[7]),
+        request_of(1, 3, max_tokens=9),
+        request_of(2, 3, max_tokens=2),
+        request_of(3, 3, max_tokens=9, stop_token_ids=[7, 8]),
+    ]
+    for request in requests:
+        request.admit(0)
+        request.append(1, now=0.0)
+    decodes, outputs = Decodes(requests, np.arange(4)), []
+    decodes.begin()
+    assert decodes.last_rows([1, 1, 1, 1]) == [2]
+    assert decodes.last_rows([7, 7, 7, 8]) == [0, 2, 3]
+    decodes.take([7, 7, 7, 8], outputs, but=[0, 2, 3])
+    assert [output.request_id for output in outputs] == ["r1"]
+    assert [request.num_generated for request in requests] == [1, 2, 1, 1]
+
+
+def test_outputs_are_those_that_the_class_makes() -> None:
+    made = outputs_of_tokens(["a", "b"], [3, 4], [0, 2])
+    assert made == [StepOutput("a", 3), StepOutput("b", 4, 2)] and {type(one) for one in made} == {StepOutput}
+    assert outputs_of_tokens([], [], []) == []
