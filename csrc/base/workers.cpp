@@ -17,7 +17,7 @@
 namespace kvpage {
 namespace {
 
-constexpr auto kWorkerLooks = std::chrono::microseconds(30);   // for the next call of the same step
+constexpr auto kWorkerLooks = std::chrono::microseconds(100);  // for the next call of the same step
 constexpr auto kCallerLooks = std::chrono::microseconds(200);  // for the end of a worker's share
 
 struct Job {
@@ -58,6 +58,7 @@ bool look(const Worker& worker, std::chrono::microseconds longest, const IsThere
       if (is_there(worker.state.load())) return true;
       pause_briefly();
     }
+    std::this_thread::yield();  // whoever else wants this processor goes first
   } while (std::chrono::steady_clock::now() < end);
   return false;
 }

@@ -2,7 +2,7 @@
 // less than one, and waking one that sleeps takes a few.
 //
 //   caller   takes idle workers ── offers them its job ── works on it, too ── takes back what none has begun ── waits
-//   worker                           looks 30 us, then sleeps ── works on it ── says so
+//   worker                           looks for 0.1 ms, then sleeps ── works on it ── says so
 //
 // A caller waits for a worker only while that one is at work. So no call waits for another one, and a worker that the
 // system delays holds nobody up. Workers are started when a call first wants so many, and live as long as the process.

@@ -39,6 +39,7 @@ void bind_linear(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
       "See kvpage.ops.rms_norm, which checks what needs a tensor.");
+  m.def("_multiply_adds", [](int64_t num_rounds) { return linear_kernels().best().multiply_adds(num_rounds); });
   m.def(
       "linear_kernels", [] { return linear_kernels().names(); },
       "The kernels for products that this machine runs, the best first.");

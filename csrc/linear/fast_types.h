@@ -6,7 +6,7 @@
 namespace kvpage {
 
 // Returns whether `linear` is at least as fast as torch's own product on this machine. Without AVX2 it is not. Where
-// the processor multiplies matrices of 16-bit numbers by instructions of its own, torch's library uses them.
+// the processor multiplies 16-bit numbers by instructions of its own, torch's library uses them, and `linear` does not.
 bool has_fast_linear(RowType type);
 
 }  // namespace kvpage

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <memory>
 #include <new>
-#include <vector>
 
 #include "base/check.h"
 #include "base/parallel.h"
@@ -13,7 +12,7 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;            // rows of x that stay in the second cache while a panel of w passes
 constexpr int64_t kMostStaged = 16 << 20;    // bytes of x in scratch at once
-constexpr int64_t kGrainBytes = 128 << 10;   // of w for a thread
+constexpr int64_t kGrain = 128 << 10;        // elements of w for a thread, read once for 8 rows of x
 constexpr int64_t kGrainStaged = 512 << 10;  // of x for a thread
 
 // Bytes on a cache line's boundary.
@@ -68,29 +67,42 @@ void stage_rows(const Linear& args, const LinearTask& whole, int64_t first_row) 
   });
 }
 
-// Columns in panels, rows in blocks: a thread takes a panel of some rows after the other.
-void multiply_rows(const Linear& args, const LinearTask& whole, Scratch* scratch) {
+// A thread's own. The tile starts so far from a page's beginning that a load from x, whose rows lie half a page apart,
+// does not look like one of what was just stored there.
+class ThreadScratch {
+ public:
+  ThreadScratch() : bytes_((kSums + kGap + kTileColumns * kMostK) * static_cast<int64_t>(sizeof(float))) {}
+  LinearScratch place() const {
+    float* const sums = reinterpret_cast<float*>(bytes_.data());
+    return {sums, sums + kSums + kGap};
+  }
+
+ private:
+  static constexpr int64_t kSums = kRowBlock * kPanelColumns, kGap = 272;
+  Scratch bytes_;
+};
+
+// Columns in panels, rows in blocks: a thread takes one panel after the other, for a block of rows.
+void multiply_rows(const Linear& args, const LinearTask& whole) {
   const int64_t columns_per_panel = args.activation == Activation::kNone ? kPanelColumns : kPanelColumns / 2;
   const int64_t num_panels = (args.num_columns + columns_per_panel - 1) / columns_per_panel;
   const int64_t num_blocks = (whole.num_rows + kRowBlock - 1) / kRowBlock;
-  const int64_t bytes = args.num_columns * args.size * (1 + whole.num_rows / 8);
-  const int num_threads = useful_threads(bytes, kGrainBytes, args.max_threads);
-  static_cast<void>(scratch);
-  parallel_for(num_panels * num_blocks, num_threads, [&](int64_t begin, int64_t end) {
-    Scratch own((kRowBlock * kPanelColumns + kTileColumns * kMostK) * 4);
-    const LinearScratch place{reinterpret_cast<float*>(own.data()),
-                              reinterpret_cast<float*>(own.data()) + kRowBlock * kPanelColumns};
-    while (begin < end) {
-      const int64_t block = begin / num_panels, panel = begin % num_panels;
-      const int64_t count = std::min(end - begin, num_panels - panel);
-      LinearTask task = whole;
-      task.first_row = whole.num_rows * block / num_blocks, task.end_row = whole.num_rows * (block + 1) / num_blocks;
-      task.first_column = panel * columns_per_panel;
-      task.end_column = std::min((panel + count) * columns_per_panel, args.num_columns);
-      args.kernel->multiply(task, place);
-      begin += count;
-    }
-  });
+  const int64_t work = args.num_columns * args.size * (1 + whole.num_rows / 8);
+  parallel_for(num_panels * num_blocks, useful_threads(work, kGrain, args.max_threads),
+               [&](int64_t begin, int64_t end) {
+                 const ThreadScratch scratch;
+                 while (begin < end) {
+                   const int64_t block = begin / num_panels, panel = begin % num_panels;
+                   const int64_t count = std::min(end - begin, num_panels - panel);
+                   LinearTask task = whole;
+                   task.first_row = whole.num_rows * block / num_blocks,
+                   task.end_row = whole.num_rows * (block + 1) / num_blocks;
+                   task.first_column = panel * columns_per_panel;
+                   task.end_column = std::min((panel + count) * columns_per_panel, args.num_columns);
+                   args.kernel->multiply(task, scratch.place());
+                   begin += count;
+                 }
+               });
 }
 
 }  // namespace
@@ -105,7 +117,7 @@ void linear(const Linear& args) {
   for (int64_t row = 0; row < args.num_rows; row += most_rows) {
     const LinearTask whole = whole_task(args, row, std::min(most_rows, args.num_rows - row), staged.data());
     stage_rows(args, whole, row);
-    multiply_rows(args, whole, nullptr);
+    multiply_rows(args, whole);
   }
 }
 

@@ -70,11 +70,11 @@ struct LinearScratch {
 
 struct LinearKernel {
   const char* name;
-  int64_t tile_rows;
-  int64_t x_bytes;  // of an element of staged x, if w is bf16; others take 4
   // Writes rows [first_row, end_row) of x, of `x_stride` bytes, to the place task.x.
   void (*stage)(const LinearTask& task, const std::byte* x, int64_t x_stride);
   void (*multiply)(const LinearTask& task, const LinearScratch& scratch);
+  // Multiplies and adds in registers alone, so often: the bound of any product. Returns the number of operations.
+  int64_t (*multiply_adds)(int64_t num_rounds);
 };
 
 const KernelFamily<LinearKernel>& linear_kernels();

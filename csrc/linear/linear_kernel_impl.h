@@ -199,8 +199,21 @@ void multiply(const LinearTask& task, const LinearScratch& scratch) {
   }
 }
 
+int64_t multiply_adds(int64_t num_rounds) {
+  constexpr int kSums = kTileRows * kTileColumns;
+  Vec sums[kSums], half = splat(0.5f), one = splat(1.0f);
+  for_each_constant<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = one * static_cast<float>(i); });
+  for (int64_t round = 0; round < num_rounds; ++round)
+    for_each_constant<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = sums[i] * half + one; });
+  float sink = 0;
+  for_each_constant<kSums>([&](auto i) __attribute__((always_inline)) { sink += sums[i][0]; });
+  const volatile float kept = sink;  // so that the sums are needed
+  static_cast<void>(kept);
+  return 2 * kSums * kLanes * num_rounds;
+}
+
 }  // namespace
 
-const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, kTileRows, 4, stage, multiply};
+const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, stage, multiply, multiply_adds};
 
 }  // namespace kvpage

@@ -59,8 +59,11 @@ inline Vec load(const float* from) {
 inline Vec load(const Bf16* from) {
   HalfVec bits;
   std::memcpy(&bits, from, sizeof(bits));
-#if KVPAGE_LANES == 16 && defined(__AVX512F__)  // one instruction, which GCC 12 does not find
+  // One instruction, which GCC 12 does not find.
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
   return bit_cast<Vec>(bit_cast<WordVec>(_mm512_maskz_cvtepu16_epi32(0xffff, bit_cast<__m256i>(bits))) << 16);
+#elif KVPAGE_LANES == 8 && defined(__AVX2__)
+  return bit_cast<Vec>(bit_cast<WordVec>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(bits))) << 16);
 #else
   return bit_cast<Vec>(__builtin_convertvector(bits, WordVec) << 16);
 #endif

@@ -32,8 +32,8 @@ NO_ROWS = (0, 0)
 def has_fast_linear(dtype: torch.dtype) -> bool:
     """Return whether `linear` computes this dtype by itself on this machine's CPU.
 
-    The instruction sets decide, not a timing: without AVX2 torch is faster, and so it is in bf16 where the processor
-    has AMX, and in fp16 where it computes in fp16.
+    The instruction sets decide, not a timing. Without AVX2 torch computes. It also computes bf16 where the processor
+    has AVX512_BF16 or AMX, and fp16 where it has AVX512_FP16.
 
     Args:
         dtype: The dtype of rows and weights.
