@@ -20,7 +20,7 @@ from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
-from kvpage.blocks.rows import SequenceSteps, StepInputs
+from kvpage.blocks.rows import StepInputs
 from kvpage.blocks.space import HostPolicy
 from kvpage.blocks.states import Allocation
 from kvpage.blocks.stats import BlockStats, SpaceStats
@@ -60,7 +60,6 @@ __all__ = [
     "ParallelConfig",
     "PartMatch",
     "PrefixTree",
-    "SequenceSteps",
     "SpaceStats",
     "StepInputs",
     "Throughput",

@@ -45,3 +45,23 @@ def mix(
         fresh = as_rows(fresh.to(tensor.dtype), token_dim, head_size)
     ops.mix_rows(rows, out, rotation, fresh, fresh_rows)
     return out.reshape(tensor.movedim(token_dim, 0).shape).movedim(0, token_dim)
+
+
+def mix_in_place(
+    tensor: torch.Tensor,
+    token_dim: int,
+    head_size: int | None,
+    rotation: Rotation | None = None,
+    fresh: torch.Tensor | None = None,
+    fresh_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do the same in the tensor's own memory, and return it. Without a rotation only fresh rows are written."""
+    if not tensor.numel():
+        return tensor
+    rows = as_rows(tensor, token_dim, head_size)
+    if fresh is not None:
+        fresh = as_rows(fresh.to(tensor.dtype), token_dim, head_size)
+    ops.mix_rows(rows, rows, rotation, fresh, fresh_rows)
+    if rows.data_ptr() != tensor.data_ptr():  # its rows could not be viewed
+        tensor.copy_(rows.reshape(tensor.movedim(token_dim, 0).shape).movedim(0, token_dim))
+    return tensor

@@ -27,6 +27,7 @@ from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
@@ -71,10 +72,11 @@ def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
 
 
-def check_servable(model: PreTrainedModel, cache_config: CacheConfig) -> ServableModel:
+def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
+    cache_config = config.cache_config
     model_config = _model_config(model, cache_config)
-    runner = ModelRunner(model)
+    runner = ModelRunner(model, _native_layers(model, config))
     if model_config.use_mla:
         verify_latents(runner, cache_config, model_config)
     return ServableModel(runner, model_config, verify_model(runner, cache_config, model_config))
@@ -96,6 +98,10 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     return EngineParts(
         runner, cache, manager, telemetry, defaults, max_model_len, servable.window, rule, store_rule, blender
     )
+
+
+def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
+    return NativeLayers() if config.native_layers and model.device.type == "cpu" else None
 
 
 def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:

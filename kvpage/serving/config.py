@@ -46,6 +46,9 @@ class EngineConfig:
         generation_config: Parameters of requests that are None are taken from the model's generation config. "model"
             refuses a config that asks for features that are not served. "served" leaves these out. "ignore" takes the
             end-of-sequence tokens only.
+        native_layers: On a CPU, compute the model's linear layers, RMS norms and gated MLPs with kvpage's operations,
+            over the model's weights. The model does not change. Layers of other kinds compute as ever. False means
+            that all do.
 
     Raises:
         TypeError: A value is of another type.
@@ -69,13 +72,14 @@ class EngineConfig:
     save_generated: bool | None = None
     blend: BlendConfig | None = None
     generation_config: GenerationDefaults = "model"
+    native_layers: bool = True
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
         for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), kind)
-        for name in ("enable_prefix_caching", "share_parts", "load_or_compute"):
+        for name in ("enable_prefix_caching", "share_parts", "load_or_compute", "native_layers"):
             check_flag(name, getattr(self, name))
         if self.save_generated is not None:
             check_flag("save_generated", self.save_generated)

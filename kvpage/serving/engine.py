@@ -84,7 +84,7 @@ class Engine(EngineCore):
         """
         check_arguments(model, config)
         with names_alternative(model, config.cache_config):
-            servable = check_servable(model, config.cache_config)
+            servable = check_servable(model, config)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")

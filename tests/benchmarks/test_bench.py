@@ -40,6 +40,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
     "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
     "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
+    "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
     "serving": (["--workload", "separate", "shared", "multi-turn", "--requests", "2", "--prefix", "32", "--tokens", "2",
                  "--conversations", "2", "--turns", "2", "--turn-tokens", "8", "--threads", "1", *ONCE],
                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),

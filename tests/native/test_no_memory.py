@@ -152,5 +152,5 @@ def test_what_is_written_out_early_is_copied():
         space = filled_space(HostPolicy(after_hits=0))
         return space, space.match(TOKENS, b"")
 
-    for (space, _), _ in tries(make, lambda made: made[0].inserted(made[1]) or True):
+    for (space, _), _ in tries(make, lambda made: made[0].write_out(made[1]) or True):
         assert space.take_moves().num_blocks("swap_out") == space.tree.num_host_cached

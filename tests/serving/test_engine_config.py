@@ -39,6 +39,7 @@ WRONG_TYPES = [
     ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, got int"),
     ({"share_parts": None}, "share_parts must be True or False, got NoneType"),
     ({"load_or_compute": 0}, "load_or_compute must be True or False, got int"),
+    ({"native_layers": "cpu"}, "native_layers must be True or False, got str"),
     ({"save_generated": 0}, "save_generated must be True or False, got int"),
     ({"residency_sample_rate": "1"}, "residency_sample_rate must be a number, got str"),
     ({"store_deadline": None}, "store_deadline must be a number, got NoneType"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvpage.blend.indices import as_mask, create_index
-from kvpage.blend.mixing import mix
+from kvpage.blend.mixing import mix, mix_in_place
 from kvpage.blend.rotary import RotaryTables
 from kvpage.blend.selection import (
     METRICS,
@@ -28,7 +28,7 @@ from kvpage.blend.selection import (
     token_deviation,
 )
 from kvpage.checks.tensors import as_bounds, as_dim, as_floats, as_indices, as_ratio
-from kvpage.checks.values import as_integer, as_list
+from kvpage.checks.values import as_integer, as_list, check_flag
 from kvpage.integrations.lmcache.interfaces import BlendExecutor, BlendOutput
 from kvpage.layout.rotation import Rotation
 
@@ -43,7 +43,8 @@ Fresh = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class CacheBlendImpl(BlendExecutor):
     """Blends layer by layer and chooses the rows to compute again. Not thread-safe; one forward pass at a time.
 
-    K is rotated by `rotary`, or by the two encoders that are set: back from the old positions, then to the new ones.
+    K is rotated by `rotary`, or by the two encoders that are set: back from the old positions, then to the new ones. On
+    the host, K whose valid rows are all at their old positions is not rotated.
 
     Args:
         recompute_ratio: the share of valid rows to compute again, 0 to 1; one for all requests, or one a request.
@@ -53,6 +54,8 @@ class CacheBlendImpl(BlendExecutor):
         filters: (layer, ratio) of layers before the check layer that drop rows already. They keep that share of the
             valid rows, or the request's own share where it is larger. Layers rise, ratios fall.
         seam: the extra weight of rows near the beginning of a segment, see seam_weights; 0 for none.
+        in_place: whether the layers that mix write into the retrieved K and V, and return these. Rows that stay are
+            then not copied. The caller gives up their contents: a later retrieval of them would be of the mixture.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -67,7 +70,9 @@ class CacheBlendImpl(BlendExecutor):
         rotary: RotaryTables | None = None,
         filters: Sequence[tuple[int, float]] = (),
         seam: float = SEAM,
+        in_place: bool = False,
     ) -> None:
+        check_flag("in_place", in_place)
         if not isinstance(recompute_ratio, (int, float)):
             recompute_ratio = as_list("recompute_ratio", recompute_ratio)
         for ratio in recompute_ratio if isinstance(recompute_ratio, list) else [recompute_ratio]:
@@ -82,6 +87,7 @@ class CacheBlendImpl(BlendExecutor):
         self.rotary = rotary
         self.filters = check_filters(filters, check_layer, 1)
         self.seam = check_seam(seam)
+        self.in_place = in_place
         self._least_ratio = {**dict(self.filters), check_layer: 0.0}
         self.selection: Selection | None = None
         """The last selection of the running forward pass, with every row's deviation; None before one was made."""
@@ -124,7 +130,8 @@ class CacheBlendImpl(BlendExecutor):
 
         Args:
             layer_id: the next layer, or 0 for a new forward pass.
-            retrieved_k: K of all tokens, their number in dimension `token_dim`, rotated to `original_positions`.
+            retrieved_k: K of all tokens, their number in dimension `token_dim`, rotated to `original_positions`. With
+                `in_place` it is overwritten after the check layer, and so is V.
             retrieved_v: V likewise.
             valid_mask: bool [num_tokens], the rows that were found.
             original_positions: int64 [num_tokens].
@@ -155,11 +162,14 @@ class CacheBlendImpl(BlendExecutor):
             raise ValueError(f"positions must be of {num_fresh} rows, got {len(positions)}")
         if layer_id == 0:
             self.selection, self._next_layer, self._last_rotation = None, 0, None
+        chosen = None
+        if layer_id in self._least_ratio:  # from what was retrieved, before it is overwritten
+            chosen = self._choose(layer_id, retrieved, fresh, positions, query_start_loc, token_dim)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:
             output = self._mix(retrieved, fresh, positions, token_dim)
-        if layer_id in self._least_ratio:
-            output = self._choose(layer_id, retrieved, fresh, output, query_start_loc, token_dim)
+        if chosen is not None:
+            output = self._narrowed(output, chosen, query_start_loc, token_dim)
         self._next_layer += 1
         return output
 
@@ -168,15 +178,15 @@ class CacheBlendImpl(BlendExecutor):
         layer_id: int,
         retrieved: Retrieved,
         fresh: Fresh,
-        output: BlendOutput,
+        positions: torch.Tensor,
         query_start_loc: torch.Tensor,
         token_dim: int,
-    ) -> BlendOutput:
-        """Return the output with the chosen rows alone. output: of the layer, with all rows that were given."""
+    ) -> Selection:
+        """Return the rows to go on with. positions: of the rows that were given."""
         valid = retrieved[2]
         bounds = as_bounds("query_start_loc", query_start_loc, len(valid))
         ratios = [max(ratio, self._least_ratio[layer_id]) for ratio in self._ratios(len(bounds) - 1)]
-        before, positions = self.selection, output.positions
+        before = self.selection
         left = _all(len(valid), valid) if before is None else before.indices
         if before is None:
             self._positions = positions
@@ -185,12 +195,17 @@ class CacheBlendImpl(BlendExecutor):
         deviation = torch.zeros(len(valid), device=valid.device)
         deviation[left] = self._deviation(retrieved, fresh, left, positions, token_dim) * self._weights[left]
         among = None if before is None else before.places >= 0
-        selection = select_tokens(deviation, valid, bounds, ratios, among)
-        local = selection.indices if before is None else before.places[selection.indices]
-        self.selection = selection
+        return select_tokens(deviation, valid, bounds, ratios, among)
+
+    def _narrowed(
+        self, output: BlendOutput, chosen: Selection, query_start_loc: torch.Tensor, token_dim: int
+    ) -> BlendOutput:
+        """Return the output with the chosen rows alone, and remember them."""
+        before, self.selection = self.selection, chosen
+        local = chosen.indices if before is None else before.places[chosen.indices]
         q = output.q[create_index(output.q.dim(), token_dim, local)]
-        starts = selection.query_start_loc.to(query_start_loc.dtype)
-        return BlendOutput(q, output.k, output.v, positions[local], local, starts)
+        starts = chosen.query_start_loc.to(query_start_loc.dtype)
+        return BlendOutput(q, output.k, output.v, output.positions[local], local, starts)
 
     def _deviation(
         self,
@@ -207,7 +222,9 @@ class CacheBlendImpl(BlendExecutor):
             valid, original = valid[left], original.to(left.device)[left]
         deviation = torch.zeros(len(left), device=valid.device)
         if "k" in self.metric:
-            deviation = token_deviation(fresh[1], self._rotated(k, original, positions, token_dim), valid, token_dim)
+            deviation = token_deviation(
+                fresh[1], self._rotated(k, original, positions, valid, token_dim), valid, token_dim
+            )
         if "v" in self.metric:
             deviation = deviation + token_deviation(fresh[2], v, valid, token_dim)
         return deviation
@@ -220,20 +237,32 @@ class CacheBlendImpl(BlendExecutor):
         token_dim: int,
     ) -> BlendOutput:
         assert self.selection is not None
-        k, v, _, original = retrieved
+        k, v, valid, original = retrieved
         fresh_q, fresh_k, fresh_v = fresh
         fresh_rows = self.selection.places
-        if self.rotary is None:
-            rotated, rotation, head_size = self._rotated(k, original, self._positions, token_dim), None, None
-        else:
-            rotated, rotation, head_size = k, self._rotation(original, self._positions, k.device), self.rotary.head_size
-        mixed_k = mix(rotated, token_dim, head_size, rotation, fresh_k.to(k.dtype), fresh_rows)
-        mixed_v = mix(v, token_dim, None, None, fresh_v.to(v.dtype), fresh_rows)
+        rotation, head_size = None, None
+        if not _stays(original, self._positions, valid):
+            if self.rotary is None:
+                k = self._encoded(k, original, self._positions, token_dim)
+            else:
+                rotation, head_size = self._rotation(original, self._positions, k.device), self.rotary.head_size
+        put = mix_in_place if self.in_place else mix
+        if k is not retrieved[0] and self.in_place:
+            k = retrieved[0].copy_(k)
+        mixed_k = put(k, token_dim, head_size, rotation, fresh_k.to(k.dtype), fresh_rows)
+        mixed_v = put(v, token_dim, None, None, fresh_v.to(v.dtype), fresh_rows)
         return BlendOutput(fresh_q, mixed_k, mixed_v, positions, _all(len(positions), positions), None)
 
-    def _rotated(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
+    def _rotated(
+        self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, valid: torch.Tensor, token_dim: int
+    ) -> torch.Tensor:
+        if _stays(old, new, valid):
+            return k
         if self.rotary is not None:
             return mix(k, token_dim, self.rotary.head_size, self._rotation(old, new, k.device))
+        return self._encoded(k, old, new, token_dim)
+
+    def _encoded(self, k: torch.Tensor, old: torch.Tensor, new: torch.Tensor, token_dim: int) -> torch.Tensor:
         if self._encode is None or self._decode is None:
             raise ValueError("rotary, or both positional encoders, must be set before K can be rotated")
         old, rows = old.to(k.device), k.movedim(token_dim, 0)
@@ -308,6 +337,13 @@ def _kept(positions: torch.Tensor) -> torch.Tensor:
 def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
     """Return whether the positions are known to be the same, without waiting for a device."""
     return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
+
+
+def _stays(old: torch.Tensor, new: torch.Tensor, valid: torch.Tensor) -> bool:
+    """Return whether valid rows are known to be at their old positions, without waiting for a device."""
+    if any(tensor.is_cuda for tensor in (old, new, valid)):
+        return False
+    return bool(((old == new) | ~valid).all())
 
 
 def _all(count: int, like: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class BlendExecutor(ABC):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """Blend one layer. No argument is changed.
+        """Blend one layer. No argument is changed, unless the executor was told to write into the retrieved K and V.
 
         Args:
             layer_id: the next layer, or 0 for a new forward pass.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
+from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
@@ -44,12 +45,13 @@ class PackedTokens:
 class ModelRunner:
     """Run a view of `model`. The model does not change, not even within `forward`: see ModelView.
 
-    Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
+    native: see ModelView. Raises ValueError if its attention does not go through AttentionInterface, or its forward
+    takes no position_ids.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
         self.model = model
-        self._view = ModelView(model)
+        self._view = ModelView(model, native)
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")

@@ -3,10 +3,12 @@
                      the model                                  its view
     modules with     config: sdpa, forward(), layers, ...       a copy: config "kvpage", forward(), layers, ...
     a config ...     _parameters, _buffers, hooks  ◄─────────── the same dicts
-    all others       Linear, Embedding, adapters   ◄─────────── the same modules
+    Linear, RMSNorm  all attributes                ◄─────────── NativeLinear, ...: the same dict of attributes
+    all others       Embedding, adapters           ◄─────────── the same modules
 
 Both compute with the same weights, also after these change, and call the same hooks. One thread may use the model
-while another uses the view. A view takes some hundred bytes a module, and no tensor.
+while another uses the view. A view takes some hundred bytes a module, and no tensor. Native layers are optional: see
+NativeLayers.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.serving.model.attention import IMPLEMENTATION, register
+from kvpage.serving.model.native.layers import NativeLayers
 
 
 class ModelView:
@@ -27,14 +30,18 @@ class ModelView:
     `module` follows submodules that are replaced later, as adapters are. Other attributes of a module with a config,
     and the config, are read when the view is made and at the next replacement. A forward that was replaced by a method,
     or by a functools.partial with its module, gets the copy. Any other gets the model's own module.
+
+    native: makes the layers that compute with kvpage's operations; None to leave all layers as they are.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
         if not model._can_set_attn_implementation():
             raise _bypasses_interface(model)
         register()
         self._model: nn.Module = model
+        self._native = native
         self._copies: dict[nn.Module, Any] = {}
+        self._layers: dict[nn.Module, nn.Module] = {}  # native ones, by the model's own
         self._configs: dict[int, tuple[Any, Any]] = {}  # of each config, by its id: itself, and its copy
         self._modules_now: list[
             dict[str, nn.Module | None]
@@ -54,14 +61,30 @@ class ModelView:
     def _build(self) -> None:
         """Copy the modules that need it. Earlier copies stay, and get the state that their modules have now."""
         modules = _modules_to_copy(self._model)
+        if self._native is not None:
+            modules += self._native.containers(modules)
+            self._layers = self._native.stand_ins(modules)
         self._copies = {module: self._copies.get(module) or type(module).__new__(type(module)) for module in modules}
         for module in modules:
             held = vars(self._copies[module])
             held.clear()
             held.update(self._state(module))
+        if self._native is not None:
+            self._fuse(modules, self._native)
         self._modules_now = [module._modules for module in modules]
         self._modules_before = [dict(module._modules) for module in modules]
         self._switch()
+
+    def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers) -> None:
+        """Give copies whose operations can be fewer another forward."""
+        for module in modules:
+            forward = native.fused_forward(module, self._copies[module])
+            if forward is not None:
+                vars(self._copies[module])["forward"] = forward
+
+    def _of_view(self, module: Any) -> Any:
+        """Return what the view has in place of a module of the model: a copy, a native layer, or the same."""
+        return self._copies.get(module, self._layers.get(module, module))
 
     def _switch(self) -> None:
         """Name kvpage's attention in the copies of configs, also for modules that came from another model."""
@@ -77,7 +100,7 @@ class ModelView:
         state = dict(vars(module))  # in one call: other threads may change it
         held = {name: self._own(value) for name, value in state.items()}
         children = copy(state["_modules"])
-        children.update((name, self._copies.get(child, child)) for name, child in children.items())
+        children.update((name, self._of_view(child)) for name, child in children.items())
         held["_modules"] = children
         if _keeps_tables(module):
             held["_buffers"] = copy(state["_buffers"])
@@ -88,7 +111,7 @@ class ModelView:
     def _own(self, value: Any) -> Any:
         """Return the view's copy of a module or config of the model, or of a function bound to one."""
         if isinstance(value, nn.Module):
-            return self._copies.get(value, value)
+            return self._of_view(value)
         if _is_config(value):
             return self._config(value)
         if isinstance(value, MethodType):

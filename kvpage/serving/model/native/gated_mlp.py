@@ -1,0 +1,89 @@
+"""GatedForward: the forward of a gated MLP's copy, whose first two products, activation and factor are one operation.
+
+x ─┬─► gate_proj ─► act_fn ─┐
+   │                        ├─► * ─► down_proj           down_proj is called as ever, hooks and all
+   └─► up_proj ─────────────┘
+   └────── gated_linear ──────┘
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpage import ops
+from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
+from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
+
+PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": lambda rows: nn.functional.gelu(rows, approximate="tanh"),
+}
+MAX_ERROR = 1e-5  # of fp32 rows, relative
+SIZES = 8, 12  # of rows and of what is between, in the trial
+SCALES = (1e-2, 1.0, 10.0, 1e3)  # of rows: a limit anywhere between shows
+
+
+class GatedForward:
+    """The forward of one copy. Its class's own forward computes all but plain calls.
+
+    is_factor: whether a layer is a product of this dtype without bias, that nothing watches: see linear.is_factor.
+    """
+
+    def __init__(self, copy: nn.Module, activation: str, is_factor: Callable[[Any, torch.dtype], bool]) -> None:
+        self._copy, self._activation, self._is_factor = copy, activation, is_factor
+        self._own: Any = type(copy).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parts: dict[str, Any] = self._copy._modules
+        if len(args) != 1 or kwargs or not is_plain_call(args[0]) or not self._is_plain(parts, args[0].dtype):
+            return type(self._copy).forward(self._copy, *args, **kwargs)
+        gate, up = (parts[name]._parameters["weight"] for name in ("gate_proj", "up_proj"))
+        return parts["down_proj"](ops.gated_linear(args[0], gate, up, self._activation))
+
+    def _is_plain(self, parts: dict[str, Any], dtype: torch.dtype) -> bool:
+        return (
+            type(self._copy).forward is self._own
+            and self._is_factor(parts["gate_proj"], dtype)
+            and self._is_factor(parts["up_proj"], dtype)
+            and is_unwatched(parts["act_fn"])
+        )
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """Return the name of the activation of a gated MLP, found by trying its forward out; None for other modules."""
+    parts = module._modules
+    if parts.keys() != PARTS or module._parameters or module._buffers or "forward" in vars(module):
+        return None
+    act_fn = parts["act_fn"]
+    if act_fn is None or not is_unwatched(act_fn) or any(True for _ in act_fn.parameters()):
+        return None
+    weights = _trial_weights()
+    rows = torch.cat([random_rows(2, SIZES[0]) * scale for scale in SCALES])
+    found = own_forward(module, rows, _modules={**weights, "act_fn": act_fn})
+    if found is None:
+        return None
+    errors = {name: relative_error(_formula(rows, weights, function), found) for name, function in ACTIVATIONS.items()}
+    return next((name for name, error in errors.items() if error <= MAX_ERROR), None)
+
+
+def _formula(
+    rows: torch.Tensor, weights: dict[str, nn.Linear], function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    gate, up, down = (weights[name].weight for name in ("gate_proj", "up_proj", "down_proj"))
+    with torch.no_grad():
+        return (function(rows @ gate.T) * (rows @ up.T)) @ down.T
+
+
+def _trial_weights() -> dict[str, nn.Linear]:
+    """Return three small layers of random weights, without a use of torch's own generator."""
+    size, inner = SIZES
+    shapes = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
+    numbers = random_rows(3 * size * inner).chunk(3)
+    layers = {}
+    for part, (name, shape) in zip(numbers, shapes.items(), strict=True):
+        layers[name] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+        layers[name].register_parameter("weight", nn.Parameter(part.reshape(shape), requires_grad=False))
+    return layers

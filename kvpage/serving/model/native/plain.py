@@ -1,0 +1,61 @@
+"""Whether torch would do nothing with a call but compute it: then an operation of kvpage may stand in for it.
+
+no gradient, no tracing, no mode of torch, no autocast
+tensors of no subclass, in host memory, of one float dtype
+no hooks, no forward of its own, no compiled call        of modules that a fused operation leaves out
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as of_all
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+PARAMETERS = (nn.Parameter, torch.Tensor)
+
+
+def is_plain_call(rows: torch.Tensor) -> bool:
+    """Return whether a layer that is called with `rows`, now, has only to compute."""
+    return (
+        type(rows) is torch.Tensor
+        and rows.is_cpu
+        and rows.dtype in DTYPES
+        and rows.layout is torch.strided
+        and not rows.is_neg()
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+    )
+
+
+def is_plain_weight(weight: Any, dtype: torch.dtype) -> bool:
+    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row."""
+    return (
+        type(weight) in PARAMETERS
+        and weight.dtype is dtype
+        and weight.is_cpu
+        and weight.layout is torch.strided
+        and weight.is_contiguous()
+        and not weight.is_neg()
+    )
+
+
+def is_unwatched(module: nn.Module) -> bool:
+    """Return whether a call of the module is its class's forward, and nothing else."""
+    held = vars(module)
+    return not (
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+        or of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+        or "forward" in held
+        or held.get("_compiled_call_impl") is not None
+    )

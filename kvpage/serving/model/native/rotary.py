@@ -1,0 +1,112 @@
+"""RotaryForward: the forward of an attention's copy, which rotates queries and keys in three passes instead of six.
+
+    out = x * cos                              x, out: [1, heads, tokens, size], two halves of each head
+    first half  -= second half of x * sin      cos, sin: [1, tokens, size]
+    second half += first half of x * sin
+
+A model calls a function of its own file, by a name that nearly all share. The copy's forward is the same code, for
+which this name means another function. Six passes make five new tensors of the size of x, whose first touches cost more
+than the arithmetic.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpage.serving.model.native.plain import is_plain_call
+from kvpage.serving.model.native.trial import random_rows, relative_error
+
+NAME = "apply_rotary_pos_emb"
+MAX_ERROR = 1e-5  # of fp32 rows, relative
+
+
+class RotaryForward:
+    """The forward of one copy. A forward that its class gets later is called instead."""
+
+    def __init__(self, copy: nn.Module, own: FunctionType, rotating: FunctionType) -> None:
+        self._copy, self._own, self._rotating = copy, own, MethodType(rotating, copy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current: Any = type(self._copy).forward
+        if current is not self._own:
+            return current(self._copy, *args, **kwargs)
+        return self._rotating(*args, **kwargs)
+
+
+class RotaryKinds:
+    """The forwards of one view that rotate otherwise, by the model's own: one for each class of attention."""
+
+    def __init__(self) -> None:
+        self._rotating: dict[FunctionType, FunctionType | None] = {}
+
+    def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
+        """Return a forward for the module's copy; None if the module rotates nothing, or in another way."""
+        own = type(module).forward
+        if type(own) is not FunctionType or NAME not in own.__code__.co_names or "forward" in vars(module):
+            return None
+        if own not in self._rotating:
+            self._rotating[own] = _rotating(own)
+        rotating = self._rotating[own]
+        return None if rotating is None else RotaryForward(copy, own, rotating)
+
+
+def _rotating(own: FunctionType) -> FunctionType | None:
+    """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
+    rotate = own.__globals__.get(NAME)
+    if not callable(rotate) or not _rotates_halves(rotate):
+        return None
+    meanings = {**own.__globals__, NAME: partial(_rotate_both, own.__globals__, rotate)}
+    rotating = FunctionType(own.__code__, meanings, own.__name__, own.__defaults__, own.__closure__)
+    rotating.__kwdefaults__ = own.__kwdefaults__
+    return rotating
+
+
+def _rotates_halves(rotate: Callable[..., Any]) -> bool:
+    """Try the model's function out."""
+    query, key = random_rows(1, 3, 2, 8).transpose(1, 2), random_rows(1, 3, 1, 8).transpose(1, 2)
+    angles = random_rows(2, 3, 8)
+    cos, sin = angles[:1], angles[1:]
+    try:
+        with torch.no_grad():
+            found = rotate(query, key, cos, sin)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
+        return False
+    if type(found) is not tuple or len(found) != 2:
+        return False
+    expected = [rotated(rows, cos.unsqueeze(1), sin.unsqueeze(1)) for rows in (query, key)]
+    return all(relative_error(*pair) <= MAX_ERROR for pair in zip(found, expected, strict=True))
+
+
+def _rotate_both(names: dict[str, Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
+    current = names[NAME]
+    if current is not own or len(args) != 4 or kwargs or not _fit(*args):
+        return current(*args, **kwargs)
+    query, key, cos, sin = args
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotated(query, cos, sin), rotated(key, cos, sin)
+
+
+def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether all four are plain, of one dtype, and cos and sin are as wide as a head."""
+    return (
+        all(is_plain_call(given) and given.dtype is query.dtype for given in (query, key, cos, sin))
+        and query.dim() == key.dim() == 4
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and query.shape[3] == key.shape[3] == cos.shape[2]
+        and cos.shape[2] % 2 == 0
+    )
+
+
+def rotated(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the rotated rows, in memory as the rows are. cos, sin: [1, 1, tokens, size]."""
+    half = rows.shape[-1] // 2
+    out = rows * cos
+    out[..., :half].addcmul_(rows[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(rows[..., :half], sin[..., half:])
+    return out
