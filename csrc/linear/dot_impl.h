@@ -1,0 +1,27 @@
+// One step of a dot product: a vector of x times a vector of w, added to a vector of sums.
+//
+//   WidenedDot<T>   both as fp32, kLanes elements a step: one fused multiply-add
+//
+// A Dot has: Staged, the type of x in scratch; Weight, the type of w in memory; Factor, a vector of either, of kWidth
+// elements.
+#pragma once
+
+#include "quantize/rows_impl.h"
+
+namespace kvpage {
+namespace {
+
+template <typename T>
+struct WidenedDot {
+  using Staged = float;
+  using Weight = T;
+  using Factor = Vec;
+  static constexpr int64_t kWidth = kLanes;
+
+  static Factor load_x(const float* from) { return load(from); }
+  static Factor load_w(const T* from) { return load(from); }
+  static Vec multiply_add(Vec total, Factor x, Factor w) { return total + x * w; }
+};
+
+}  // namespace
+}  // namespace kvpage
