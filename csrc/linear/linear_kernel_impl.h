@@ -1,6 +1,8 @@
 // The body of LinearKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #pragma once
 
+#include <type_traits>
+
 #include "linear/dot_tile_impl.h"
 #include "linear/gate_impl.h"
 #include "linear/linear_kernel.h"
@@ -14,17 +16,29 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // --- rows of x in scratch ------------------------------------------------------------------------------------------
 
+// Writes `count` elements, and zeros up to a whole vector.
 template <typename T>
+void stage_run(const T* from, int64_t count, float* to) {
+  for_each_vector(
+      count, [&](int64_t k) { store(to + k, load(from + k)); },
+      [&](int64_t k, int64_t rest) { store(to + k, load_partial(from + k, rest)); });
+}
+
+inline void stage_run(const Bf16* from, int64_t count, Bf16* to) {
+  const int64_t padded = (count + PairDot::kWidth - 1) / PairDot::kWidth * PairDot::kWidth;
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(Bf16));
+  std::memset(to + count, 0, static_cast<size_t>(padded - count) * sizeof(Bf16));
+}
+
+template <typename Dot>
 void stage_typed(const LinearTask& task, const std::byte* x, int64_t x_stride) {
   const KBlocks& blocks = task.blocks;
-  float* const staged = reinterpret_cast<float*>(const_cast<std::byte*>(task.x));
+  auto* const staged = reinterpret_cast<typename Dot::Staged*>(const_cast<std::byte*>(task.x));
   for (int64_t row = task.first_row; row < task.end_row; ++row)
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
-      const T* from = reinterpret_cast<const T*>(x + row * x_stride) + blocks.begin(block);
-      float* to = staged + (block * task.num_rows + row) * blocks.block_size;
-      for_each_vector(
-          blocks.width(block), [&](int64_t k) { store(to + k, load(from + k)); },
-          [&](int64_t k, int64_t count) { store(to + k, load_partial(from + k, count)); });
+      const auto* const from = reinterpret_cast<const typename Dot::Weight*>(x + row * x_stride);
+      stage_run(from + blocks.begin(block), blocks.width(block),
+                staged + (block * task.num_rows + row) * blocks.block_size);
     }
 }
 
@@ -183,9 +197,13 @@ void multiply_tile(const LinearTask& task, const LinearScratch& scratch, int64_t
                          sizeof(typename Dot::Weight),
                          scratch.tile};
   RowPass pass{tiles, {operands.next, size * operands.next_size, tiles.num}, sums};
-  if (!keeps_tile<Dot>(task, tiles)) return pass.multiply_rest(operands);
-  pass.template multiply_next<Pass::kKeeps>(operands);
-  pass.multiply_rest(kept_operands(operands));
+  if constexpr (std::is_same_v<typename Dot::Factor, Vec>) {
+    if (keeps_tile<Dot>(task, tiles)) {
+      pass.template multiply_next<Pass::kKeeps>(operands);
+      return pass.multiply_rest(kept_operands(operands));
+    }
+  }
+  pass.multiply_rest(operands);
 }
 
 // The tiles of a panel, each a K block of some columns, one after the other.
@@ -239,15 +257,15 @@ void multiply_typed(const LinearTask& task, const LinearScratch& scratch) {
 
 void stage(const LinearTask& task, const std::byte* x, int64_t x_stride) {
   switch (task.type) {
-    case RowType::kBfloat16: return stage_typed<Bf16>(task, x, x_stride);
-    case RowType::kFloat16: return stage_typed<Fp16>(task, x, x_stride);
-    default: return stage_typed<float>(task, x, x_stride);
+    case RowType::kBfloat16: return stage_typed<Bf16Dot>(task, x, x_stride);
+    case RowType::kFloat16: return stage_typed<WidenedDot<Fp16>>(task, x, x_stride);
+    default: return stage_typed<WidenedDot<float>>(task, x, x_stride);
   }
 }
 
 void multiply(const LinearTask& task, const LinearScratch& scratch) {
   switch (task.type) {
-    case RowType::kBfloat16: return multiply_typed<WidenedDot<Bf16>>(task, scratch);
+    case RowType::kBfloat16: return multiply_typed<Bf16Dot>(task, scratch);
     case RowType::kFloat16: return multiply_typed<WidenedDot<Fp16>>(task, scratch);
     default: return multiply_typed<WidenedDot<float>>(task, scratch);
   }
