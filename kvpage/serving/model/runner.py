@@ -52,6 +52,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
         self.model = model
         self._view = ModelView(model, native)
+        self._threads = None if native is None else native.threads
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
@@ -83,7 +84,8 @@ class ModelRunner:
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
-        with torch.no_grad(), self._hooks(step):
+        step.threads = self._threads
+        with torch.no_grad(), self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
         return logits if self._selects_logits else logits[wanted]

@@ -22,6 +22,7 @@ from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
+from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
 """A position in each of several sequences."""
@@ -85,6 +86,7 @@ class Step:
         last ones. device_query_positions: the same on the caches' device.
     blend: the work on tokens that have K and V already; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
     takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
@@ -104,6 +106,7 @@ class Step:
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
     latents: StepLatents | None = None
+    threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
     takes_all_rows: bool = field(init=False)
     sequences: Sequences = field(init=False)
