@@ -84,7 +84,7 @@ class ModelRunner:
         if self._selects_logits:
             inputs["logits_to_keep"] = wanted
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
-        step.threads = self._threads
+        step.lift(self._threads)
         with torch.no_grad(), self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)

@@ -149,6 +149,10 @@ class Step:
             seq_lens=seq_lens.tolist(),
         )
 
+    def lift(self, threads: TorchThreads | None) -> None:
+        """Let attention lift this limit of torch's threads."""
+        self.threads = threads
+
     def of_rows(self, rows: torch.Tensor) -> "Step":
         """Return the step for some of its rows only: int64, ascending, one of each sequence at least."""
         at = rows.cpu().numpy()

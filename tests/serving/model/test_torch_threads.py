@@ -12,7 +12,7 @@ from torch import nn
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.native.layers import NativeLayers, is_wholly_native
-from kvpage.serving.model.native.torch_threads import TorchThreads, openmp_setter
+from kvpage.serving.model.native.torch_threads import TorchThreads, is_torchs, openmp_setter
 from kvpage.serving.model.view import ModelView
 
 CACHE = CacheConfig(block_size=4, num_gpu_blocks=64)
@@ -39,7 +39,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Setter:
-    """In place of OpenMP's function: it calls it, and keeps the numbers."""
+    """In place of OpenMP's function: it keeps the numbers."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -113,11 +113,12 @@ def test_a_caller_with_one_thread_needs_no_limit() -> None:
 
 def test_an_openmp_that_torch_does_not_ask_is_none_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     setter = Setter()
-    library = type("Library", (), {"omp_set_num_threads": staticmethod(setter)})
-    monkeypatch.setattr("ctypes.PyDLL", lambda name: library)
-    monkeypatch.setattr(Setter, "argtypes", None, raising=False)
-    assert openmp_setter() is None and setter.calls == [NUM + 1, NUM]
-    monkeypatch.setattr("ctypes.PyDLL", lambda name: object())
+    assert not is_torchs(setter) and setter.calls == [NUM + 1, NUM]
+
+    def fail(name: None) -> None:
+        raise OSError("no names of the process")
+
+    monkeypatch.setattr("ctypes.PyDLL", fail)
     assert openmp_setter() is None
 
 

@@ -12,6 +12,7 @@ is inside of them stays the model's own, too.
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
@@ -83,7 +84,7 @@ def _has_no_product(module: nn.Module) -> bool:
         return False
     if not _is_the_models(module) and not type(module).__module__.startswith("torch.nn.modules."):
         return False
-    tensors = [*module._parameters.values()]
+    tensors: list[torch.Tensor | None] = [*module._parameters.values()]
     tensors += [tensor for name, tensor in module._buffers.items() if not name.endswith("_cached")]
     return all(tensor is None or tensor.dim() < 2 for tensor in tensors)
 

@@ -62,19 +62,19 @@ class TorchThreads:
 
 
 def openmp_setter() -> Callable[[int], object] | None:
-    """Return omp_set_num_threads of the OpenMP that torch asks for its number of threads; None if it asks none.
-
-    The calling thread's number is another for the moment of a trial.
-    """
-    try:
-        found = ctypes.PyDLL(None).omp_set_num_threads  # a few instructions: the GIL stays
+    """Return omp_set_num_threads of the OpenMP that torch asks for its number of threads; None if it asks none."""
+    try:  # a few instructions: the GIL stays
+        found = ctypes.PYFUNCTYPE(None, ctypes.c_int)(("omp_set_num_threads", ctypes.PyDLL(None)))
     except (AttributeError, OSError, TypeError):  # no such runtime; Windows has no names of the process
         return None
-    found.argtypes, found.restype = [ctypes.c_int], None
+    return found if is_torchs(found) else None
+
+
+def is_torchs(set_num_threads: Callable[[int], object]) -> bool:
+    """Return whether torch sees the number that is set. The calling thread's is another for the moment."""
     before = torch.get_num_threads()
     try:
-        found(before + 1)
-        is_torchs = torch.get_num_threads() == before + 1
+        set_num_threads(before + 1)
+        return torch.get_num_threads() == before + 1
     finally:
-        found(before)
-    return found if is_torchs else None
+        set_num_threads(before)
