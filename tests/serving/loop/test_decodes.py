@@ -68,7 +68,7 @@ def test_a_step_does_nothing_for_those_that_wait() -> None:
 
 def test_the_manager_is_asked_as_often_for_many_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[str] = Counter()
-    for name in ("of", "append", "slots", "tables", "commit"):
+    for name in ("of", "append", "slots", "tables", "inputs", "commit"):
         own = getattr(SequenceSteps, name)
         monkeypatch.setattr(SequenceSteps, name, lambda *args, own=own, name=name: asked.update([name]) or own(*args))
     found = []
@@ -118,7 +118,7 @@ def test_columns_follow_tokens_that_were_given_one_by_one(by_take: bool) -> None
         assert decodes.newest_tokens.tolist() == [request.tokens[request.num_tokens - 1] for request in requests]
         decodes.set_computed()
         if by_take:
-            decodes.take([token, token + 1, token + 2], outputs)
+            decodes.take(np.array([token, token + 1, token + 2], np.int32), outputs)
         else:
             for index, request in enumerate(requests):
                 request.append(token + index, now=0.0)
@@ -141,9 +141,9 @@ def test_last_tokens_are_left_to_the_caller() -> None:
         request.append(1, now=0.0)
     decodes, outputs = Decodes(requests, np.arange(4)), []
     decodes.begin()
-    assert decodes.last_rows([1, 1, 1, 1]) == [2]
-    assert decodes.last_rows([7, 7, 7, 8]) == [0, 2, 3]
-    decodes.take([7, 7, 7, 8], outputs, but=[0, 2, 3])
+    assert decodes.last_rows(np.array([1, 1, 1, 1])) == [2]
+    assert decodes.last_rows(np.array([7, 7, 7, 8])) == [0, 2, 3]
+    decodes.take(np.array([7, 7, 7, 8]), outputs, but=[0, 2, 3])
     assert [output.request_id for output in outputs] == ["r1"]
     assert [request.num_generated for request in requests] == [1, 2, 1, 1]
 
