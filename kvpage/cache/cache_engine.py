@@ -4,7 +4,7 @@ It knows block ids. It knows nothing of tokens, of sequences or of the owners of
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, overload
 
@@ -129,7 +129,7 @@ class CacheEngine:
         return self._bound_caches
 
     @property
-    def bound_layers(self) -> Mapping[int, BoundCache]:
+    def bound_layers(self) -> dict[int, BoundCache]:
         """The same by the layer in the whole model."""
         if self._bound_layers is None:
             self._bound_layers = dict(zip(self.layer_ids, self.bound_caches, strict=True))

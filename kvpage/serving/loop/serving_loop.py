@@ -90,7 +90,9 @@ class ServingLoop:
                 sample.end("abort")
         self.num_finished += 1
         request.group.abort()
-        return request.output()
+        output = request.output()
+        request.group.let_go()
+        return output
 
     def drop(self, *requests: Request) -> None:
         """Abort those of them that have not finished, and that no caller waits for; during a step, after it."""
@@ -310,6 +312,7 @@ class ServingLoop:
             del self.requests[request.request_id]
             self.num_finished += 1
             output = group.samples[0].output()
+            group.let_go()
         sink = self._outputs if group.sink is None else group.sink
         about = request.sample_index, request.finish_reason, output, request.error
         sink.append(StepOutput(request.request_id, token, *about))

@@ -7,7 +7,7 @@
 It is made once a step and read by every layer.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -92,7 +92,7 @@ class Step:
     takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
     """
 
-    caches: Mapping[int, BoundCache]
+    caches: dict[int, BoundCache]
     layout: CacheLayout
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -194,7 +194,7 @@ class Step:
 
 
 def _sequences(
-    caches: Mapping[int, BoundCache],
+    caches: dict[int, BoundCache],
     block_tables: torch.Tensor,
     device_seq_lens: torch.Tensor,
     device_query_lens: torch.Tensor | None,

@@ -15,8 +15,8 @@ import torch
 from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
 from kvpage.serving.loop.request import Request, add_room, append_tokens, note_computed
 from kvpage.serving.model.runner import PackedTokens
-from kvpage.serving.sampling.sampler import Sampler
 from kvpage.serving.model.step import BatchItem
+from kvpage.serving.sampling.sampler import Sampler
 
 Item = TypeVar("Item")
 
