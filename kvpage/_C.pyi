@@ -206,7 +206,10 @@ def rms_norm(
     """
 
 def linear_kernels() -> list[str]:
-    """Return the kernels for products that this machine runs, the best first."""
+    """Return the kernels for products that this machine runs, the best first, and "pairs_model" for tests."""
+
+def norm_kernels() -> list[str]:
+    """Return the kernels for norms that this machine runs, the best first."""
 
 def has_fast_linear(row_type: int, /) -> bool:
     """Return whether products of this type are at least as fast as torch's: see kvpage.ops.has_fast_linear.
@@ -564,6 +567,77 @@ def _codec_int8_rows(
 ) -> None: ...
 def attention_kernels() -> list[str]:
     """Return the names of the attention kernels that this machine runs, the best first."""
+
+# --- sampling ---
+
+@final
+class TokenRules:
+    """The rules of one sequence that name tokens, and the tokens that the sequence has. One call at a time uses it.
+
+    An id outside of the vocabulary is passed over.
+    """
+
+    def __init__(
+        self,
+        *,
+        biased_ids: Sequence[int] | npt.NDArray[np.int64],
+        biases: Sequence[float] | npt.NDArray[np.float32],
+        stop_ids: Sequence[int] | npt.NDArray[np.int64],
+        shortest: int,
+        suppressed_ids: Sequence[int] | npt.NDArray[np.int64],
+        first_ids: Sequence[int] | npt.NDArray[np.int64],
+        first_at: int,
+        penalties: tuple[float, float, float],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Make the rules of a sequence that has only its prompt.
+
+        Args:
+            biased_ids: Tokens whose logits are raised.
+            biases: One for each of them.
+            stop_ids: Tokens that cannot come before the sequence has `shortest` tokens.
+            shortest: Number of tokens of prompt and answer.
+            suppressed_ids: Tokens that cannot come.
+            first_ids: Tokens that cannot come where the sequence has exactly `first_at` tokens.
+            first_at: Number of tokens of prompt and answer.
+            penalties: Those of repetition, presence and frequency. (1, 0, 0) change nothing.
+            num_prompt_tokens: Tokens of the prompt, which the last two penalties leave alone.
+
+        Raises:
+            ValueError: Not one bias for each id, or num_prompt_tokens is negative.
+        """
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a penalty applies, so that the tokens of the sequence are needed."""
+
+def sample_rows(
+    logits: tuple[int, int, int, int, int],
+    rows: npt.NDArray[np.void],
+    rules: Sequence[TokenRules | None],
+    tokens: Sequence[npt.NDArray[np.int32] | None],
+    out: npt.NDArray[np.int32],
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Choose a token for each row of logits.
+
+    Args:
+        logits: Address, row stride in bytes, RowType, number of rows, number of logits in a row. They are not changed.
+        rows: Contiguous records, one for each row, as kvpage.serving.sampling.native_rows has them.
+        rules: One for each row, or None; empty if no row has any.
+        tokens: For each row whose rules need them, the tokens so far and maybe room after them; otherwise None.
+        out: int32 [number of rows]. It receives the tokens; -1 where none can be chosen.
+        max_threads: The most threads to use.
+        kernel: Name of an instruction set, for tests. Empty: the best.
+
+    Raises:
+        ValueError: A number is out of range, an array has another shape, or rules serve two rows at once. Nothing is
+            written then.
+    """
+
+def sampling_kernels() -> list[str]:
+    """Return the names of the sampling kernels that this machine runs, the best first."""
 
 # --- blocks: moving them ---
 

@@ -35,5 +35,6 @@ void bind_match(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_sequences(py::module_& m);
 void bind_slots(py::module_& m);
+void bind_sampling(py::module_& m);
 
 }  // namespace kvpage

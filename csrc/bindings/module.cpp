@@ -78,5 +78,6 @@ PYBIND11_MODULE(_C, m) {
   bind_tree(m);
   bind_sequences(m);
   bind_slots(m);
+  bind_sampling(m);
   seal_classes(m);
 }

@@ -113,6 +113,7 @@ NATIVE = pytest.mark.parametrize(
         _C.SequenceRows,
         _C.SlotAllocator,
         _C.SlotTree,
+        _C.TokenRules,
         _C.TreeEntry,
     ],
 )

@@ -29,6 +29,7 @@ ROOMS = {
     "chunks": "the store's unit between blocks and records: tokens and hashes",
     "attention": "attention that reads blocks in place: tokens and codes",
     "blend": "rows of tokens rotated and mixed",
+    "sampling": "one token for each row of logits",
     "linear": "rows times weights, and norms of rows",
     "bindings": "the only room that knows Python",
 }

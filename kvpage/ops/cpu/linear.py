@@ -34,7 +34,8 @@ def has_fast_linear(dtype: torch.dtype) -> bool:
     """Return whether `linear` computes this dtype by itself on this machine's CPU.
 
     The instruction sets decide, not a timing. Without AVX2 torch computes. It also computes bf16 where the processor
-    has AVX512_BF16 or AMX, and fp16 where it has AVX512_FP16.
+    has AMX, and fp16 where it has AVX512_FP16. With AVX512_BF16 the core adds products of pairs of bf16 in one
+    instruction, which takes subnormal numbers as zeros.
 
     Args:
         dtype: The dtype of rows and weights.

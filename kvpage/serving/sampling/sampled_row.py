@@ -11,13 +11,17 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+import kvpage._C as _C
 from kvpage.serving.params.logits import LogitsParams
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.library_processors import LibraryProcessors, asks_library
+from kvpage.serving.sampling.native_rows import GREEDY, ROW
+from kvpage.serving.sampling.warping import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 TokenArray = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)
+MOST_TOP_K = 2**31 - 1
 
 
 class SeenTokens:
@@ -76,6 +80,8 @@ class SampledRow:
         self.biases = np.array([bias for _, bias in biases], np.float32)
         self.suppressed_ids = _as_ids(params.suppress_tokens or ())
         self._first_ids = _as_ids(params.begin_suppress_tokens or ())
+        is_late = num_prompt_tokens <= 1 and params.forced_bos_token_id is not None
+        self._first_at = num_prompt_tokens + is_late
         shortest = params.min_length or 0
         self._shortest = max(shortest, num_prompt_tokens + params.min_tokens if params.min_tokens else 0)
 
@@ -97,14 +103,45 @@ class SampledRow:
         top_p = 1.0 if params.top_p is None else params.top_p
         return params.temperature or 0.0, params.top_k or 0.0, top_p, params.min_p or 0.0
 
+    @cached_property
+    def packed(self) -> bytes:
+        """The record of `sample_rows`, with seed and position 0. It is empty where the library's processors run."""
+        if self.library is not None:
+            return b""
+        temperature, top_k, top_p, min_p = self.warping
+        if temperature == 0:
+            return GREEDY
+        clipped = min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
+        with np.errstate(divide="ignore"):
+            least_score = np.log(min_p)
+        return np.array([(0, 0, min(int(top_k), MOST_TOP_K), top_p, clipped, least_score)], ROW).tobytes()
+
+    @cached_property
+    def token_rules(self) -> _C.TokenRules | None:
+        """The rules of `sample_rows` that name tokens; None where there are none, or the library's processors run."""
+        shortest = self._shortest if len(self.stop_ids) else 0
+        is_ruled = len(self.biased_ids) or len(self.suppressed_ids) or len(self._first_ids)
+        if not (self.seen is not None or is_ruled or shortest > self.num_prompt_tokens) or self.library is not None:
+            return None
+        return _C.TokenRules(
+            biased_ids=self.biased_ids,
+            biases=self.biases,
+            stop_ids=self.stop_ids,
+            shortest=shortest,
+            suppressed_ids=self.suppressed_ids,
+            first_ids=self._first_ids,
+            first_at=self._first_at,
+            penalties=self.penalties,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
+
     def barred_ids(self, num_tokens: int) -> Ids:
         """Return the tokens that must not come yet, after `num_tokens` tokens."""
         return self.stop_ids if num_tokens < self._shortest else NO_IDS
 
     def unwanted_ids(self, num_tokens: int) -> Ids:
         """Return the tokens that must not come next, after `num_tokens` tokens."""
-        is_late = self.num_prompt_tokens <= 1 and self.params.forced_bos_token_id is not None
-        if len(self._first_ids) and num_tokens == self.num_prompt_tokens + is_late:
+        if len(self._first_ids) and num_tokens == self._first_at:
             return np.concatenate([self.suppressed_ids, self._first_ids])
         return self.suppressed_ids
 

@@ -1,63 +1,38 @@
 """Choose the next token of each sequence, from its logits and its SamplingParams.
 
-Greedy rows without other rules take the argmax, all in one call. The others are processed and drawn, as many at once as
-stay in the processor's cache. A draw inverts the distribution function at a random number. That number depends only on
-the sequence's seed and its number of tokens: not on the batch, and not on whether a step was computed twice.
+    logits ─► on a CPU: one native call for all rows          sample_rows
+           ─► rows with rules of transformers' processors     sample_by_torch
+           ─► on other devices: all rows                      sample_by_torch
+
+Both draw at a random number that depends only on the sequence's seed and its number of tokens: not on the batch, and
+not on whether a step was computed twice. Both choose the same token, unless that number lies within rounding errors of
+the border between two tokens.
+
+Torch's way is the specification. Greedy rows without other rules take the argmax, all in one call. The others are
+processed and drawn, as many at once as stay in the processor's cache. A draw inverts the distribution function:
 
     weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
                             ^ u             u: Philox of seed and position
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
+from kvpage.serving.sampling.native_rows import GREEDY, ROW, can_sample, sample_rows
 from kvpage.serving.sampling.philox import uniforms
 from kvpage.serving.sampling.sampled_row import SampledRow
+from kvpage.serving.sampling.sampled_sequence import SampledSequence
 from kvpage.serving.sampling.warping import BLOCK, block_maxima, cut, in_blocks, scale, to_weights
 
 PART_SIZE = 2**20
 """The number of logits that are processed at once."""
 
 BELOW_ONE = 1 - 2.0**-53
-
-
-class SampledSequence(Protocol):
-    """A sequence whose next token is chosen: a request, as the sampler sees it."""
-
-    @property
-    def request_id(self) -> str:
-        """The name of the sequence in errors."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """The rules of the choice."""
-
-    @property
-    def sampled_row(self) -> SampledRow | None:
-        """The rules as arrays; None where the likeliest token is taken as it is."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the draws, in [0, 2**63)."""
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """The prompt and the generated tokens, then room for more."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The length of the prompt and the generated tokens together."""
-
-    @property
-    def num_generated(self) -> int:
-        """The number of generated tokens, the position of the next draw."""
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
@@ -67,13 +42,48 @@ def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[i
     """
     if not sequences:
         return []
+    tokens = _sample_natively(logits, sequences) if can_sample(logits) else sample_by_torch(logits, sequences)
+    if min(tokens) < 0:
+        bad = [row for row, token in enumerate(tokens) if token < 0]
+        raise LogitsNotFinite(bad, [sequences[row].request_id for row in bad])
+    return tokens
+
+
+def _sample_natively(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+    """Return a token for each row, or -1. A row that needs torch is taken as a greedy one first."""
+    sampled = [sequence.sampled_row for sequence in sequences]
+    if not any(sampled):
+        greedy: list[int] = sample_rows(logits, np.frombuffer(GREEDY * len(sequences), ROW)).tolist()
+        return greedy
+    packed = [GREEDY if row is None else row.packed for row in sampled]
+    by_torch = [] if all(packed) else [index for index, record in enumerate(packed) if not record]
+    rows = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed] if by_torch else packed)), ROW)
+    rows["seed"] = [sequence.seed for sequence in sequences]
+    rows["position"] = [sequence.num_generated for sequence in sequences]
+    rules = [None if row is None else row.token_rules for row in sampled]
+    if any(rules):
+        held = [None if each is None else sequence.tokens for each, sequence in zip(rules, sequences, strict=True)]
+        tokens: list[int] = sample_rows(logits, rows, rules, held).tolist()
+    else:
+        tokens = sample_rows(logits, rows).tolist()
+    if by_torch:
+        chosen = sample_by_torch(logits[by_torch], [sequences[index] for index in by_torch])
+        for index, token in zip(by_torch, chosen, strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def sample_by_torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+    """Return one token a row; -1 for rows that hold NaN or +inf, or no finite number, before or after their processing.
+
+    logits: [len(sequences), vocab_size]. Where a row is unusable before it is processed, no row is.
+    """
     highest, tokens = logits.max(dim=-1)
     bad = [row for row in rows_not_finite(highest) if not sequences[row].params.remove_invalid_values]
     if not bad:
         for rows in _parts(sequences, logits.shape[1]):
             bad += _choose(logits, sequences, rows, tokens)
-    if bad:
-        raise LogitsNotFinite(sorted(bad), [sequences[row].request_id for row in sorted(bad)])
+    tokens[bad] = -1
     chosen: list[int] = tokens.tolist()
     return chosen
 

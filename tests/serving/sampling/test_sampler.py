@@ -12,7 +12,7 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling import sampler
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
-from kvpage.serving.sampling.sampler import sample
+from kvpage.serving.sampling.sampler import sample, sample_by_torch
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
 
@@ -193,7 +193,7 @@ def make_mixed(num_rows: int, vocab_size: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 127, 128, 129, 640, 5000])
-def test_a_row_alone_is_the_row_in_a_batch(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_torch_a_row_alone_is_the_row_in_a_batch(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: the scores that it is drawn by, and so the token. Rows are taken in parts of three sizes."""
     requests, seen = make_mixed(60, vocab_size), {}
     logits = torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
@@ -204,14 +204,14 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab_size: int, monkeypatch: pytest.
         return draw(scores, points)
 
     monkeypatch.setattr(sampler, "_draw", keep)
-    together = sample(logits, requests)
+    together = sample_by_torch(logits, requests)
     scores_together = dict(seen)
     for part_size in (1, 7 * vocab_size):
         seen.clear()
         monkeypatch.setattr(sampler, "PART_SIZE", part_size)
-        assert sample(logits, requests) == together
+        assert sample_by_torch(logits, requests) == together
         assert all(torch.equal(scores, scores_together[point]) for point, scores in seen.items())
-    alone = [sample(logits[row : row + 1], [request])[0] for row, request in enumerate(requests)]
+    alone = [sample_by_torch(logits[row : row + 1], [request])[0] for row, request in enumerate(requests)]
     assert alone == together and len(seen) == len(scores_together)
 
 

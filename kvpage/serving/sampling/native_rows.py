@@ -1,0 +1,66 @@
+"""Choose tokens on a CPU by one native call for all rows, each with rules of its own.
+
+    rows     temperature  top_k  top_p  ...  seed  position        one record a row, kept from step to step
+               0.8          50     1.0         7       12
+               0             0     1.0         0       31  ─► position += 1 is all that a step changes
+
+A row's token depends on its logits and its record alone: not on the batch, its place in it, or the number of threads.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kvpage._C as _C
+
+ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.int64),  # of the draw: how many tokens were generated before
+        ("top_k", np.int64),  # 0: all
+        ("top_p", np.float64),  # 1: all
+        ("temperature", np.float32),  # 0: the likeliest token is taken
+        ("least_score", np.float32),  # the logarithm of min_p; -inf: all
+    ]
+)
+"""A row's numbers, as csrc/sampling/row_rules.h has them."""
+
+GREEDY = np.array([(0, 0, 0, 1.0, 0.0, -np.inf)], ROW).tobytes()
+"""The record of a row whose likeliest token is taken."""
+
+ROW_TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def can_sample(logits: torch.Tensor) -> bool:
+    """Whether `sample_rows` takes such logits: on a CPU, in fp32, bf16 or fp16."""
+    return logits.device.type == "cpu" and logits.dtype in ROW_TYPES
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: npt.NDArray[np.void],
+    token_rules: Sequence[_C.TokenRules | None] = (),
+    tokens: Sequence[npt.NDArray[np.int32] | None] = (),
+) -> npt.NDArray[np.int32]:
+    """Return one token a row; -1 for rows that hold NaN or +inf, or no finite number, before or after their processing.
+
+    A loop that keeps `rows` from step to step pays for nothing but this call. A record is `SampledRow.packed`, which is
+    empty for rows that only `sample_by_torch` can serve. The record of a row without a SampledRow is GREEDY. Seed and
+    position are 0 in both: set the seed once, and the position to the number of generated tokens before each call.
+
+    logits: [num_rows, vocab_size], for which `can_sample` holds, of any row stride. They stay as they are.
+    rows: contiguous records of ROW. token_rules: each row's `SampledRow.token_rules`; empty if all are None.
+    tokens: for rows with token_rules, the prompt and the generated tokens, and maybe room after them. Of the prompt's
+    length and the position, the call knows how many there are.
+
+    Raises ValueError for numbers out of range, or token_rules that serve two rows at once.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    chosen = np.empty(len(rows), np.int32)
+    row_stride = logits.stride(0) * logits.element_size()
+    place = (logits.data_ptr(), row_stride, ROW_TYPES[logits.dtype], *logits.shape)
+    _C.sample_rows(place, rows, token_rules, tokens, chosen, torch.get_num_threads())
+    return chosen
