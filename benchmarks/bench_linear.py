@@ -1,7 +1,8 @@
 """How near do products of rows with weights come to what a core can multiply, and to how fast it reads the weights?
 
 Two bounds, measured in the same run: a loop of fused multiply-adds in registers, and the bandwidth at which a sum reads
-as many bytes as the weight has. A product's bound is the larger of both times. Beside `ops.linear`: torch's `F.linear`,
+as many bytes as the weight has. A product's bound is the larger of both times. Where a core multiplies pairs of bf16 in
+one instruction, bf16 may be above it. Beside `ops.linear`: torch's `F.linear`,
 torch's product on packed weights (`mkldnn`, where this torch has it), and with --vllm PYTHON vLLM's oneDNN handler on
 packed weights, in the interpreter that has vLLM.
 

@@ -2,7 +2,8 @@
 
 "sample" is what the serving loop calls, with one request a row. "rows" is the native call alone, for a loop that keeps
 its records. Beside them, in the same run: torch's way, which other devices take; vLLM's sampler, in a process of its
-own (--vllm PYTHON, an interpreter that has vLLM); and the bound, which reads all logits once, by torch's sum.
+own (--vllm PYTHON, an interpreter that has vLLM); and the bound: all logits read once, by numpy's maximum
+on one thread, divided by the threads.
 
 Logits are normal, which is the hardest for top_p: many tokens are about as likely. Tokens of both ways must agree.
 
@@ -76,7 +77,7 @@ def measure(
     by_rows, asked = native_call(logits, requests), {"num_rows": num_rows, "vocab_size": vocab_size, "rules": rules}
     number = max(1, 2**18 // logits.numel())
     clocks: dict[str, Clock] = {
-        "bound": lambda: seconds(logits.sum, number),
+        "bound": lambda: seconds(logits.numpy().max, number) / torch.get_num_threads(),
         "rows": lambda: seconds(by_rows, number),
         "sample": lambda: seconds(lambda: sample(logits, requests), number),
         "torch": lambda: seconds(lambda: sample_by_torch(logits, requests)),
@@ -107,7 +108,7 @@ def vllm_peer(python: Path | None, num_threads: int) -> Iterator[PeerProcess | N
 
 
 def report(row: dict[str, Any], names: list[str]) -> None:
-    cells = "".join(f"{row[name]:>26.3f}" for name in names)
+    cells = "".join(f"{format(row[name], '.3f'):>26}" for name in names)
     print(f"{row['num_rows']:>5}{row['vocab_size']:>8}  {row['rules']:<24}{cells}", flush=True)
 
 

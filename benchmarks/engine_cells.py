@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvpage.benchmarks.number_cells import Result, row_of, text
+from kvpage.benchmarks.number_cells import Result, row_of, span, text
 
 Cell = Callable[[Result], str]
 NO_ROWS: Result = {"rows": []}
@@ -52,6 +52,20 @@ def layer(model: str, dtype: str, num_seqs: int) -> tuple[Cell, Cell]:
         lambda r: f"{text(row(r)['besides us'], 1)} us",
         lambda r: f"{text(row(r)['native us'], 1)} us: the native calls",
     )
+
+
+def products(dtype: str, num_rows: int) -> tuple[Cell, Cell]:
+    """Return the cells of bench_linear over all shapes: GF/s; shares of the bound and of torch's speed."""
+
+    def rows(result: Result) -> list[Result]:
+        return [row for row in result["rows"] if row["dtype"] == dtype and row["rows"] == num_rows]
+
+    def beside(result: Result) -> str:
+        found = [f"{span(row['of bound'] for row in rows(result))} of the bound"]
+        found += [f"{span(row['of torch'] for row in rows(result))} times as fast as `F.linear`"]
+        return "; ".join(found)
+
+    return lambda result: f"{span((row['kvpage GF/s'] for row in rows(result)), 0)} GF/s", beside
 
 
 def parts_table(results: dict[str, Result]) -> str:

@@ -6,7 +6,7 @@ docs/benchmarks.md has all rows, README.md those with a headline. Each number is
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpage.benchmarks.engine_cells import admission, layer, step, step_beside
+from kvpage.benchmarks.engine_cells import admission, layer, products, step, step_beside
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -261,6 +261,12 @@ NUMBERS: list[Number] = [
         *layer("llama 3 8B", "bfloat16", 16),
         "layer_overhead",
     ),
+    Number("products with weights of small models, fp32, one row", *products("float32", 1), "linear"),
+    Number("the same of 32 rows", *products("float32", 32), "linear"),
+    Number("the same of 256 rows", *products("float32", 256), "linear"),
+    Number("the same in bf16, 32 rows", *products("bfloat16", 32), "linear"),
+    Number("fp32 with two threads, one row", *products("float32", 1), "linear_two_threads"),
+    Number("the same of 256 rows", *products("float32", 256), "linear_two_threads"),
     Number(
         "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads",
         served("separate", "kvpage"),

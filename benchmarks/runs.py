@@ -76,6 +76,8 @@ RUNS = {
             "multi_turn", "bench_serving --threads 2 --workload multi-turn --rounds 3 --without generate generate_batch"
         ),
         _run("generate_cache", "bench_generate_cache"),
+        _run("linear", "bench_linear --threads 1 --rounds 5 --rows 1 8 32 256"),
+        _run("linear_two_threads", "bench_linear --threads 2 --rounds 5 --rows 1 8 32 256"),
         _run("blend_ops", "bench_blend_ops --threads 1"),
         _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),
         _run("blend_speed_4096", "bench_blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1"),

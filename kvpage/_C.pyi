@@ -206,7 +206,10 @@ def rms_norm(
     """
 
 def linear_kernels() -> list[str]:
-    """Return the kernels for products that this machine runs, the best first."""
+    """Return the kernels for products that this machine runs, the best first, and "pairs_model" for tests."""
+
+def norm_kernels() -> list[str]:
+    """Return the kernels for norms that this machine runs, the best first."""
 
 def has_fast_linear(row_type: int, /) -> bool:
     """Return whether products of this type are at least as fast as torch's: see kvpage.ops.has_fast_linear.

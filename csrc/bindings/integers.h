@@ -1,4 +1,4 @@
-// Arrays of integers.
+// Integers of Python: small ones, and arrays of them.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,36 @@
 #include "base/check.h"
 #include "base/token_view.h"
 #include "bindings/bindings.h"
-#include "bindings/small_ints.h"
+
+#if PY_VERSION_HEX < 0x030B0000
+#include <longintrepr.h>
+#endif
 
 namespace kvpage {
+
+// --- small ints: of one digit, less than 2^30 either side of 0. They are read without a call ------------------------
+
+// Requires an exact int.
+inline bool is_small(PyObject* number) {
+#if PY_VERSION_HEX >= 0x030C0000
+  return PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(number));
+#else
+  const Py_ssize_t signed_digits = reinterpret_cast<PyVarObject*>(number)->ob_size;
+  return signed_digits >= -1 && signed_digits <= 1;
+#endif
+}
+
+// Requires that it is small.
+inline int64_t small_value(PyObject* number) {
+#if PY_VERSION_HEX >= 0x030C0000
+  return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(number));
+#else
+  const auto* whole = reinterpret_cast<PyLongObject*>(number);
+  return reinterpret_cast<PyVarObject*>(number)->ob_size * static_cast<int64_t>(whole->ob_digit[0]);
+#endif
+}
+
+// --- arrays ---------------------------------------------------------------------------------------------------------
 
 // A caller's integers: an int32 or int64 array or buffer is read in place, anything else is converted.
 class Integers {

@@ -44,6 +44,9 @@ void bind_linear(py::module_& m) {
       "linear_kernels", [] { return linear_kernels().names(); },
       "The kernels for products that this machine runs, the best first.");
   m.def(
+      "norm_kernels", [] { return norm_kernels().names(); },
+      "The kernels for norms that this machine runs, the best first.");
+  m.def(
       "has_fast_linear", [](int type) { return has_fast_linear(static_cast<RowType>(type)); },
       "Whether products of this type are at least as fast as torch's.");
 }

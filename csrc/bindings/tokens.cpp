@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "bindings/addresses.h"
+#include "bindings/integers.h"
 #include "bindings/new_arrays.h"
-#include "bindings/small_ints.h"
 #include "chunks/chunk_copy.h"
 #include "docs.h"
 #include "tokens/gather_cache.h"

@@ -5,8 +5,8 @@
 
 namespace kvpage {
 
-// Returns whether `linear` is at least as fast as torch's own product on this machine. Without AVX2 it is not. Where
-// the processor multiplies 16-bit numbers by instructions of its own, torch's library uses them, and `linear` does not.
+// Returns whether `linear` is meant to be at least as fast as torch's own product on this machine. Without AVX2 it is
+// not. Where the processor has tiles of bf16 or arithmetic in fp16, torch's library uses them, and `linear` does not.
 bool has_fast_linear(RowType type);
 
 }  // namespace kvpage

@@ -25,14 +25,37 @@ inline void finish_with(int64_t num_columns, T* to, const Values& values) {
       });
 }
 
+// Of a tile's four sums two are the gate's and two the other weight's: (g, g, u, u), (g, g, u, u) ...
+inline Vec gates(const float* sums) {
+  const Vec a = load(sums), b = load(sums + kLanes);
+#if KVPAGE_LANES == 4
+  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5);
+#elif KVPAGE_LANES == 8
+  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13);
+#else
+  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
+#endif
+}
+
+inline Vec ups(const float* sums) {
+  const Vec a = load(sums), b = load(sums + kLanes);
+#if KVPAGE_LANES == 4
+  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7);
+#elif KVPAGE_LANES == 8
+  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+#else
+  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+#endif
+}
+
 template <typename T>
 void finish_row(Activation activation, const float* sums, const T* bias, int64_t num_columns, T* to) {
-  const float* const ups = sums + kPanelColumns / 2;
   switch (activation) {
     case Activation::kSilu:
-      return finish_with(num_columns, to, [&](int64_t at) { return silu(load(sums + at)) * load(ups + at); });
+      return finish_with(num_columns, to, [&](int64_t at) { return silu(gates(sums + 2 * at)) * ups(sums + 2 * at); });
     case Activation::kGeluTanh:
-      return finish_with(num_columns, to, [&](int64_t at) { return gelu_tanh(load(sums + at)) * load(ups + at); });
+      return finish_with(num_columns, to,
+                         [&](int64_t at) { return gelu_tanh(gates(sums + 2 * at)) * ups(sums + 2 * at); });
     default: break;
   }
   if (!bias) return finish_with(num_columns, to, [&](int64_t at) { return load(sums + at); });

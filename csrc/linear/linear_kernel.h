@@ -1,11 +1,11 @@
 // LinearKernel: products of rows with the rows of a weight, which is read where it lies. One thread computes a task.
 //
-//   out[m, n] = dot(x[m], w[n])           both run along K, so neither is packed or transposed
+//   out[m, n] = dot(x[m], w[n])           both run along K, so nothing is transposed
 //
 //             K in blocks of kMostK
 //          ┌────────┬────────┬──────┐
 //   x  m   │ kTileRows rows at a    │     a tile: kTileRows rows of x times kTileColumns rows of w, its sums in
-//          │ time, in scratch, fp32 │     registers, vectors along K; the lanes are added at the end of a K block
+//          │ time, in scratch       │     registers, vectors along K; the lanes are added at the end of a K block
 //          └────────┴────────┴──────┘
 //   w  n   │ kTileColumns rows      │     a tile of w stays in the first cache while all rows of x pass by
 //
@@ -80,5 +80,9 @@ struct LinearKernel {
 const KernelFamily<LinearKernel>& linear_kernels();
 
 KVPAGE_DECLARE_KERNELS(LinearKernel, linear_kernel);
+#if defined(__x86_64__)
+extern const LinearKernel linear_kernel_avx512bf16;
+#endif
+extern const LinearKernel linear_kernel_pairs_model;  // for tests: avx512bf16's loops in plain C++
 
 }  // namespace kvpage

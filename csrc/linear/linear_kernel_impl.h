@@ -1,6 +1,8 @@
 // The body of LinearKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #pragma once
 
+#include <type_traits>
+
 #include "linear/dot_tile_impl.h"
 #include "linear/gate_impl.h"
 #include "linear/linear_kernel.h"
@@ -8,28 +10,42 @@
 namespace kvpage {
 namespace {
 
+constexpr int64_t kManyTiles = 8;  // of x
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // --- rows of x in scratch ------------------------------------------------------------------------------------------
 
+// Writes `count` elements, and zeros up to a whole vector.
 template <typename T>
+void stage_run(const T* from, int64_t count, float* to) {
+  for_each_vector(
+      count, [&](int64_t k) { store(to + k, load(from + k)); },
+      [&](int64_t k, int64_t rest) { store(to + k, load_partial(from + k, rest)); });
+}
+
+inline void stage_run(const Bf16* from, int64_t count, Bf16* to) {
+  const int64_t padded = (count + PairDot::kWidth - 1) / PairDot::kWidth * PairDot::kWidth;
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(Bf16));
+  std::memset(to + count, 0, static_cast<size_t>(padded - count) * sizeof(Bf16));
+}
+
+template <typename Dot>
 void stage_typed(const LinearTask& task, const std::byte* x, int64_t x_stride) {
   const KBlocks& blocks = task.blocks;
-  float* const staged = reinterpret_cast<float*>(const_cast<std::byte*>(task.x));
+  auto* const staged = reinterpret_cast<typename Dot::Staged*>(const_cast<std::byte*>(task.x));
   for (int64_t row = task.first_row; row < task.end_row; ++row)
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
-      const T* from = reinterpret_cast<const T*>(x + row * x_stride) + blocks.begin(block);
-      float* to = staged + (block * task.num_rows + row) * blocks.block_size;
-      for_each_vector(
-          blocks.width(block), [&](int64_t k) { store(to + k, load(from + k)); },
-          [&](int64_t k, int64_t count) { store(to + k, load_partial(from + k, count)); });
+      const auto* const from = reinterpret_cast<const typename Dot::Weight*>(x + row * x_stride);
+      stage_run(from + blocks.begin(block), blocks.width(block),
+                staged + (block * task.num_rows + row) * blocks.block_size);
     }
 }
 
 // --- a panel: all K of some columns --------------------------------------------------------------------------------
 
 // The columns of a panel in tiles. A tile of the gated form has half of its rows from each weight, so that both sums of
-// a result are in one panel.
+// a result lie beside each other.
 inline bool is_gated(const LinearTask& task) { return task.activation != Activation::kNone; }
 
 template <typename T>
@@ -38,37 +54,34 @@ struct Panel {
   int64_t first, end;  // columns of out
 
   static int64_t most_columns(const LinearTask& task) { return is_gated(task) ? kPanelColumns / 2 : kPanelColumns; }
-  static int64_t columns_per_tile(const LinearTask& task) { return is_gated(task) ? kTileColumns / 2 : kTileColumns; }
-  int64_t columns_per_tile() const { return columns_per_tile(task); }
+  int64_t columns_per_tile() const { return is_gated(task) ? kTileColumns / 2 : kTileColumns; }
   int64_t num_tiles() const { return (end - first + columns_per_tile() - 1) / columns_per_tile(); }
-  // Floats from the sums of a tile's lower half to those of its upper half.
-  int64_t upper() const { return is_gated(task) ? kPanelColumns / 2 : kTileColumns / 2; }
 
   // Past the last column the last one is taken again: its sums are not used.
-  Columns<T> columns(int64_t tile, int64_t k) const {
+  Columns<T> columns(int64_t tile, int64_t block) const {
     Columns<T> found;
     for (int64_t j = 0; j < kTileColumns; ++j) {
       const bool is_up = is_gated(task) && j >= kTileColumns / 2;
       const int64_t column = first + tile * columns_per_tile() + (is_up ? j - kTileColumns / 2 : j);
       const std::byte* row =
           (is_up ? task.up : task.w) + least(column, end - 1) * (is_up ? task.up_stride : task.w_stride);
-      found.rows[j] = reinterpret_cast<const T*>(row) + k;
+      found.rows[j] = reinterpret_cast<const T*>(row) + task.blocks.begin(block);
     }
     return found;
   }
 };
 
-template <typename T>
-void tile_of(int64_t num_rows, const Operands<T>& operands, const Sums& sums) {
+template <Pass kPass, typename Dot>
+void tile_of(int64_t num_rows, const Operands<Dot>& operands, const Sums& sums) {
   switch (num_rows) {
 #if KVPAGE_LANES == 16
-    case 6: return dot_tile<6>(operands, sums);
-    case 5: return dot_tile<5>(operands, sums);
-    case 4: return dot_tile<4>(operands, sums);
+    case 6: return dot_tile<6, kPass>(operands, sums);
+    case 5: return dot_tile<5, kPass>(operands, sums);
+    case 4: return dot_tile<4, kPass>(operands, sums);
 #endif
-    case 3: return dot_tile<3>(operands, sums);
-    case 2: return dot_tile<2>(operands, sums);
-    default: return dot_tile<1>(operands, sums);
+    case 3: return dot_tile<3, kPass>(operands, sums);
+    case 2: return dot_tile<2, kPass>(operands, sums);
+    default: return dot_tile<1, kPass>(operands, sums);
   }
 }
 
@@ -81,27 +94,32 @@ struct RowTiles {
   int64_t height_of(int64_t tile) const { return height + (tile < num_higher); }
 };
 
-// The rows of the next tile of w, fetched part by part while `num_parts` tiles of x pass.
-template <typename T>
-struct FetchParts {
-  const Columns<T>& next;
-  int64_t num_parts, num_fetched = 0, due = 0;
+// The next tile of w, fetched part by part between `num_parts` tiles of x into the second cache.
+class FetchParts {
+ public:
+  FetchParts(const Columns<std::byte>& next, int64_t row_bytes, int64_t num_parts)
+      : next_(next), lines_((row_bytes + 63) / 64), part_((lines_ * kTileColumns + num_parts - 1) / num_parts) {}
 
-  Fetch part() {
-    Fetch fetch{};
-    for (due += kTileColumns; due >= num_parts; due -= num_parts)
-      fetch.rows[fetch.count++] = reinterpret_cast<const std::byte*>(next.rows[num_fetched++]);
-    return fetch;
+  void fetch_part() {
+    for (int64_t i = 0; i < part_ && row_ < kTileColumns; ++i) {
+      __builtin_prefetch(next_.rows[row_] + 64 * line_, 0, 2);
+      if (++line_ == lines_) line_ = 0, ++row_;
+    }
   }
+
+ private:
+  const Columns<std::byte>& next_;
+  int64_t lines_, part_, row_ = 0, line_ = 0;
 };
 
 // Past the last whole vector of a K block: what is left of each row, with zeros after it.
-template <typename T>
+template <typename Dot>
 struct RowEnds {
-  T elements[kTileColumns][kLanes];
+  using T = typename Dot::Weight;
+  T elements[kTileColumns][Dot::kWidth];
 
   Columns<T> fill(const Columns<T>& columns, int64_t width) {
-    const int64_t whole = width / kLanes * kLanes;
+    const int64_t whole = width / Dot::kWidth * Dot::kWidth;
     Columns<T> ends;
     for (int64_t j = 0; j < kTileColumns; ++j) ends.rows[j] = elements[j];
     if (whole == width) return ends;
@@ -112,77 +130,123 @@ struct RowEnds {
   }
 };
 
-// One tile of w with all rows of the task. 16-bit numbers are widened by the first tile of x, which keeps them.
-template <typename T>
-void multiply_tile(const LinearTask& task, const LinearScratch& scratch, int64_t block, const RowTiles& tiles,
-                   const Columns<T>& columns, const Columns<T>& next, Sums sums) {
-  const int64_t stride = task.blocks.block_size, width = task.blocks.width(block);
-  RowEnds<T> ends;
-  FetchParts<T> parts{next, tiles.num};
-  Operands<T> operands{reinterpret_cast<const float*>(task.x) + (block * task.num_rows + task.first_row) * stride,
-                       stride,
-                       width,
-                       columns,
-                       ends.fill(columns, width),
-                       {},
-                       sizeof(T) < sizeof(float) && tiles.num > 1 ? scratch.tile : nullptr};
+// The rows of a task, tile by tile.
+struct RowPass {
+  const RowTiles& tiles;
+  FetchParts parts;
+  Sums sums;
   int64_t tile = 0;
-  const auto multiply_next = [&](auto& given) {
+
+  template <Pass kPass, typename Dot>
+  void multiply_next(Operands<Dot>& operands) {
     const int64_t height = tiles.height_of(tile++);
-    given.fetch = parts.part();
-    tile_of(height, given, sums);
-    given.x += height * stride;
+    if constexpr (kPass != Pass::kFetches) parts.fetch_part();
+    tile_of<kPass>(height, operands, sums);
+    operands.x += height * operands.x_stride;
     sums.data += height * kPanelColumns;
-  };
-  multiply_next(operands);
-  if (!operands.kept) {
-    while (tile < tiles.num) multiply_next(operands);
-    return;
   }
-  Operands<float> kept{operands.x, stride, width, {}, {}, {}, nullptr};
+
+  // All that are left. The last of them fetches into the first cache.
+  template <typename Dot>
+  void multiply_rest(Operands<Dot> operands) {
+    while (tile + 1 < tiles.num) multiply_next<Pass::kReads>(operands);
+    multiply_next<Pass::kFetches>(operands);
+  }
+};
+
+// A tile of w as it was kept in scratch.
+template <typename Dot>
+Operands<WidenedDot<float>> kept_operands(const Operands<Dot>& from) {
+  Operands<WidenedDot<float>> to{from.x, from.x_stride, from.size, {}, {}, from.next, from.next_size, nullptr};
   for (int64_t j = 0; j < kTileColumns; ++j) {
-    kept.columns.rows[j] = scratch.tile + j * stride;
-    kept.ends.rows[j] = kept.columns.rows[j] + width / kLanes * kLanes;
+    to.columns.rows[j] = from.kept + j * from.x_stride;
+    to.ends.rows[j] = to.columns.rows[j] + from.size / kLanes * kLanes;
   }
-  while (tile < tiles.num) multiply_next(kept);
+  return to;
+}
+
+// 16-bit numbers are widened once. Rows of fp32 that lie pages apart share few sets of the first cache: for many rows
+// of x, copies of them that lie side by side pay.
+template <typename Dot>
+bool keeps_tile(const LinearTask& task, const RowTiles& tiles) {
+  if (sizeof(typename Dot::Weight) < sizeof(typename Dot::Staged)) return tiles.num > 1;
+  return tiles.num >= kManyTiles && task.blocks.num_blocks > 1;
 }
 
 template <typename T>
-void multiply_panel(const LinearTask& task, const LinearScratch& scratch, const RowTiles& tiles,
-                    const Panel<T>& panel) {
-  const int64_t num_tiles = panel.num_tiles(), num_blocks = task.blocks.num_blocks;
-  for (int64_t block = 0; block < num_blocks; ++block)
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const bool is_last = tile + 1 == num_tiles;
-      const Columns<T> columns = panel.columns(tile, task.blocks.begin(block));
-      Columns<T> next = columns;
-      if (!is_last) {
-        next = panel.columns(tile + 1, task.blocks.begin(block));
-      } else if (block + 1 < num_blocks) {
-        next = panel.columns(0, task.blocks.begin(block + 1));
-      } else if (panel.end < task.end_column) {
-        next = Panel<T>{task, panel.end, task.end_column}.columns(0, 0);
-      }
-      const Sums sums{scratch.sums + tile * panel.columns_per_tile(), panel.upper(), block > 0};
-      multiply_tile(task, scratch, block, tiles, columns, next, sums);
+Columns<std::byte> as_bytes(const Columns<T>& columns) {
+  Columns<std::byte> bytes;
+  for (int64_t j = 0; j < kTileColumns; ++j) bytes.rows[j] = reinterpret_cast<const std::byte*>(columns.rows[j]);
+  return bytes;
+}
+
+// One tile of w with all rows of the task.
+template <typename Dot>
+void multiply_tile(const LinearTask& task, const LinearScratch& scratch, int64_t block, const RowTiles& tiles,
+                   const Columns<typename Dot::Weight>& columns, const Columns<typename Dot::Weight>& next,
+                   const Sums& sums) {
+  const int64_t stride = task.blocks.block_size, size = task.blocks.width(block);
+  const auto* const x = reinterpret_cast<const typename Dot::Staged*>(task.x);
+  RowEnds<Dot> ends;
+  Operands<Dot> operands{x + (block * task.num_rows + task.first_row) * stride,
+                         stride,
+                         size,
+                         columns,
+                         ends.fill(columns, size),
+                         as_bytes(next),
+                         sizeof(typename Dot::Weight),
+                         scratch.tile};
+  RowPass pass{tiles, {operands.next, size * operands.next_size, tiles.num}, sums};
+  if constexpr (std::is_same_v<typename Dot::Factor, Vec>) {
+    if (keeps_tile<Dot>(task, tiles)) {
+      pass.template multiply_next<Pass::kKeeps>(operands);
+      return pass.multiply_rest(kept_operands(operands));
     }
+  }
+  pass.multiply_rest(operands);
 }
 
-// Where one tile of x takes every row of the task, a tile of w is read once: then all K of it, in the order of memory.
-template <typename T>
-int64_t panel_columns(const LinearTask& task, const RowTiles& tiles) {
-  const bool reads_once = tiles.num == 1 && task.blocks.num_blocks > 1;
-  return reads_once ? Panel<T>::columns_per_tile(task) : Panel<T>::most_columns(task);
+// The tiles of a panel, each a K block of some columns, one after the other.
+struct TileOrder {
+  int64_t num_tiles, num_blocks;
+  bool by_tile;  // all K of a tile before the next tile: the order of memory
+
+  int64_t num() const { return num_tiles * num_blocks; }
+  int64_t tile(int64_t i) const { return by_tile ? i / num_blocks : i % num_tiles; }
+  int64_t block(int64_t i) const { return by_tile ? i % num_blocks : i / num_tiles; }
+};
+
+// Where one tile of x takes every row of the task, w is read once: then in the order of memory. Else a K block of x
+// stays in the second cache while all tiles of the panel pass.
+template <typename Dot>
+void multiply_panel(const LinearTask& task, const LinearScratch& scratch, const RowTiles& tiles,
+                    const Panel<typename Dot::Weight>& panel) {
+  using Weight = typename Dot::Weight;
+  const TileOrder order{panel.num_tiles(), task.blocks.num_blocks, tiles.num == 1};
+  if (order.num() == 0) return;
+  Columns<Weight> columns = panel.columns(0, 0);
+  for (int64_t i = 0; i < order.num(); ++i) {
+    Columns<Weight> next = columns;
+    if (i + 1 < order.num()) {
+      next = panel.columns(order.tile(i + 1), order.block(i + 1));
+    } else if (panel.end < task.end_column) {
+      next = Panel<Weight>{task, panel.end, task.end_column}.columns(0, 0);
+    }
+    const Sums sums{scratch.sums + order.tile(i) * kTileColumns, order.block(i) > 0};
+    multiply_tile<Dot>(task, scratch, order.block(i), tiles, columns, next, sums);
+    columns = next;
+  }
 }
 
-template <typename T>
+template <typename Dot>
 void multiply_typed(const LinearTask& task, const LinearScratch& scratch) {
+  using T = typename Dot::Weight;
   const RowTiles tiles(task.end_row - task.first_row);
-  const int64_t most = panel_columns<T>(task, tiles);
+  const int64_t most = Panel<T>::most_columns(task);
   for (int64_t column = task.first_column; column < task.end_column; column += most) {
     const Panel<T> panel{task, column, least(column + most, task.end_column)};
     if (task.blocks.num_blocks == 0) std::memset(scratch.sums, 0, (task.end_row - task.first_row) * kPanelColumns * 4);
-    multiply_panel(task, scratch, tiles, panel);
+    multiply_panel<Dot>(task, scratch, tiles, panel);
     for (int64_t row = task.first_row; row < task.end_row; ++row) {
       T* to = reinterpret_cast<T*>(task.out + row * task.out_stride) + column;
       const T* bias = task.bias ? reinterpret_cast<const T*>(task.bias) + column : nullptr;
@@ -193,17 +257,17 @@ void multiply_typed(const LinearTask& task, const LinearScratch& scratch) {
 
 void stage(const LinearTask& task, const std::byte* x, int64_t x_stride) {
   switch (task.type) {
-    case RowType::kBfloat16: return stage_typed<Bf16>(task, x, x_stride);
-    case RowType::kFloat16: return stage_typed<Fp16>(task, x, x_stride);
-    default: return stage_typed<float>(task, x, x_stride);
+    case RowType::kBfloat16: return stage_typed<Bf16Dot>(task, x, x_stride);
+    case RowType::kFloat16: return stage_typed<WidenedDot<Fp16>>(task, x, x_stride);
+    default: return stage_typed<WidenedDot<float>>(task, x, x_stride);
   }
 }
 
 void multiply(const LinearTask& task, const LinearScratch& scratch) {
   switch (task.type) {
-    case RowType::kBfloat16: return multiply_typed<Bf16>(task, scratch);
-    case RowType::kFloat16: return multiply_typed<Fp16>(task, scratch);
-    default: return multiply_typed<float>(task, scratch);
+    case RowType::kBfloat16: return multiply_typed<Bf16Dot>(task, scratch);
+    case RowType::kFloat16: return multiply_typed<WidenedDot<Fp16>>(task, scratch);
+    default: return multiply_typed<WidenedDot<float>>(task, scratch);
   }
 }
 

@@ -41,7 +41,7 @@ bool has_avx512_fp16() { return false; }
 
 bool has_instruction_set(const char* name) {
   const std::string_view set = name;
-  if (set == "base") return true;
+  if (set == "base" || set == "pairs_model") return true;
   return (set == "avx2" && has_avx2()) || (set == "avx512" && has_avx512()) ||
          (set == "avx512bf16" && has_avx512bf16()) || (set == "amx_bf16" && has_amx_bf16()) ||
          (set == "avx512_fp16" && has_avx512_fp16());

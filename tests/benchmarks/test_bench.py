@@ -35,6 +35,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
+    "linear": (["--threads", "1", "--rows", "1", "2", *ONCE],
+               {"SHAPES": ((8, 16),), "TURN": 1e-6, "FMA_ROUNDS": 100}),
     "paged_attention": (["--seconds", "0", *ONCE], {}),
     "paged_attention_cpu": (["--keys", "64", "--queries", "1", *ONCE], {}),
     "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),

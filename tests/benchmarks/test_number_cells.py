@@ -6,6 +6,7 @@ from kvpage.benchmarks.engine_cells import (
     admission,
     layer,
     parts_table,
+    products,
     step,
     step_beside,
     step_parts_table,
@@ -56,6 +57,15 @@ def test_a_step_is_beside_its_bound_and_peer() -> None:
 
 def test_an_admission_is_beside_the_peers() -> None:
     assert [cell(ENGINE) for cell in admission("array")] == ["30 (29-31) us", "1,000 (999-1,001) us: vLLM's"]
+
+
+def test_products_are_spans_over_all_shapes() -> None:
+    rows = [
+        {"dtype": dtype, "rows": 1, **{name: figure(number) for name in ("kvpage GF/s", "of bound", "of torch")}}
+        for dtype, number in (("float32", 2.0), ("float32", 1.0), ("bfloat16", 9.0))
+    ]
+    cells = [cell({"rows": rows}) for cell in products("float32", 1)]
+    assert cells == ["1 to 2 GF/s", "1.00 to 2.00 of the bound; 1.00 to 2.00 times as fast as `F.linear`"]
 
 
 def test_a_layer_is_beside_its_native_calls() -> None:

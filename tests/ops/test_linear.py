@@ -10,6 +10,8 @@ from kvpage.ops.cpu.linear import ACTIVATIONS
 
 DTYPES = tuple(ROW_TYPES)
 KERNELS = _C.linear_kernels()
+PAIRS = "pairs_model"  # the loops of AVX512_BF16 in plain C++, on any machine
+CASES = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if kernel != PAIRS or dtype != torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of a rounding, with some of fp32's sums
 SIZES = (0, 1, 3, 15, 16, 17, 64, 511, 512, 513, 1100)  # K: around a vector, and around a block of 512
 COLUMNS = (0, 1, 3, 4, 5, 63, 64, 65, 130)  # N: around a tile of 4 and a panel of 64
@@ -45,8 +47,7 @@ def assert_close(found, expected, dtype):
     assert ((found.double() - expected).abs() <= STEP[dtype] * (1 + expected.abs())).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel, dtype", CASES, ids=str)
 def test_every_size_against_double(kernel, dtype):
     for size in SIZES:
         for num_rows, num_columns in ((5, 70), *((m, 6) for m in ROWS), *((2, n) for n in COLUMNS)):
@@ -57,8 +58,7 @@ def test_every_size_against_double(kernel, dtype):
             assert_close(native(x, weight, bias, kernel=kernel), expected + bias.double(), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel, dtype", CASES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_against_double(activation, kernel, dtype):
     number, function = ACTIVATIONS[activation]
@@ -69,8 +69,7 @@ def test_gated_against_double(activation, kernel, dtype):
         assert_close(native(x, gate, up=up, activation=number, kernel=kernel), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel, dtype", CASES, ids=str)
 def test_a_row_is_the_same_in_every_batch(kernel, dtype):
     """Every number of rows from 1 to 70, permuted, with 1 to 3 threads: bit by bit."""
     size, num_columns = 540, 67
@@ -83,6 +82,25 @@ def test_a_row_is_the_same_in_every_batch(kernel, dtype):
         assert torch.equal(native(rows, weight, kernel=kernel, num_threads=num_threads), alone[order])
         found = native(rows, weight, up=up, activation=1, kernel=kernel, num_threads=num_threads)
         assert torch.equal(found, gated[order])
+
+
+@pytest.mark.parametrize("kernel, dtype", CASES, ids=str)
+def test_whole_numbers_are_exact(kernel, dtype):
+    """Their sums need no rounding: so each product is added, and once."""
+    for size in SIZES:
+        for num_rows in (1, 2, 3, 7, 13, 50):
+            x, weight = (torch.randint(-3, 4, (n, size)).to(dtype) for n in (num_rows, 9))
+            assert torch.equal(native(x, weight, kernel=kernel), (x.double() @ weight.double().T).to(dtype))
+
+
+def test_pairs_are_added_as_the_instruction_does():
+    """The odd product first, each sum rounded; subnormal numbers are zeros."""
+    x, weight = torch.zeros(1, 64).bfloat16(), torch.ones(1, 64).bfloat16()
+    x[0, 0], x[0, 33], x[0, 32] = 2.0**24, 1.0, -(2.0**24)  # one sum's: 2**24 + 1 is rounded to 2**24
+    assert native(x, weight, kernel=PAIRS).item() == 0
+    tiny = torch.full((1, 1), 2.0**-130).bfloat16()
+    large = torch.full((1, 1), 2.0**20).bfloat16()
+    assert native(tiny, large, kernel=PAIRS).item() == 0 and native(tiny, large, kernel="base").item() == 2.0**-110
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -42,7 +42,7 @@ def native(x, weight, offset, rounds, kernel, residual=None, num_threads=1):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", _C.linear_kernels())
+@pytest.mark.parametrize("kernel", _C.norm_kernels())
 def test_every_size_equals_the_reference(kernel, dtype, kind):
     offset, rounds = KINDS[kind]
     for size in SIZES:
