@@ -18,7 +18,6 @@ LIVES = [
     "naive_slots",
     "naive_tree",
     "pool_life",
-    "sequence_life",
     "slot_life",
     "tree_life",
 ]
