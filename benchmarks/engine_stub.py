@@ -1,7 +1,7 @@
 """An engine whose model returns logits that were made before: what is left of a step is the engine's own."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,12 @@ class PreparedLogits:
         return self.last
 
 
+class StubOutput(NamedTuple):
+    """A model's output, without the time that transformers takes to make one."""
+
+    logits: torch.Tensor
+
+
 class StubbedLlama(tf.LlamaForCausalLM):
     """A Llama until its logits are made, so that an engine accepts it; then a stub that counts as attending."""
 
@@ -54,19 +60,20 @@ class StubbedLlama(tf.LlamaForCausalLM):
 
     def forward(
         self, input_ids: Any = None, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | StubOutput:
         if self.prepared.last is None:
             return super().forward(
                 input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs
             )
         step = kwargs["kvpage"]
         step.calls += [(layer, None) for layer in step.caches]
-        return CausalLMOutputWithPast(logits=self.prepared.take(len(logits_to_keep))[None])
+        num_rows = input_ids.shape[1] if isinstance(logits_to_keep, int) else len(logits_to_keep)
+        return StubOutput(self.prepared.take(num_rows)[None])
 
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "schedule": [(Scheduler, "schedule")],
-    "slots and tables": [(SequenceSteps, "slots"), (SequenceSteps, "tables")],
+    "slots and tables": [(SequenceSteps, "slots"), (SequenceSteps, "tables"), (SequenceSteps, "inputs")],
     "make the step": [(BatchRunner, "compute"), (ModelRunner, "forward")],
     "the stub": [(StubbedLlama, "forward")],
     "sample": [(serving_loop, "choose_tokens")],

@@ -48,7 +48,9 @@ void prefault(std::byte* data, int64_t num_bytes, int max_threads) {
   parallel_for(num_portions, useful_threads(num_portions, 1, max_threads), [&](int64_t first, int64_t last) {
     std::byte* const from = begin + first * kPortionBytes;
     std::byte* const to = std::min(begin + last * kPortionBytes, end);
-    if (!populate_pages(from, to)) write_pages(from, to, page_bytes);
+    if (populate_pages(from, to)) return;
+    if (from < data) write_pages(data, data + 1, page_bytes);  // what is before it in the page is another's
+    write_pages(from < data ? from + page_bytes : from, to, page_bytes);
   });
 }
 

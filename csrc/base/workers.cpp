@@ -76,11 +76,12 @@ void serve(Worker& worker) {
   }
 }
 
-// Starts a thread that gets no signals: they are the caller's, which Python lets act on them. Throws where the system
-// gives none.
+// Starts a thread that gets no signals but those of its own faults: the others are the caller's, which Python lets act
+// on them. Throws where the system gives no thread.
 void start(Worker& worker) {
   sigset_t all, before;
   sigfillset(&all);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&all, fault);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   std::exception_ptr error;
   try {

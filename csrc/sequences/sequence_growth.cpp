@@ -50,6 +50,8 @@ int64_t SequenceRows::num_forked(std::span<const int64_t> rows) const {
 std::vector<TierPair> SequenceRows::append(std::span<const int64_t> rows, const Counts& counts) {
   std::lock_guard lock(mutex_);
   const Growth growth = this->growth(rows, counts);
+  if (growth.num_blocks() > pool_->num_blocks())  // no memory for what cannot be
+    throw OutOfBlocks(static_cast<size_t>(growth.num_blocks()), static_cast<size_t>(pool_->num_free()));
   std::vector<TierPair> copies;
   std::vector<int32_t> fresh(static_cast<size_t>(growth.num_blocks())), old;
   copies.reserve(growth.copied.size());

@@ -162,7 +162,8 @@ int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {
     child.pending.assign(parent.pending.begin(), parent.pending.begin() + (num_tokens - parent.match.num_tokens()));
   }
   child.num_tokens = child.num_written = num_tokens;
-  child.num_left = parent.num_left;
+  const auto num_own = static_cast<int64_t>(child.ids.size()) - parent.match.num_blocks();
+  child.num_left = std::min(parent.num_left, num_own);  // it may end before the first block that is left
   child.is_private = parent.is_private;
   child.is_forked = true;
   reserve_row();

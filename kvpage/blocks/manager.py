@@ -155,7 +155,7 @@ class BlockManager:
         rows = self._sequences.rows_of(seq_ids)
         if len(set(seq_ids)) != len(seq_ids):
             raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
-        if num_new_tokens == 1 and type(num_new_tokens) is int:
+        if type(num_new_tokens) is int and num_new_tokens == 1:
             append(self.space, self._sequences, rows, 1)
             return
         counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))

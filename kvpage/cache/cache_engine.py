@@ -90,6 +90,7 @@ class CacheEngine:
         self.layer_ids = model_config.attention_layers(parallel_config)
         self._layout: CacheLayout | None = None
         self._bound_caches: tuple[BoundCache, ...] | None = None
+        self._bound_layers: dict[int, BoundCache] | None = None
         self._block_bytes = 0  # in all layers
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
@@ -126,6 +127,13 @@ class CacheEngine:
                 for cache, scales in zip(self.gpu_cache, each_scales, strict=True)
             )
         return self._bound_caches
+
+    @property
+    def bound_layers(self) -> dict[int, BoundCache]:
+        """The same by the layer in the whole model."""
+        if self._bound_layers is None:
+            self._bound_layers = dict(zip(self.layer_ids, self.bound_caches, strict=True))
+        return self._bound_layers
 
     @overload
     def swap_in(self, src_to_dst: torch.Tensor, non_blocking: Literal[False] = False) -> None: ...

@@ -105,7 +105,7 @@ def _attend_on_host(
 
 def _host_rows(rows: torch.Tensor, cache: BoundCache, num_tokens: int) -> tuple[int, int, int, int, int, int] | None:
     """Address, strides of token and head, row type, codec and size of [1, heads, num_tokens, size] in host memory."""
-    if not _is_plain(rows):
+    if type(rows) is not torch.Tensor or rows.layout is not torch.strided or rows.is_nested:
         return None
     form = cache.host_forms.get(rows.dtype)
     if form is None:
@@ -142,14 +142,11 @@ def _host_options(attention: Attention, num_heads: int) -> Attention | None:
 
 
 def _are_slots(slots: torch.Tensor, num_tokens: int) -> bool:
-    if not _is_plain(slots) or slots.dtype != torch.int64 or slots.shape != (num_tokens,):
+    if type(slots) is not torch.Tensor or slots.layout is not torch.strided or slots.is_nested:
+        return False
+    if slots.dtype != torch.int64 or slots.shape != (num_tokens,):
         return False
     return slots.is_cpu and slots.data_ptr() != 0 and slots.is_contiguous() and not slots.is_neg()
-
-
-def _is_plain(given: torch.Tensor) -> bool:
-    """Whether it is a tensor of no subclass that has a shape, strides and an address."""
-    return type(given) is torch.Tensor and given.layout is torch.strided and not given.is_nested
 
 
 def _by_token(name: str, rows: torch.Tensor) -> torch.Tensor:

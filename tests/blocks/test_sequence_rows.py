@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from kvpage import BlockManager, OutOfBlocks
 from kvpage.blocks.space import HostPolicy
@@ -208,3 +209,27 @@ def test_lists_of_other_things_are_refused(wrong):
     with pytest.raises((ValueError, TypeError)):
         manager.allocate(0, wrong)
     assert manager.allocate(0, [2**31 - 1, -(2**31), True]).num_cached_tokens == 0
+
+
+def test_a_fork_that_ends_before_the_blocks_that_are_left() -> None:
+    manager = Manager(64, B, enable_prefix_caching=False)
+    begun(manager, "a", [1] * (4 * B))
+    rows = manager._sequences.rows
+    (row,) = manager.rows.of(["a"])
+    assert rows.release_before(row, 3 * B) == 3
+    child = rows.fork(row, B)
+    assert rows.state(child)[3] == 1
+    rows.remove(child)
+    manager.check()
+
+
+def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
+    manager = Manager(64, B)
+    begun(manager, "a", [1] * B)
+    before, rows = seen(manager), manager.rows.of(["a"])
+    for count in (1 << 40, 1 << 59):
+        with pytest.raises(OutOfBlocks):
+            manager._sequences.rows.append(rows, count)
+    with pytest.raises((ValueError, TypeError)):
+        manager.append(["a"], torch.tensor([0, 1, 2]))
+    assert seen(manager) == before

@@ -1,5 +1,6 @@
 """The C++ core alone, without Python and CUDA: beside naive models under the sanitizers of addresses and of undefined
-behaviour, from several threads under that of threads, and with each allocation failing in turn."""
+behaviour, from several threads under that of threads, and with each allocation failing in turn. All that computes and
+copies runs under both, by several callers of the workers at once, and in children of a process that has some."""
 
 import json
 import os
@@ -8,9 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from battery import Advance, Battery, Figures
-from native_build import build, missing
+from native_build import build, build_numeric, missing
 
-LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life"]
+LIVES = [
+    "allocations",
+    "copy_life",
+    "lives",
+    "naive_slots",
+    "naive_tree",
+    "pool_life",
+    "slot_life",
+    "tree_life",
+]
 # Millions of small allocations: their call stacks cost more than all else.
 OPTIONS = {
     "ASAN_OPTIONS": "malloc_context_size=1:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:detect_leaks=1"
@@ -37,6 +47,16 @@ def run_memory(seed: int, count: int, advance: Advance) -> Figures:
     return run_all(program, seed, count, advance)
 
 
+def run_numeric(seed: int, count: int, advance: Advance) -> Figures:
+    """Under both sanitizers, half of the count each; that of threads knows no child of a process with threads."""
+    figures: Figures = {}
+    for kind, how in (("memory", "forks"), ("threads", "stays")):
+        program = build_numeric(f"numeric-{kind}", ["allocations", "numeric"], kind, ["-Wl,--wrap=madvise"])
+        figures = run(program, seed, count // 2, how)
+        advance(count // 2)
+    return figures | {"operations": count}
+
+
 def run_all(program: Path, seed: int, count: int, advance: Advance) -> Figures:
     """Shares of the count in processes of their own, each with its own seed. Their figures, added up."""
     shares = [count * (i + 1) // NUM_PROCESSES - count * i // NUM_PROCESSES for i in range(NUM_PROCESSES)]
@@ -54,9 +74,11 @@ def run_all(program: Path, seed: int, count: int, advance: Advance) -> Figures:
     return total
 
 
-def run(program: Path, seed: int, count: int) -> Figures:
+def run(program: Path, seed: int, count: int, *how: str) -> Figures:
     """AssertionError with what a sanitizer, or the program itself, found."""
-    done = subprocess.run([program, str(seed), str(count)], capture_output=True, text=True, env=os.environ | OPTIONS)
+    done = subprocess.run(
+        [program, str(seed), str(count), *how], capture_output=True, text=True, env=os.environ | OPTIONS
+    )
     if done.returncode != 0 or done.stderr:
         raise AssertionError(f"{program.name} {seed} {count} ended with {done.returncode}:\n{done.stderr[:20_000]}")
     figures: Figures = json.loads(done.stdout)
@@ -66,5 +88,6 @@ def run(program: Path, seed: int, count: int) -> Figures:
 BATTERIES = [
     Battery("native core", "operations", 20_000_000, 500_000_000, run_core, missing()),
     Battery("native threads", "operations", 500_000, 50_000_000, run_threads, missing()),
+    Battery("native numbers", "operations", 240, 60_000, run_numeric, missing()),
     Battery("native memory", "failed allocations", 4_000, 400_000, run_memory, missing()),
 ]

@@ -22,6 +22,7 @@ CACHE = ROOT / ".pytest_cache" / "reliability"
 CORE = [
     "base/copy_bytes",
     "base/token_view",
+    "base/workers",
     "copy/copier/block_copier",
     "copy/host/host_copy",
     "copy/plan/copy_geometry",
@@ -29,6 +30,10 @@ CORE = [
     "copy/plan/overlap",
     "copy/sm_kernel/kernel_on_host",
     "copy/sm_kernel/launch_plan",
+    "sequences/sequence_commit",
+    "sequences/sequence_growth",
+    "sequences/sequence_inputs",
+    "sequences/sequence_rows",
     "slots/slot_allocator",
     "slots/slot_tree",
     "slots/slot_tree_check",
@@ -42,6 +47,35 @@ CORE = [
     "tree/prefix_tree_tiers",
     "tree/sibling_index",
     "tree/tree_log",
+]
+NUMERIC = [
+    "attention/attention_kernel",
+    "attention/attention_plan",
+    "attention/paged_attention",
+    "base/prefault",
+    "chunks/stretch_copy",
+    "chunks/stretch_reader",
+    "chunks/stretch_writer",
+    "hash/xxh3",
+    "hash/xxh3_constants",
+    "hash/xxh3_kernel",
+    "linear/linear",
+    "linear/linear_kernel",
+    "linear/norm_kernel",
+    "linear/rms_norm",
+    "quantize/code_table",
+    "quantize/quantize_kernel",
+    "simd/instruction_sets",
+    "simd/transpose_kernel",
+    "tokens/kv_part",
+]
+FAMILIES = [
+    "attention/attention_kernel",
+    "hash/xxh3_kernel",
+    "linear/linear_kernel",
+    "linear/norm_kernel",
+    "quantize/quantize_kernel",
+    "simd/transpose_kernel",
 ]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
@@ -65,8 +99,35 @@ def missing() -> str | None:
 
 def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str] = ()) -> Path:
     """The program made of native/<source>.cpp and the core; kind: of SANITIZERS. Raises with what the compiler said."""
+    return _program(name, _paths(CORE, sources), kind, link_flags)
+
+
+def build_numeric(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str] = ()) -> Path:
+    """The same with all that computes, by the kernels for any machine: native/absent_kernels.cpp has the others."""
+    kernels = [_base_kernel(family) for family in FAMILIES]
+    return _program(name, [*_paths([*CORE, *NUMERIC], [*sources, "absent_kernels"]), *kernels], kind, link_flags)
+
+
+def _paths(parts: Iterable[str], sources: Iterable[str]) -> list[Path]:
+    return [*(CSRC / f"{each}.cpp" for each in parts), *(NATIVE / f"{each}.cpp" for each in sources)]
+
+
+def _base_kernel(family: str) -> Path:
+    """The source that CMake makes of kernel.cpp.in for the instruction set "base"."""
+    name = Path(family).name
+    values = {"FAMILY": family, "SET": "base", "REGISTER_BYTES": "16", "NAME": name}
+    source = (CSRC / "simd" / "kernel.cpp.in").read_text()
+    for key, value in values.items():
+        source = source.replace(f"@KVPAGE_{key}@", value)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    path = CACHE / f"{name}_base-{_digest(source)}.cpp"
+    with tempfile.NamedTemporaryFile("w", dir=CACHE, delete=False) as made:
+        made.write(source)
+    return Path(made.name).replace(path)
+
+
+def _program(name: str, paths: Iterable[Path], kind: str, link_flags: Iterable[str]) -> Path:
     flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind == "memory" else [])]
-    paths = [*(CSRC / f"{each}.cpp" for each in CORE), *(NATIVE / f"{each}.cpp" for each in sources)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(functools.partial(_object, flags), paths))
     program = CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}"

@@ -8,8 +8,8 @@ from battery_machines import search
 from machines import MACHINES, StoreLife
 from support import oracle, slot_oracle, tier_oracle
 
-from kvpage.blocks import growth
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.space import BlockSpace
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.store import KVStore
 
@@ -31,7 +31,7 @@ def is_caught(name: str, num_examples: int = 150, num_seeds: int = 10) -> bool:
         ("pool", oracle.NaivePool, "share"),
         ("tree", tier_oracle.TierTree, "unpin"),
         ("tree", tier_oracle.TierTree, "trim"),
-        ("manager", growth, "_copy_on_write"),
+        ("manager", BlockSpace, "add_copies"),
         ("manager", BlockManager, "give_back_room"),
         ("slots", slot_oracle.SlotOracle, "use"),
         ("store", KVStore, "clear"),

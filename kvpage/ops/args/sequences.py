@@ -74,6 +74,40 @@ class Sequences:
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
+    @classmethod
+    def of_step(
+        cls,
+        cache: BoundCache,
+        num_tokens: int,
+        block_tables: torch.Tensor,
+        seq_lens: list[int] | torch.Tensor,
+        query_lens: list[int] | torch.Tensor | None,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> "Sequences":
+        """Return the sequences of a loop that has made these arguments itself. It checks none of them.
+
+        The native call compares all that it reads: block ids, lengths, their sums.
+
+        Args:
+            cache: A layer's cache.
+            num_tokens: Rows of the query, the sum of query_lens.
+            block_tables: int32 [num_seqs, max_blocks], contiguous, on the cache's device.
+            seq_lens: [num_seqs] in a list for a cache on the host, int32 or int64 on the cache's CUDA device else.
+            query_lens: Likewise. None: one each, on a CUDA device.
+            max_query_len: The largest of them.
+            max_seq_len: Likewise.
+        """
+        self = cls.__new__(cls)
+        num_blocks, block_size, *_ = cache.shape
+        num_seqs, width = block_tables.shape
+        self.block_tables, self.num_tokens = block_tables, num_tokens
+        self.native_tables = block_tables.data_ptr(), block_tables.stride(0), num_seqs, width, num_blocks, block_size
+        self.shape = cache.device, num_blocks, block_size
+        self.seq_lens, self.query_lens = seq_lens, query_lens
+        self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
+        return self
+
     @property
     def num_keys(self) -> int:
         """The keys of all sequences, or a bound where the host does not know them."""

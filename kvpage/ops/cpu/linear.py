@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import kvpage._C as _C
 from kvpage.checks.tensors import check_writable
@@ -54,19 +55,23 @@ def linear(
         x: [..., in_features].
         weight: [out_features, in_features], of the same dtype.
         bias: [out_features], or None.
-        out: [..., out_features] to write into, which shares no memory with the others; None for a new tensor.
+        out: [..., out_features] to write into; None for a new tensor. Where its memory lies among that of the others,
+            the result is computed apart, and copied.
 
     Returns:
         [..., out_features], `out` where given.
 
     Raises:
         TypeError: An argument is no tensor.
-        ValueError: `out` is of another shape, dtype or device, or two of its elements share memory.
+        ValueError: `out` is of another shape, dtype or device, requires a gradient, or two of its elements share
+            memory.
         RuntimeError: Shapes, dtypes or devices do not fit; these errors are torch's.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     if not _is_native(given) or not _fits(x, weight, bias):
         return _written(F.linear(x, weight, bias), out)
+    if out is not None and _meets(out, given):
+        return _written(linear(x, weight, bias), out)
     out = _result(x, weight.shape[0], out)
     rows, results = _as_rows(x), _as_rows(out)
     held = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -103,6 +108,8 @@ def gated_linear(
     number, function = ACTIVATIONS[activation]
     if not _is_native((x, gate, up)) or not _fits(x, gate, None) or up.shape != gate.shape:
         return _written(function(F.linear(x, gate)) * F.linear(x, up), out)
+    if out is not None and _meets(out, (x, gate, up)):
+        return _written(gated_linear(x, gate, up, activation), out)
     out = _result(x, gate.shape[0], out)
     rows, results = _as_rows(x), _as_rows(out)
     weights = [each if each.stride(1) == 1 else each.contiguous() for each in (gate, up)]
@@ -138,7 +145,7 @@ def _is_native(tensors: tuple[torch.Tensor, ...]) -> bool:
 
 def _is_plain(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether the core can read these: tensors in host memory, of one dtype, without gradients, not traced."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if _is_watched():
         return False
     wants_gradients = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
@@ -152,6 +159,18 @@ def _is_plain(tensors: tuple[torch.Tensor, ...]) -> bool:
         if tensor.data_ptr() == 0 and tensor.numel():
             return False
     return True
+
+
+def _is_watched() -> bool:
+    """Whether torch would do more with a call than compute it: trace, transform, differentiate forwards or cast it."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+    )
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -169,10 +188,26 @@ def _result(x: torch.Tensor, num_columns: int, out: torch.Tensor | None) -> torc
     if out is None:
         return x.new_empty(shape)
     check_writable("out", out)
+    if out.requires_grad:
+        raise ValueError("out must not require a gradient, got a tensor that does")
     if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
         found = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
         raise ValueError(f"out must be {shape} of {x.dtype} on {x.device}, got {found}")
     return out
+
+
+def _meets(out: torch.Tensor, others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the addresses from the first element of `out` to its last are also among another tensor's."""
+    check_writable("out", out)
+    begin, end = _span(out)
+    return any(begin < last and first < end for first, last in map(_span, others))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def _written(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import kvpage._C as _C
 from kvpage.ops import reference
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _result, _written
+from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _meets, _result, _written
 
 
 def rms_norm(
@@ -38,11 +38,13 @@ def rms_norm(
 
     Raises:
         TypeError: An argument is no tensor.
-        ValueError: `weight` has another shape, or `out` another shape, dtype or device.
+        ValueError: `weight` has another shape, or `out` another shape, dtype or device, or it requires a gradient.
     """
     _check_weight(x, weight)
     if not _is_norm_native((x, weight)):
         return _written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
+    if out is not None and _meets(out, (weight,) if _is_same(out, x) else (x, weight)):
+        return _written(rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
     out = _result(x, x.shape[-1], out)
     results = _as_rows(out)
     _normalize(_as_rows(x), None, None, results, weight, eps, weight_offset, rounds_before_weight)
@@ -114,6 +116,11 @@ def _normalize(
 
 def _place(rows: torch.Tensor | None) -> tuple[int, int]:
     return NO_ROWS if rows is None else (rows.data_ptr(), rows.stride(0) * rows.element_size())
+
+
+def _is_same(out: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether each element lies where that of `x` does: a row is read before it is written."""
+    return out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
 
 
 def _is_norm_native(tensors: tuple[torch.Tensor, ...]) -> bool:

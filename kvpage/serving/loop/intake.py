@@ -112,9 +112,9 @@ class Intake:
     def _params(self, given: SamplingParams | None, num_prompt_tokens: int) -> SamplingParams:
         """Return parameters with nothing left at its default, which the model and the blocks take.
 
-        Those that many requests share, one after the other, are filled in once.
+        Those that many requests share, one after the other, are filled in once, and found again by their values.
         """
-        if self._filled is not None and given is self._filled[0]:
+        if self._filled is not None and given == self._filled[0]:
             params = self._filled[1]
             self.check_length(num_prompt_tokens, params.max_tokens or 0)
             return params

@@ -60,6 +60,10 @@ class SampleGroup:
         """Note that the caller has ended all samples."""
         self.is_aborted = True
 
+    def let_go(self) -> None:
+        """Forget the samples, which have ended: a cycle would keep their tokens until the garbage collector comes."""
+        self.samples = []
+
     @property
     def is_over(self) -> bool:
         """Whether all samples have finished, or were ended."""

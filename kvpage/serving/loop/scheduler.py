@@ -101,7 +101,8 @@ class Scheduler:
         """
         decodes = self._room_for_decodes()
         prefilling = self._prefilling() if len(decodes) < len(self.running) else []
-        decodes.begin()
+        if len(decodes):
+            decodes.begin()
         portions: list[Portion] = []
         budget = self.max_num_batched_tokens - len(decodes)
         for request in prefilling:

@@ -90,7 +90,9 @@ class ServingLoop:
                 sample.end("abort")
         self.num_finished += 1
         request.group.abort()
-        return request.output()
+        output = request.output()
+        request.group.let_go()
+        return output
 
     def drop(self, *requests: Request) -> None:
         """Abort those of them that have not finished, and that no caller waits for; during a step, after it."""
@@ -277,14 +279,14 @@ class ServingLoop:
     def _hand_out(self, chosen: ChosenTokens, now: float, untaken: list[Request]) -> None:
         """Hand out the tokens: those of decodes that go on at once, then the others one by one. untaken: as above."""
         decodes, first = chosen.batch.decodes, [*chosen.prefilled, *chosen.new_requests]
-        token_ids, first_ids = chosen.token_ids[: len(decodes)], chosen.token_ids[len(decodes) :]
-        rows = decodes.last_rows(token_ids)
-        decodes.take(token_ids, self._outputs, but=rows)
+        tokens, first_ids = chosen.token_ids[: len(decodes)], chosen.token_ids[len(decodes) :].tolist()
+        rows = decodes.last_rows(tokens)
+        decodes.take(tokens, self._outputs, but=rows)
         last = [decodes.requests[row] for row in rows]
         untaken[:] = [*chosen.failed, *first[::-1], *last[::-1]]
         self.num_generated_tokens += len(decodes) - len(rows)
         self._suspects.clear(*decodes.requests)
-        for request, token in zip([*last, *first], [*(token_ids[row] for row in rows), *first_ids], strict=True):
+        for request, token in zip([*last, *first], [*tokens[rows].tolist(), *first_ids], strict=True):
             self._take_token(request, token, now)
             untaken.pop()
 
@@ -310,6 +312,7 @@ class ServingLoop:
             del self.requests[request.request_id]
             self.num_finished += 1
             output = group.samples[0].output()
+            group.let_go()
         sink = self._outputs if group.sink is None else group.sink
         about = request.sample_index, request.finish_reason, output, request.error
         sink.append(StepOutput(request.request_id, token, *about))

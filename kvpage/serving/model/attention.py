@@ -58,17 +58,32 @@ def paged_attention(
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
+    if step.threads is None or step.threads.caller is None:
+        return _attend(module, (query, key, value), layer, step, attention), None
+    with step.threads.lifted():
+        return _attend(module, (query, key, value), layer, step, attention), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layer: int,
+    step: Step,
+    attention: Attention,
+) -> torch.Tensor:
+    """Write K and V and attend, in the way of the step. rows: query, key and value, as paged_attention gets them."""
+    query, key, value = rows
     cache, is_plain = step.caches[layer], step.blend is None and step.latents is None
     if is_plain and step.takes_all_rows and query.dtype == key.dtype == value.dtype and key.dtype in cache.row_dtypes:
         _check_heads(key.shape[1], cache)
-        return ops.write_and_attend(query, key, value, cache, step.slot_mapping, step.sequences, attention), None
+        return ops.write_and_attend(query, key, value, cache, step.slot_mapping, step.sequences, attention)
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if step.blend is not None:
-        return step.blend.attend(query, key, value, layer, attention).unsqueeze(0), None
+        return step.blend.attend(query, key, value, layer, attention).unsqueeze(0)
     if step.latents is not None:
-        return step.latents.attend(module, query, key, value, layer, attention).unsqueeze(0), None
+        return step.latents.attend(module, query, key, value, layer, attention).unsqueeze(0)
     write_rows(key, value, layer, step, step.slot_mapping)
-    return attend_rows(query, key, value, layer, step, attention).unsqueeze(0), None
+    return attend_rows(query, key, value, layer, step, attention).unsqueeze(0)
 
 
 def write_rows(key: torch.Tensor, value: torch.Tensor | None, layer: int, step: Step, slots: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,24 @@ from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTokens:
+class PackedTokens(NamedTuple):
     """Tokens of several sequences, one sequence after the other.
 
     token_ids: int32 [num_tokens], the positions [starts[i], ends[i]) of each sequence.
     wanted: int64, the indices in token_ids whose logits are returned.
+    is_decode: whether each sequence has one token, and all are wanted; starts is an int64 array then.
     """
 
     token_ids: npt.NDArray[np.int32]
     starts: Positions
     ends: Positions
     wanted: npt.NDArray[np.int64]
+    is_decode: bool = False
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """Return the position of each token in its own sequence."""
+        """Return the position of each token in its own sequence, int64."""
+        if self.is_decode and isinstance(self.starts, np.ndarray):
+            return self.starts
         starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
         counts = ends - starts
         if (counts == 1).all():
@@ -52,6 +55,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
         self.model = model
         self._view = ModelView(model, native)
+        self._threads = None if native is None else native.threads
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
@@ -74,19 +78,20 @@ class ModelRunner:
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step))
         device = step.slot_mapping.device  # that of the model, which asks each parameter for it
-        wanted = torch.from_numpy(packed.wanted).to(device)
+        wanted = None if packed.is_decode else torch.from_numpy(packed.wanted).to(device)
         inputs = {
             "input_ids": _row(packed.token_ids, device),
             "position_ids": _row(packed.positions(), device),
             "use_cache": False,
         }
         if self._selects_logits:
-            inputs["logits_to_keep"] = wanted
+            inputs["logits_to_keep"] = 0 if wanted is None else wanted  # 0: all, without a copy
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
-        with torch.no_grad(), self._hooks(step):
+        step.lift(self._threads)
+        with torch.no_grad(), self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
-        return logits if self._selects_logits else logits[wanted]
+        return logits if wanted is None or self._selects_logits else logits[wanted]
 
     def check(self) -> None:
         """Raise ValueError if the model is in training mode."""
@@ -127,4 +132,5 @@ class ModelRunner:
 
 
 def _row(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64, copy=False)).unsqueeze(0).to(device)
+    row = torch.from_numpy(values.astype(np.int64, copy=False)[None])
+    return row if device.type == "cpu" else row.to(device)

@@ -17,11 +17,13 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blend.segments import Reuse
+from kvpage.blocks.rows import StepInputs
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
+from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
 """A position in each of several sequences."""
@@ -85,10 +87,11 @@ class Step:
         last ones. device_query_positions: the same on the caches' device.
     blend: the work on tokens that have K and V already; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
+    sequences: block tables and lengths, made once for all layers.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
     takes_all_rows: whether it attends in place and its rows are the last ones of each sequence.
-    sequences: block tables and lengths, checked once for all layers.
     """
 
     caches: dict[int, BoundCache]
@@ -99,28 +102,20 @@ class Step:
     device_seq_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]
+    sequences: Sequences
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     query_positions: torch.Tensor | None = None
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
     latents: StepLatents | None = None
+    threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
     takes_all_rows: bool = field(init=False)
-    sequences: Sequences = field(init=False)
 
     def __post_init__(self) -> None:
         knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
         self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
         self.takes_all_rows = self.attends_in_place and self.query_positions is None
-        self.sequences = Sequences(
-            next(iter(self.caches.values())),
-            sum(self.query_lens),
-            self.block_tables,
-            self.device_seq_lens,
-            self.device_query_lens,
-            max(self.query_lens),
-            max(self.seq_lens),
-        )
 
     @classmethod
     def make(
@@ -135,16 +130,36 @@ class Step:
         seq_lens = np.asarray(ends, np.int64)
         query_lens = seq_lens - np.asarray(starts, np.int64)
         is_decode = bool((query_lens == 1).all())
-        return cls(
-            caches=dict(zip(engine.layer_ids, engine.bound_caches, strict=True)),
-            layout=engine.layout,
-            slot_mapping=_upload(torch.from_numpy(slot_mapping), engine.device),
-            block_tables=_upload(torch.from_numpy(block_tables), engine.device),
-            device_query_lens=None if is_decode else _upload(torch.from_numpy(query_lens), engine.device),
-            device_seq_lens=_upload(torch.from_numpy(seq_lens), engine.device),
-            query_lens=query_lens.tolist(),
-            seq_lens=seq_lens.tolist(),
-        )
+        return cls._of_arrays(engine, slot_mapping, block_tables, seq_lens, None if is_decode else query_lens)
+
+    @classmethod
+    def of_newest(cls, engine: CacheEngine, inputs: StepInputs) -> "Step":
+        """Return a step that computes the last token of each sequence."""
+        return cls._of_arrays(engine, *inputs)
+
+    @classmethod
+    def _of_arrays(
+        cls,
+        engine: CacheEngine,
+        slot_mapping: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int64] | None = None,
+    ) -> "Step":
+        """Return a step; query_lens: None for one each."""
+        device, caches = engine.device, engine.bound_layers
+        tables = _upload(torch.from_numpy(block_tables), device)
+        device_lens = _upload(torch.from_numpy(seq_lens), device)
+        device_queries = None if query_lens is None else _upload(torch.from_numpy(query_lens), device)
+        lengths: list[int] = seq_lens.tolist()
+        queries: list[int] = [1] * len(lengths) if query_lens is None else query_lens.tolist()
+        slots = _upload(torch.from_numpy(slot_mapping), device)
+        sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
+        return cls(caches, engine.layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
+
+    def lift(self, threads: TorchThreads | None) -> None:
+        """Let attention lift this limit of torch's threads."""
+        self.threads = threads
 
     def of_rows(self, rows: torch.Tensor) -> "Step":
         """Return the step for some of its rows only: int64, ascending, one of each sequence at least."""
@@ -153,11 +168,15 @@ class Step:
         counts = np.diff(np.searchsorted(at, bounds)).tolist()
         starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
         positions = torch.from_numpy(at + np.repeat(np.array(starts) - bounds[:-1], counts))
+        device_lens = _upload(torch.tensor(counts), rows.device)
         return replace(
             self,
             slot_mapping=self.slot_mapping[rows],
-            device_query_lens=_upload(torch.tensor(counts), rows.device),
+            device_query_lens=device_lens,
             query_lens=counts,
+            sequences=_sequences(
+                self.caches, self.block_tables, self.device_seq_lens, device_lens, counts, self.seq_lens
+            ),
             query_positions=positions,
             device_query_positions=_upload(positions, rows.device),
             blend=None,
@@ -167,14 +186,35 @@ class Step:
         """Return the step for some of its sequences only. It leaves their slots out: everything is written."""
         at = _upload(torch.tensor(indices), self.block_tables.device)
         query_lens = [self.query_lens[index] for index in indices]
+        seq_lens = [self.seq_lens[index] for index in indices]
+        tables, device_lens = self.block_tables[at], self.device_seq_lens[at]
+        device_queries = None if self.device_query_lens is None else self.device_query_lens[at]
         return replace(
             self,
-            block_tables=self.block_tables[at],
-            device_query_lens=None if self.device_query_lens is None else self.device_query_lens[at],
-            device_seq_lens=self.device_seq_lens[at],
+            block_tables=tables,
+            device_query_lens=device_queries,
+            device_seq_lens=device_lens,
             query_lens=query_lens,
-            seq_lens=[self.seq_lens[index] for index in indices],
+            seq_lens=seq_lens,
+            sequences=_sequences(self.caches, tables, device_lens, device_queries, query_lens, seq_lens),
         )
+
+
+def _sequences(
+    caches: dict[int, BoundCache],
+    block_tables: torch.Tensor,
+    device_seq_lens: torch.Tensor,
+    device_query_lens: torch.Tensor | None,
+    query_lens: list[int],
+    seq_lens: list[int],
+) -> Sequences:
+    """Return block tables and lengths as the operations take them: lengths on the device of the caches."""
+    cache = next(iter(caches.values()))
+    longest = max(query_lens), max(seq_lens)
+    num_tokens = len(query_lens) if device_query_lens is None else sum(query_lens)
+    if cache.is_cuda:
+        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest)
+    return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)
 
 
 def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

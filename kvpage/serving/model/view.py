@@ -12,6 +12,7 @@ NativeLayers.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from types import MethodType
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.serving.model.attention import IMPLEMENTATION, register
-from kvpage.serving.model.native.layers import NativeLayers
+from kvpage.serving.model.native.layers import NativeLayers, is_wholly_native
 
 
 class ModelView:
@@ -40,6 +41,7 @@ class ModelView:
         register()
         self._model: nn.Module = model
         self._native = native
+        self._is_wholly_native = False
         self._copies: dict[nn.Module, Any] = {}
         self._layers: dict[nn.Module, nn.Module] = {}  # native ones, by the model's own
         self._configs: dict[int, tuple[Any, Any]] = {}  # of each config, by its id: itself, and its copy
@@ -58,6 +60,12 @@ class ModelView:
             self._build()
         return self._copies[self._model]
 
+    def one_thread_in_torch(self) -> AbstractContextManager[None]:
+        """Return the limit of torch's threads for a forward of `module`: none, unless all its products are native."""
+        if self._modules_now != self._modules_before:
+            self._build()
+        return nullcontext() if self._native is None or not self._is_wholly_native else self._native.threads.limited()
+
     def _build(self) -> None:
         """Copy the modules that need it. Earlier copies stay, and get the state that their modules have now."""
         modules = _modules_to_copy(self._model)
@@ -71,6 +79,7 @@ class ModelView:
             held.update(self._state(module))
         if self._native is not None:
             self._fuse(modules, self._native)
+            self._is_wholly_native = is_wholly_native(self._copies[self._model])
         self._modules_now = [module._modules for module in modules]
         self._modules_before = [dict(module._modules) for module in modules]
         self._switch()

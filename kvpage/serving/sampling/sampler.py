@@ -1,4 +1,4 @@
-"""Choose the next token of each sequence, from its logits and its SamplingParams.
+"""Sampler: chooses the next token of each sequence, from its logits and its SamplingParams.
 
     logits ─► on a CPU: one native call for all rows          sample_rows
            ─► rows with rules of transformers' processors     sample_by_torch
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import kvpage._C as _C
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, can_sample, sample_rows
@@ -40,37 +41,59 @@ def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[i
 
     Raises LogitsNotFinite for rows that hold NaN or +inf, or no finite number, before or after their processing.
     """
-    if not sequences:
-        return []
-    tokens = _sample_natively(logits, sequences) if can_sample(logits) else sample_by_torch(logits, sequences)
-    if min(tokens) < 0:
-        bad = [row for row, token in enumerate(tokens) if token < 0]
-        raise LogitsNotFinite(bad, [sequences[row].request_id for row in bad])
-    return tokens
+    tokens = Sampler(sequences).sample(logits, [sequence.num_generated for sequence in sequences])
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
-def _sample_natively(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
-    """Return a token for each row, or -1. A row that needs torch is taken as a greedy one first."""
-    sampled = [sequence.sampled_row for sequence in sequences]
-    if not any(sampled):
-        greedy: list[int] = sample_rows(logits, np.frombuffer(GREEDY * len(sequences), ROW)).tolist()
-        return greedy
-    packed = [GREEDY if row is None else row.packed for row in sampled]
-    by_torch = [] if all(packed) else [index for index, record in enumerate(packed) if not record]
-    rows = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed] if by_torch else packed)), ROW)
-    rows["seed"] = [sequence.seed for sequence in sequences]
-    rows["position"] = [sequence.num_generated for sequence in sequences]
-    rules = [None if row is None else row.token_rules for row in sampled]
-    if any(rules):
-        held = [None if each is None else sequence.tokens for each, sequence in zip(rules, sequences, strict=True)]
-        tokens: list[int] = sample_rows(logits, rows, rules, held).tolist()
-    else:
-        tokens = sample_rows(logits, rows).tolist()
-    if by_torch:
-        chosen = sample_by_torch(logits[by_torch], [sequences[index] for index in by_torch])
-        for index, token in zip(by_torch, chosen, strict=True):
-            tokens[index] = token
-    return tokens
+class Sampler:
+    """Sequences that are sampled together, with the records of `sample_rows`: for as long as they stay the same.
+
+    A row that needs torch is taken as a greedy one first.
+    """
+
+    def __init__(self, sequences: Sequence[SampledSequence]) -> None:
+        self._sequences = sequences
+        sampled = [sequence.sampled_row for sequence in sequences]
+        self._is_greedy = not any(sampled)
+        self._by_torch: list[int] = []
+        self._rules: list[_C.TokenRules | None] = []
+        self._tokens: list[npt.NDArray[np.int32] | None] = []
+        if self._is_greedy:
+            self._records = np.frombuffer(GREEDY * len(sequences), ROW)
+            return
+        packed = [GREEDY if row is None else row.packed for row in sampled]
+        self._by_torch = [index for index, record in enumerate(packed) if not record]
+        self._records = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed])), ROW)
+        self._records["seed"] = [sequence.seed for sequence in sequences]
+        rules = [None if row is None else row.token_rules for row in sampled]
+        if any(rules):
+            held = zip(rules, sequences, strict=True)
+            self._rules, self._tokens = rules, [None if each is None else one.tokens for each, one in held]
+
+    def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Return one token a row. positions: the number of generated tokens of each. Raise as the function `sample`."""
+        if not self._sequences:
+            return np.empty(0, np.int32)
+        tokens = self._native(logits, positions) if can_sample(logits) else self._torch(logits, self._sequences)
+        if tokens.min() < 0:
+            bad: list[int] = np.flatnonzero(tokens < 0).tolist()
+            raise LogitsNotFinite(bad, [self._sequences[row].request_id for row in bad])
+        return tokens
+
+    def _native(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        if self._is_greedy:
+            return sample_rows(logits, self._records)
+        self._records["position"] = positions
+        tokens = sample_rows(logits, self._records, self._rules, self._tokens)
+        if self._by_torch:
+            some = [self._sequences[index] for index in self._by_torch]
+            tokens[self._by_torch] = self._torch(logits[self._by_torch], some)
+        return tokens
+
+    @staticmethod
+    def _torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> npt.NDArray[np.int32]:
+        return np.array(sample_by_torch(logits, sequences), np.int32)
 
 
 def sample_by_torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:

@@ -9,7 +9,6 @@ memory that was written before.
 """
 
 import math
-import threading
 import weakref
 from collections import deque
 
@@ -25,21 +24,29 @@ LEAST_BYTES = 2 * HUGE_PAGE_BYTES  # smaller results come from torch
 MOST_WASTE = 2  # kept memory serves results down to half of its size
 
 
+class Kept:
+    """Memory that is kept. Two are never equal, as arrays would be element by element."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+
 class ResultPool:
-    """Thread-safe. max_bytes: of memory that is kept; 0 keeps none."""
+    """Thread-safe. max_bytes: of memory that is kept; 0 keeps none.
+
+    Without a lock: memory comes back in finalizers, which run anywhere, also where Ctrl-C has just ended a call.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._kept: list[Memory] = []  # the oldest first
-        self._returned: deque[Memory] = deque()  # finalizers run anywhere, and may wait for no lock
+        self._kept: deque[Kept] = deque()  # the oldest first; whoever takes one out has it alone
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of memory that is kept."""
-        with self._lock:
-            self._sort_in()
-            return sum(len(memory) for memory in self._kept)
+        return sum(len(each.memory) for each in self._kept.copy())
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory of any content; pinned if there is a GPU, by torch's own pool of such memory."""
@@ -55,32 +62,28 @@ class ResultPool:
     def close(self) -> None:
         """Let go of all memory, also of what comes back later."""
         self._max_bytes = 0
-        with self._lock:
-            self._sort_in()
+        self._trim()
 
     def _take(self, num_bytes: int) -> Memory:
-        with self._lock:
-            self._sort_in()
-            fitting = [memory for memory in self._kept if num_bytes <= len(memory) <= MOST_WASTE * num_bytes]
-            if fitting:
-                best = min(fitting, key=len)
-                self._kept = [memory for memory in self._kept if memory is not best]
-                return best
+        while fitting := [
+            each for each in self._kept.copy() if num_bytes <= len(each.memory) <= MOST_WASTE * num_bytes
+        ]:
+            best = min(fitting, key=lambda each: len(each.memory))
+            try:
+                self._kept.remove(best)
+            except ValueError:  # another thread has it now
+                continue
+            return best.memory
         return zero_bytes(num_bytes)
 
     def _give(self, memory: Memory) -> None:
-        """Take memory back, in a finalizer. Whoever holds the lock sorts it in, now or before its next use."""
-        self._returned.append(memory)
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                self._sort_in()
-            finally:
-                self._lock.release()
+        self._kept.append(Kept(memory))
+        self._trim()
 
-    def _sort_in(self) -> None:
-        """Keep what has come back, and let go of the oldest that are too many; with the lock held."""
-        while self._returned:
-            self._kept.append(self._returned.popleft())
-        num_bytes = sum(len(memory) for memory in self._kept)
-        while num_bytes > self._max_bytes:
-            num_bytes -= len(self._kept.pop(0))
+    def _trim(self) -> None:
+        """Let go of the oldest that are too many."""
+        while self.num_bytes > self._max_bytes:
+            try:
+                self._kept.popleft()
+            except IndexError:  # another thread has let go of it
+                return

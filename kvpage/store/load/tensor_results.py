@@ -28,7 +28,12 @@ class NewResult:
         return TokenParts([list(layer) for layer in self._kv], self._fmt)
 
     def finish(self, num_found: int) -> Any:
-        kv = self._kv.narrow(2 + token_dim(self._fmt), 0, num_found).to(self._device)
+        dim = 2 + token_dim(self._fmt)
+        if (
+            num_found < self._kv.shape[dim]
+        ):  # what others have had there goes with the tensor's memory, as in torch.save
+            self._kv.narrow(dim, num_found, self._kv.shape[dim] - num_found).zero_()
+        kv = self._kv.narrow(dim, 0, num_found).to(self._device)
         return as_tuple(kv) if self._return_tuple else kv
 
 

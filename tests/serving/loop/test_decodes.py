@@ -1,6 +1,8 @@
 """The work of a decode step: counted in calls, which do not grow with the sequences, and not with those that wait."""
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -68,7 +70,7 @@ def test_a_step_does_nothing_for_those_that_wait() -> None:
 
 def test_the_manager_is_asked_as_often_for_many_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[str] = Counter()
-    for name in ("of", "append", "slots", "tables", "commit"):
+    for name in ("of", "append", "slots", "tables", "inputs", "commit"):
         own = getattr(SequenceSteps, name)
         monkeypatch.setattr(SequenceSteps, name, lambda *args, own=own, name=name: asked.update([name]) or own(*args))
     found = []
@@ -78,6 +80,39 @@ def test_the_manager_is_asked_as_often_for_many_as_for_few(monkeypatch: pytest.M
         engine.step()
         found.append(dict(asked))
     assert found[0] == found[1] and set(found[0].values()) == {1}
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "n": 2}])
+def test_nothing_of_a_request_waits_for_the_garbage_collector(fields: dict) -> None:
+    """Finished or aborted, it is gone at once: a cycle would keep its tokens."""
+    engine = make_engine(4)
+    engine.add_request(make_prompts([B])[0], SamplingParams(max_tokens=3, **fields))
+    engine.add_request(make_prompts([B + 1])[0], SamplingParams(max_tokens=3, **fields), "aborted")
+    seen = [weakref.ref(request) for request in engine._loop.requests.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        engine.step()
+        seen += [weakref.ref(sample) for request in engine._loop.requests.values() for sample in request.group.samples]
+        engine.abort("aborted")
+        while engine.has_unfinished:
+            engine.step()
+        engine.generate(make_prompts([B]), SamplingParams(max_tokens=2))  # other columns take the place of theirs
+        assert [each() for each in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector() -> None:
+    engine = decoding(8)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine.step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 # --- the columns -----------------------------------------------------------------------------------------------------
@@ -118,7 +153,7 @@ def test_columns_follow_tokens_that_were_given_one_by_one(by_take: bool) -> None
         assert decodes.newest_tokens.tolist() == [request.tokens[request.num_tokens - 1] for request in requests]
         decodes.set_computed()
         if by_take:
-            decodes.take([token, token + 1, token + 2], outputs)
+            decodes.take(np.array([token, token + 1, token + 2], np.int32), outputs)
         else:
             for index, request in enumerate(requests):
                 request.append(token + index, now=0.0)
@@ -141,9 +176,9 @@ def test_last_tokens_are_left_to_the_caller() -> None:
         request.append(1, now=0.0)
     decodes, outputs = Decodes(requests, np.arange(4)), []
     decodes.begin()
-    assert decodes.last_rows([1, 1, 1, 1]) == [2]
-    assert decodes.last_rows([7, 7, 7, 8]) == [0, 2, 3]
-    decodes.take([7, 7, 7, 8], outputs, but=[0, 2, 3])
+    assert decodes.last_rows(np.array([1, 1, 1, 1])) == [2]
+    assert decodes.last_rows(np.array([7, 7, 7, 8])) == [0, 2, 3]
+    decodes.take(np.array([7, 7, 7, 8]), outputs, but=[0, 2, 3])
     assert [output.request_id for output in outputs] == ["r1"]
     assert [request.num_generated for request in requests] == [1, 2, 1, 1]
 
@@ -152,3 +187,24 @@ def test_outputs_are_those_that_the_class_makes() -> None:
     made = outputs_of_tokens(["a", "b"], [3, 4], [0, 2])
     assert made == [StepOutput("a", 3), StepOutput("b", 4, 2)] and {type(one) for one in made} == {StepOutput}
     assert outputs_of_tokens([], [], []) == []
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 16])
+def test_a_request_that_comes_back_within_one_schedule_is_looked_up_anew(num_host_blocks: int) -> None:
+    """It gives its blocks back before the step that admits it again: its old row names nobody."""
+    scheduler = scheduler_of(num_host_blocks=num_host_blocks)
+    requests = [request_of(number, B + number, max_tokens=24) for number in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    for number in range(8):
+        step(scheduler)
+        decodes = scheduler._decodes
+        if all(request in scheduler.running for request in decodes.requests):
+            assert decodes.rows.tolist() == scheduler.manager.rows.of([one.seq_id for one in decodes.requests]).tolist()
+        if number % 3 == 2:
+            scheduler.preempt_youngest()
+    assert scheduler.num_preemptions == 2 and len(scheduler.running) == 3
+    assert scheduler.num_swaps > 0 or not num_host_blocks
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+    assert [request.num_generated for request in requests] == [24, 24, 24]

@@ -16,8 +16,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvpage import CacheConfig, ops
+from kvpage import CacheConfig
+from kvpage.ops import has_fast_linear
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.model.native import gated_mlp, norm
+from kvpage.serving.model.native import linear as linear_layer
 from kvpage.serving.model.native.gated_mlp import GatedForward
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.native.linear import NativeLinear
@@ -25,7 +28,11 @@ from kvpage.serving.model.native.rotary import RotaryForward
 from kvpage.serving.model.view import ModelView
 
 CACHE = CacheConfig(block_size=4, num_gpu_blocks=64)
-OPERATIONS = ("linear", "gated_linear", "rms_norm")
+COUNTED = (
+    (linear_layer, "host_product", "linear"),
+    (gated_mlp, "host_product", "gated_linear"),
+    (norm, "host_rms_norm", "rms_norm"),
+)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 PER_LAYER = {"linear": 5, "gated_linear": 1, "rms_norm": 2}  # of a Llama: q, k, v, o, down; gate and up; two norms
 NUM_LAYERS = 3
@@ -33,19 +40,21 @@ NUM_LAYERS = 3
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Count the calls of native operations."""
+    """Count the calls of native operations that gave rows."""
     counts: Counter = Counter()
 
     def counted(name: str, own: Callable) -> Callable:
         @functools.wraps(own)
         def operation(*args: object) -> object:
-            counts[name] += 1
-            return own(*args)
+            found = own(*args)
+            if found is not None:
+                counts[name] += 1
+            return found
 
         return operation
 
-    for name in OPERATIONS:
-        monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
+    for module, function, name in COUNTED:
+        monkeypatch.setattr(module, function, counted(name, getattr(module, function)))
     return counts
 
 
@@ -108,7 +117,7 @@ def test_each_layer_gives_what_the_models_gives(kind: str, dtype: torch.dtype, c
             for num_rows in (0, 1, 17):
                 rows, before = rows_for(own, num_rows, dtype), calls.total()
                 found, expected = module(rows), own(rows)
-                assert calls.total() > before, name
+                assert calls.total() > before or not has_fast_linear(dtype), name
                 assert found.dtype == expected.dtype and found.shape == expected.shape
                 if num_rows:
                     assert_close(found, expected)
@@ -209,7 +218,7 @@ def test_changes_of_weights_are_seen_at_once(change: Callable[[nn.Module], None]
         for name, module, own in pairs:
             rows, before = rows_for(own, 5, next(own.parameters()).dtype), calls.total()
             assert_close(module(rows), own(rows))
-            assert calls.total() > before, name
+            assert calls.total() > before or not has_fast_linear(rows.dtype), name
 
 
 # --- hooks and forwards -----------------------------------------------------------------------------------------------

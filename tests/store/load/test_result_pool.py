@@ -3,11 +3,14 @@
 import gc
 import random
 import threading
+from collections import deque
+from typing import Any
 
 import pytest
 import torch
 
 from kvpage.store.load.result_pool import LEAST_BYTES, ResultPool
+from kvpage.store.load.tensor_results import NewResult
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, torch keeps pinned memory itself")
 MIB = 1 << 20
@@ -71,15 +74,38 @@ def test_a_closed_pool_keeps_nothing() -> None:
     assert pool.num_bytes == 0
 
 
-def test_results_in_a_circle_come_back_while_the_pool_is_locked() -> None:
-    """The garbage collector runs anywhere, also within a call of the pool."""
+def test_memory_that_comes_back_while_a_call_looks_is_kept() -> None:
+    """The garbage collector runs anywhere, also within a call of the pool. No Ctrl-C can leave a lock behind."""
     pool = ResultPool(64 * MIB)
     circle = [pool.empty(shape_of(8 * MIB), torch.uint8)]
     circle.append(circle)
-    with pool._lock:
-        del circle
-        gc.collect()
-    assert pool.num_bytes == 8 * MIB
+
+    class Collecting(deque):  # type: ignore[type-arg]
+        def remove(self, value: Any) -> None:
+            nonlocal circle
+            circle = []
+            gc.collect()
+            super().remove(value)
+
+    other = pool.empty(shape_of(8 * MIB), torch.uint8)
+    del other
+    pool._kept = Collecting(pool._kept)
+    pool.empty(shape_of(8 * MIB), torch.uint8)
+    assert pool.num_bytes == 16 * MIB
+    assert not [name for name, held in vars(pool).items() if hasattr(held, "acquire")]
+
+
+def test_the_rest_of_a_result_holds_nothing_of_before() -> None:
+    """Where fewer tokens are read than were located, as of a damaged record."""
+    pool = ResultPool(64 * MIB)
+    pool.empty((2, 2, 4 * MIB), torch.uint8).fill_(7)
+    result = NewResult(pool, "vllm", "cpu", False)
+    result.room((1, 2, 4, MIB, 2), torch.uint8)
+    assert pool.num_bytes == 0  # the same memory
+    kv = result.finish(3)
+    assert bool((kv == 7).all()) and kv.shape[2] == 3
+    rest = torch.empty(0, dtype=torch.uint8).set_(kv.untyped_storage()).view(1, 2, 4, MIB, 2)[:, :, 3:]
+    assert not rest.any()
 
 
 def test_threads_at_once() -> None:

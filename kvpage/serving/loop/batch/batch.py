@@ -10,11 +10,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
 from kvpage.serving.loop.request import Request, add_room, append_tokens, note_computed
 from kvpage.serving.model.runner import PackedTokens
 from kvpage.serving.model.step import BatchItem
+from kvpage.serving.sampling.sampler import Sampler
 
 Item = TypeVar("Item")
 
@@ -56,6 +58,8 @@ class Decodes:
         self._request_ids = [request.request_id for request in requests]
         self._sample_indices = [request.sample_index for request in requests]
         self._limits = np.array([len(request.tokens) for request in requests], np.int64)
+        self._num_prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
+        self._sampler = Sampler(requests)
         self._stop_ids = [request.stop_ids for request in requests]
         self._all_stop_ids = frozenset[int]().union(*set(self._stop_ids))
         self._sinks = [request.group.sink for request in requests]
@@ -82,24 +86,33 @@ class Decodes:
         """Return the requests whose newest token is the last one of a block."""
         if not self.requests:
             return []
-        return [self.requests[row] for row in np.flatnonzero(self.ends % block_size == 0).tolist()]
+        return [self.requests[row] for row in (self.ends % block_size == 0).nonzero()[0].tolist()]
 
-    def last_rows(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the rows of those for whom the next token is the last one."""
-        rows: list[int] = np.flatnonzero(self.ends + 1 == self._limits).tolist()
-        if self._all_stop_ids.isdisjoint(token_ids):
+    def packed(self) -> PackedTokens:
+        """Return the newest tokens in one row. All are wanted."""
+        return PackedTokens(self.newest_tokens, self.ends - 1, self.ends, np.arange(len(self)), is_decode=True)
+
+    def sample(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        """Return the next token of each. logits: [len(self), vocab_size]. Raise LogitsNotFinite as `Sampler` does."""
+        return self._sampler.sample(logits, self.ends - self._num_prompt_tokens)
+
+    def last_rows(self, tokens: npt.NDArray[np.int32]) -> list[int]:
+        """Return the rows of those for whom the next token is the last one. tokens: the next ones, int32."""
+        rows: list[int] = (self.ends + 1 == self._limits).nonzero()[0].tolist()
+        if not self._all_stop_ids or self._all_stop_ids.isdisjoint(token_ids := tokens.tolist()):
             return rows
         pairs = zip(token_ids, self._stop_ids, strict=True)
         return sorted({*rows, *(row for row, (token, stop_ids) in enumerate(pairs) if token in stop_ids)})
 
-    def take(self, token_ids: Sequence[int], default: list[StepOutput], but: Sequence[int] = ()) -> None:
+    def take(self, tokens: npt.NDArray[np.int32], default: list[StepOutput], but: Sequence[int] = ()) -> None:
         """Give each its next token, and tell its caller.
 
-        default: takes the outputs of requests without a sink. but: rows to leave out, those of last tokens.
+        tokens: int32; they are kept. default: takes the outputs of requests without a sink. but: rows to leave out,
+            those of last tokens.
         """
         if not but:
-            self._next = self.ends + 1, np.array(token_ids, np.int32)
-        token_ids = _but(token_ids, but)
+            self._next = self.ends + 1, tokens
+        token_ids = _but(tokens.tolist(), but)
         append_tokens(_but(self.requests, but), token_ids)
         outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
         if not self._has_sinks:
@@ -151,6 +164,8 @@ class Batch:
     def packed(self) -> PackedTokens:
         """Return the tokens in one row. The last one of each sequence is wanted, see `items`."""
         decodes, prefills = self.decodes, self.prefills
+        if not prefills:
+            return decodes.packed()
         starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
         ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
         tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]

@@ -48,8 +48,13 @@ class BatchRunner:
 
     def compute(self, batch: Batch) -> torch.Tensor:
         """Compute one forward pass; return the logits of each last token. Exceptions of the model come through."""
+        if not batch.prefills:
+            self._transfers.run()
+            step = Step.of_newest(self._cache, self._manager.rows.inputs(batch.decodes.rows))
+            return self._forward(step, batch.packed())
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        return self._forward(np.concatenate([batch.decodes.rows, rows]), batch.packed())
+        packed = batch.packed()
+        return self._forward(self._step(np.concatenate([batch.decodes.rows, rows]), packed), packed)
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -58,7 +63,7 @@ class BatchRunner:
         """
         rows, packed = self._manager.rows.of([item.seq_id for item in items]), _packed(items)
         if not any(item.reuse for item in items):
-            return Computed(self._forward(rows, packed), [])
+            return Computed(self._forward(self._step(rows, packed), packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         step = self._step(rows, packed)
         blend = blender.begin(step, items)
@@ -67,8 +72,8 @@ class BatchRunner:
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _forward(self, rows: Rows, packed: PackedTokens) -> torch.Tensor:
-        logits = self._runner.forward(packed, self._step(rows, packed))
+    def _forward(self, step: Step, packed: PackedTokens) -> torch.Tensor:
+        logits = self._runner.forward(packed, step)
         self._count(len(packed.token_ids))
         return logits
 

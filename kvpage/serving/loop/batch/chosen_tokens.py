@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpage.serving.loop.batch.batch import Batch
@@ -17,14 +19,15 @@ class ChosenTokens:
 
     batch: the tokens of requests that go on. failed: the other requests, whose logits are no numbers.
     prefilled: those that go on and have computed the last portion of their prefill. forks: the requests that some of
-    these become besides themselves. token_ids: one for each decode, then for each of prefilled, then for each fork.
+    these become besides themselves. token_ids: int32, one for each decode, then for each of prefilled, then for each
+    fork.
     """
 
     batch: Batch
     failed: list[Request]
     prefilled: list[Request]
     forks: dict[Request, list[Request]]
-    token_ids: list[int]
+    token_ids: npt.NDArray[np.int32]
 
     @property
     def new_requests(self) -> list[Request]:
@@ -34,6 +37,11 @@ class ChosenTokens:
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
     """Choose the next tokens. logits: [len(batch), vocab_size], after the last token of each decode and portion."""
+    if not batch.prefills:
+        try:
+            return ChosenTokens(batch, [], [], {}, batch.decodes.sample(logits))
+        except LogitsNotFinite:
+            pass  # found again below, with the requests that fail
     num_decodes = len(batch.decodes)
     last = [row for row, portion in enumerate(batch.prefills, num_decodes) if portion.is_last]
     rows = [*range(num_decodes), *last]
@@ -45,7 +53,7 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
         forks = {request: request.forks() for request in prefilled if request.num_forks_due}
         try:
             tokens = sample(*_with_forks(logits, rows, due, forks))
-            return ChosenTokens(going, failed, prefilled, forks, tokens)
+            return ChosenTokens(going, failed, prefilled, forks, np.array(tokens, np.int32))
         except LogitsNotFinite as error:
             bad = _owners(error.rows, due, forks)
             failed += bad

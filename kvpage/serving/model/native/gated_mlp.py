@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import get_num_threads, nn
 
-from kvpage import ops
+from kvpage.ops.cpu.host_layers import host_product
+from kvpage.ops.cpu.linear import ACTIVATIONS as NUMBERED
 from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
+from kvpage.serving.model.native.torch_threads import TorchThreads
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
 
 PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -29,25 +31,31 @@ SCALES = (1e-2, 1.0, 10.0, 1e3)  # of rows: a limit anywhere between shows
 class GatedForward:
     """The forward of one copy. Its class's own forward computes all but plain calls.
 
-    is_factor: whether a layer is a product of this dtype without bias, that nothing watches: see linear.is_factor.
+    is_factor: whether a layer is a product without bias, that nothing watches: see linear.is_factor.
     """
 
-    def __init__(self, copy: nn.Module, activation: str, is_factor: Callable[[Any, torch.dtype], bool]) -> None:
-        self._copy, self._activation, self._is_factor = copy, activation, is_factor
+    def __init__(
+        self, copy: nn.Module, activation: str, is_factor: Callable[[Any], bool], threads: TorchThreads
+    ) -> None:
+        self._copy, self._is_factor, self._threads = copy, is_factor, threads
+        self._activation, _ = NUMBERED[activation]
         self._own: Any = type(copy).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts: dict[str, Any] = self._copy._modules
-        if len(args) != 1 or kwargs or not is_plain_call(args[0]) or not self._is_plain(parts, args[0].dtype):
-            return type(self._copy).forward(self._copy, *args, **kwargs)
-        gate, up = (parts[name]._parameters["weight"] for name in ("gate_proj", "up_proj"))
-        return parts["down_proj"](ops.gated_linear(args[0], gate, up, self._activation))
+        if len(args) == 1 and not kwargs and is_plain_call(args[0]) and self._is_plain(parts):
+            gate, up = parts["gate_proj"]._parameters.get("weight"), parts["up_proj"]._parameters.get("weight", self)
+            num_threads = self._threads.caller or get_num_threads()
+            between = host_product(args[0], gate, None, up, self._activation, num_threads)
+            if between is not None:
+                return parts["down_proj"](between)
+        return type(self._copy).forward(self._copy, *args, **kwargs)
 
-    def _is_plain(self, parts: dict[str, Any], dtype: torch.dtype) -> bool:
+    def _is_plain(self, parts: dict[str, Any]) -> bool:
         return (
             type(self._copy).forward is self._own
-            and self._is_factor(parts["gate_proj"], dtype)
-            and self._is_factor(parts["up_proj"], dtype)
+            and self._is_factor(parts["gate_proj"])
+            and self._is_factor(parts["up_proj"])
             and is_unwatched(parts["act_fn"])
         )
 

@@ -12,12 +12,14 @@ is inside of them stays the model's own, too.
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor
-from kvpage.serving.model.native.norm import NormKinds
-from kvpage.serving.model.native.rotary import RotaryKinds
+from kvpage.serving.model.native.norm import NormKinds, is_native_norm
+from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds
+from kvpage.serving.model.native.torch_threads import TorchThreads
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 LIBRARIES = ("transformers", "transformers_modules")
@@ -28,8 +30,9 @@ class NativeLayers:
     """The native layers of one view. Layers of modules that stay are the same objects at every call."""
 
     def __init__(self) -> None:
+        self.threads = TorchThreads()
         self._layers: dict[nn.Module, nn.Module | None] = {}
-        self._norms, self._rotary = NormKinds(), RotaryKinds()
+        self._norms, self._rotary = NormKinds(self.threads), RotaryKinds()
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
         """Return modules that must be copied, too, so that layers inside of them can be native.
@@ -54,14 +57,36 @@ class NativeLayers:
         return {child: layer for child, layer in self._layers.items() if layer is not None}
 
     def _make(self, module: nn.Module) -> nn.Module | None:
-        return NativeLinear.of(module) if type(module) is nn.Linear else self._norms.stand_in(module)
+        return NativeLinear.of(module, self.threads) if type(module) is nn.Linear else self._norms.stand_in(module)
 
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
-        return (
-            self._rotary.forward_of(module, copy) if activation is None else GatedForward(copy, activation, is_factor)
-        )
+        if activation is None:
+            return self._rotary.forward_of(module, copy)
+        return GatedForward(copy, activation, is_factor, self.threads)
+
+
+def is_wholly_native(view: nn.Module) -> bool:
+    """Return whether all products of a view with weights are those of native layers, by the kinds of its modules.
+
+    Weights that a native layer leaves to torch do not count: it sees to them when it is called.
+    """
+    return all(_has_no_product(module) for module in view.modules())
+
+
+def _has_no_product(module: nn.Module) -> bool:
+    """Whether the module is native, or has no weights but those that are looked up or multiplied one by one."""
+    if type(module) is NativeLinear or is_native_norm(module) or isinstance(module, nn.Embedding):
+        return True
+    forward = vars(module).get("forward")
+    if forward is not None and type(forward) not in (GatedForward, RotaryForward):
+        return False
+    if not _is_the_models(module) and not type(module).__module__.startswith("torch.nn.modules."):
+        return False
+    tensors: list[torch.Tensor | None] = [*module._parameters.values()]
+    tensors += [tensor for name, tensor in module._buffers.items() if not name.endswith("_cached")]
+    return all(tensor is None or tensor.dim() < 2 for tensor in tensors)
 
 
 def _is_the_models(module: nn.Module) -> bool:

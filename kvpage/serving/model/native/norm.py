@@ -8,10 +8,12 @@ Like NativeLinear, each shares all attributes with the model's norm.
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import get_num_threads, nn
 
 from kvpage import ops
-from kvpage.serving.model.native.plain import DTYPES, is_plain_call, is_plain_weight
+from kvpage.ops.cpu.host_layers import host_rms_norm
+from kvpage.serving.model.native.plain import DTYPES, is_plain_call
+from kvpage.serving.model.native.torch_threads import TorchThreads
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -34,7 +36,8 @@ class NormFormula(NamedTuple):
 class NormKinds:
     """Classes of norms for one view: a subclass for each class of the model's norms that it meets."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: TorchThreads) -> None:
+        self._threads = threads
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def stand_in(self, source: nn.Module) -> nn.Module | None:
@@ -48,8 +51,13 @@ class NormKinds:
             self._classes[kind] = _native_class(kind)
         norm: nn.Module = self._classes[kind].__new__(self._classes[kind])
         object.__setattr__(norm, "__dict__", vars(source))
-        object.__setattr__(norm, "_native", (source, formula))
+        object.__setattr__(norm, "_native", (source, formula, self._threads))
         return norm
+
+
+def is_native_norm(module: nn.Module) -> bool:
+    """Return whether the module is one that NormKinds made."""
+    return type(module).__module__ == __name__
 
 
 def _epsilon_name(source: nn.Module) -> str | None:
@@ -85,12 +93,14 @@ def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a class of norms whose forward is native for plain calls."""
 
     def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        source, formula = norm._native
-        held = vars(norm)
+        source, formula, threads = norm._native
         if len(args) == 1 and not kwargs and type(source) is kind and is_plain_call(args[0]):
-            rows, weight = args[0], held["_parameters"].get("weight")
-            if is_plain_weight(weight, rows.dtype) and rows.shape[-1:] == weight.shape:
-                return formula(rows, weight, held[formula.epsilon])
+            epsilon, offset, rounds = formula
+            held = vars(norm)
+            weight, num_threads = held["_parameters"].get("weight"), threads.caller or get_num_threads()
+            found = host_rms_norm(args[0], weight, held[epsilon], offset, rounds, num_threads)
+            if found is not None:
+                return found
         return type(source).forward(source, *args, **kwargs)
 
     return type(f"Native{kind.__name__}", (kind,), {"__slots__": ("_native",), "forward": forward})

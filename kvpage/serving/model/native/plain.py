@@ -5,14 +5,11 @@ tensors of no subclass, in host memory, of one float dtype
 no hooks, no forward of its own, no compiled call        of modules that a fused operation leaves out
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-PARAMETERS = (nn.Parameter, torch.Tensor)
 
 
 def is_plain_call(rows: torch.Tensor) -> bool:
@@ -29,18 +26,6 @@ def is_plain_call(rows: torch.Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
-    )
-
-
-def is_plain_weight(weight: Any, dtype: torch.dtype) -> bool:
-    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row."""
-    return (
-        type(weight) in PARAMETERS
-        and weight.dtype is dtype
-        and weight.is_cpu
-        and weight.layout is torch.strided
-        and weight.is_contiguous()
-        and not weight.is_neg()
     )
 
 

@@ -93,9 +93,15 @@ def _rotate_both(names: dict[str, Any], own: Callable[..., Any], *args: Any, **k
 
 def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether all four are plain, of one dtype, and cos and sin are as wide as a head."""
+    if not is_plain_call(query):
+        return False
+    for given in (key, cos, sin):
+        if type(given) is not torch.Tensor or given.dtype is not query.dtype or given.layout is not torch.strided:
+            return False
+        if not given.is_cpu or given.is_neg():
+            return False
     return (
-        all(is_plain_call(given) and given.dtype is query.dtype for given in (query, key, cos, sin))
-        and query.dim() == key.dim() == 4
+        query.dim() == key.dim() == 4
         and cos.dim() == 3
         and cos.shape == sin.shape
         and query.shape[3] == key.shape[3] == cos.shape[2]
