@@ -19,14 +19,15 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kvpage import _C, ops
+import kvpage._C as _C
+from kvpage import ops
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
@@ -68,12 +69,14 @@ class VllmPeer:
     def seconds(self, rows: int, columns: int, size: int, dtype: torch.dtype, number: int, rounds: int) -> list[float]:
         asked = [rows, columns, size, str(dtype).removeprefix("torch."), number, rounds]
         print(json.dumps(asked), file=self._process.stdin, flush=True)
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("peer "):
                 return json.loads(line.removeprefix("peer "))
         raise RuntimeError(f"vLLM's interpreter ended with code {self._process.wait()}")
 
     def close(self) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
@@ -82,7 +85,7 @@ def clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def measured(calls: dict[str, Callable[[], object]], number: int, rounds: int) -> dict[str, list[float]]:
+def measured(calls: Mapping[str, Callable[[], object]], number: int, rounds: int) -> dict[str, list[float]]:
     now = clock()
 
     def seconds(call: Callable[[], object], number: int) -> float:
@@ -130,7 +133,10 @@ def measure_shape(
 ) -> dict[str, Any]:
     x, w = torch.randn(rows, size).to(dtype), (torch.randn(columns, size) / size**0.5).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
-    calls = {"kvpage": lambda: ops.linear(x, w, out=out), "torch": lambda: F.linear(x, w)}
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "kvpage": lambda: ops.linear(x, w, out=out),
+        "torch": lambda: F.linear(x, w),
+    }
     if packed := packed_linear(x, w):
         calls["packed"] = packed
     for name, call in calls.items():

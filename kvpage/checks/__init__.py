@@ -8,6 +8,7 @@ To check arguments:
     a tensor to read by its address             tensors.py    check_dense, check_plain, readable
     a tensor to write by its address            tensors.py    check_writable
     a tensor of numbers, indices or rows        tensors.py    as_numbers, as_floats, as_indices, as_selection
+    a field of a parameter class                fields.py     at_least, real, ...
     a device                                    tensors.py    as_device, parse_device
 
 Functions named `check_...` return None. Functions named `as_...` return the argument in its one form. Either kind

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.spans import Span, spans_of_lengths
 from kvpage.blocks.manager import BlockManager
+from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list, check_flag, check_namespace
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
@@ -21,7 +22,6 @@ from kvpage.serving.loop.outputs import StepOutput
 from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.serving.params.field_checks import is_int
 from kvpage.serving.params.sampling import SamplingParams, check_params
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvpage.serving.params import field_checks as checks
+from kvpage.checks import fields as checks
 from kvpage.serving.params.generation_defaults import Unserved, beam_call_fields
 from kvpage.serving.params.logits import LogitsParams
 

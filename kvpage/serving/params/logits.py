@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from kvpage.serving.params import field_checks as checks
+from kvpage.checks import fields as checks
 
 LOGITS_CHECKS: dict[str, checks.Check] = {
     "max_length": checks.POSITIVE,

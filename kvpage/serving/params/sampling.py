@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpage.serving.params import field_checks as checks
-from kvpage.serving.params.field_checks import is_int
+from kvpage.checks import fields as checks
+from kvpage.checks.fields import is_int
 from kvpage.serving.params.generation_defaults import Unserved, call_fields
 from kvpage.serving.params.logits import LogitsParams
 

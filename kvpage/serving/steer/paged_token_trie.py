@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.params.field_checks import is_int
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.steer.branches import Branch, Branches
 from kvpage.serving.steer.steerable import SteerableEngine

@@ -1,4 +1,4 @@
-"""Check the fields of SamplingParams and BeamSearchParams, and turn each into a plain value.
+"""Check the fields of parameter classes, and turn each into a plain value.
 
 A check takes the field's name and value. It returns the plain value, or raises ValueError with the name.
 """
