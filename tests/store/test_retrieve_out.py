@@ -114,6 +114,8 @@ def test_wrong_arguments_beside_it() -> None:
         store.store(TOKENS, KV)
         with pytest.raises(ValueError, match="out must be one tensor where return_tuple is False"):
             store.retrieve(TOKENS, return_tuple=False, out=parts)
+        with pytest.raises(ValueError, match="device must be a CPU or a CUDA device, got 'cpux'"):
+            store.retrieve(TOKENS, device="cpux", out=parts)
         with pytest.raises(ValueError, match="device must be that of out, cpu, or None, got cuda"):
             store.retrieve(TOKENS, device="cuda", out=parts)
         assert whole().isnan().all()

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.checks.tensors import parse_device
 from kvpage.checks.values import check_flag
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
@@ -100,7 +101,7 @@ class TensorCalls:
         if out is None:
             return NewResult(self.pool, metadata.fmt, "cpu" if device is None else device, return_tuple)
         given = TensorOut(self.pool, metadata.fmt, out, metadata.kv_dtype, num_tokens, return_tuple)
-        if device is not None and not is_same_device(torch.device(device), given.device):
+        if device is not None and not is_same_device(parse_device("device", device), given.device):
             raise ValueError(f"device must be that of out, {given.device}, or None, got {device}")
         return given
 

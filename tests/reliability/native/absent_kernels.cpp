@@ -12,6 +12,7 @@ namespace kvpage {
 #if defined(__x86_64__)
 const AttentionKernel attention_kernel_avx2 = {.name = "absent"}, attention_kernel_avx512 = {.name = "absent"};
 const LinearKernel linear_kernel_avx2 = {.name = "absent"}, linear_kernel_avx512 = {.name = "absent"};
+const LinearKernel linear_kernel_avx512bf16 = {.name = "absent"}, linear_kernel_pairs_model = {.name = "absent"};
 const NormKernel norm_kernel_avx2 = {.name = "absent"}, norm_kernel_avx512 = {.name = "absent"};
 const QuantizeKernel quantize_kernel_avx2 = {.name = "absent"}, quantize_kernel_avx512 = {.name = "absent"};
 const QuantizeKernel quantize_kernel_avx512bf16 = {.name = "absent"};
