@@ -212,7 +212,7 @@ def norm_kernels() -> list[str]:
     """Return the kernels for norms that this machine runs, the best first."""
 
 def has_fast_linear(row_type: int, /) -> bool:
-    """Return whether products of this type are at least as fast as torch's: see kvpage.ops.has_fast_linear.
+    """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear.
 
     Args:
         row_type: The dtype, as for `types` of paged_attention.

@@ -48,7 +48,7 @@ void bind_linear(py::module_& m) {
       "The kernels for norms that this machine runs, the best first.");
   m.def(
       "has_fast_linear", [](int type) { return has_fast_linear(static_cast<RowType>(type)); },
-      "Whether products of this type are at least as fast as torch's.");
+      "Whether `linear` is to compute this type on this machine.");
 }
 
 }  // namespace kvpage

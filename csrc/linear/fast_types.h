@@ -5,7 +5,7 @@
 
 namespace kvpage {
 
-// Returns whether `linear` is meant to be at least as fast as torch's own product on this machine. Without AVX2 it is
+// Returns whether `linear` is to compute this type on this machine: the instruction sets decide. Without AVX2 it does
 // not. Where the processor has tiles of bf16 or arithmetic in fp16, torch's library uses them, and `linear` does not.
 bool has_fast_linear(RowType type);
 

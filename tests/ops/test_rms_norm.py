@@ -99,6 +99,17 @@ def test_gradients_go_through_torch():
     assert weight.grad is not None and weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("wrong", [2, [1.0] * 16, "x"])
+@pytest.mark.parametrize("place", ["x", "weight", "residual", "out"])
+def test_what_is_no_tensor_is_a_type_error(place, wrong):
+    args = {"x": torch.randn(3, 16), "weight": torch.randn(16)}
+    with pytest.raises(TypeError, match=f"{place} must be a torch.Tensor"):
+        if place == "residual":
+            ops.add_rms_norm(**args, eps=EPS, residual=wrong)
+        else:
+            ops.rms_norm(**args | {place: wrong}, eps=EPS)
+
+
 def test_what_is_refused():
     x, weight = torch.randn(3, 16), torch.randn(16)
     with pytest.raises(ValueError, match=r"weight must be \[size\]"):

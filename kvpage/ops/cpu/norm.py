@@ -40,6 +40,7 @@ def rms_norm(
         TypeError: An argument is no tensor.
         ValueError: `weight` has another shape, or `out` another shape, dtype or device, or it requires a gradient.
     """
+    _check_tensors(x=x, weight=weight, **({} if out is None else {"out": out}))
     _check_weight(x, weight)
     if not _is_norm_native((x, weight)):
         return _written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
@@ -76,6 +77,7 @@ def add_rms_norm(
         TypeError: An argument is no tensor.
         ValueError: `weight` or `residual` has another shape.
     """
+    _check_tensors(x=x, residual=residual, weight=weight)
     _check_weight(x, weight)
     if residual.shape != x.shape:
         raise ValueError(f"residual must be {tuple(x.shape)}, got {tuple(residual.shape)}")
@@ -125,6 +127,12 @@ def _is_same(out: torch.Tensor, x: torch.Tensor) -> bool:
 
 def _is_norm_native(tensors: tuple[torch.Tensor, ...]) -> bool:
     return _is_plain(tensors) and tensors[0].dtype in ROW_TYPES
+
+
+def _check_tensors(**given: object) -> None:
+    for name, one in given.items():
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(one).__name__}")
 
 
 def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
