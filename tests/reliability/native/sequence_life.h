@@ -1,0 +1,54 @@
+// SequenceLife: SequenceRows as a block manager uses it, beside sequences that know all their tokens. What each block
+// holds is written down by slot, so a block that two would write, or a copy that was left out, is seen.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "sequences/sequence_rows.h"
+#include "trial.h"
+
+class SequenceLife : public Life {
+ public:
+  SequenceLife(int64_t num_blocks, bool is_caching, uint64_t seed, Figures* figures);
+
+  void step() override;
+  void compare() override;
+  void end() override;
+
+ private:
+  using Rows = std::vector<int64_t>;
+  struct Naive {
+    std::vector<int32_t> tokens;  // written ones
+    int64_t num_tokens = 0;       // that there is room for
+    bool is_private = false;
+    int64_t num_gone = 0;  // first positions that may be given back
+  };
+
+  int64_t some_row();
+  Rows some_rows();
+  bool is_refused(const Rows& rows);
+  int32_t some_token() { return static_cast<int32_t>(rng.chance(80) ? 0 : rng.below(3)); }
+  void write(int64_t row, int64_t first, int64_t last);
+  void copy(int64_t from, int64_t to);
+  template <typename Call>
+  bool done(bool is_known, const Call& library);
+
+  void begin();
+  void append();
+  void commit();
+  void commit_each();
+  void fork();
+  void remove();
+  void give_back();
+  void look();
+
+  std::shared_ptr<kvpage::BlockPool> pool_;
+  std::shared_ptr<kvpage::PrefixTree> tree_;
+  bool is_caching_;
+  std::unique_ptr<kvpage::SequenceRows> rows_;
+  std::map<int64_t, Naive> naive_;
+  Rows gone_;                      // numbers of sequences that have ended
+  std::vector<uint64_t> memory_;  // by slot
+};
