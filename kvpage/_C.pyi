@@ -1342,7 +1342,7 @@ class SequenceRows:
 
         Args:
             row: A sequence whose tokens are all written.
-            num_tokens: How many tokens the new one has.
+            num_tokens: How many tokens the new one has. At least those of the blocks that are cached or given back.
 
         Raises:
             ValueError: num_tokens is out of range.

@@ -74,6 +74,7 @@ class SequenceRows {
   int64_t add(Sequence&& sequence, Match& match);
 
   // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.
+  // InvalidArgument for fewer than are in cached blocks and in those given back.
   int64_t fork(int64_t row, int64_t num_tokens);
 
   // Ends a sequence: releases its own blocks and its match.

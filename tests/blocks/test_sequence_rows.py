@@ -211,14 +211,20 @@ def test_lists_of_other_things_are_refused(wrong):
     assert manager.allocate(0, [2**31 - 1, -(2**31), True]).num_cached_tokens == 0
 
 
-def test_a_fork_that_ends_before_the_blocks_that_are_left() -> None:
+@pytest.mark.parametrize("num_tokens", [0, 1, B, 2 * B - 1])
+def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) -> None:
+    """What it then wrote would be in a block that is somebody else's by now."""
     manager = Manager(64, B, enable_prefix_caching=False)
     begun(manager, "a", [1] * (4 * B))
     rows = manager._sequences.rows
     (row,) = manager.rows.of(["a"])
-    assert rows.release_before(row, 3 * B) == 3
-    child = rows.fork(row, B)
-    assert rows.state(child)[3] == 1
+    assert rows.release_before(row, 2 * B) == 2
+    before = seen(manager)
+    with pytest.raises(ValueError, match=rf"num_tokens must be in \[{2 * B}, {4 * B}\], got {num_tokens}"):
+        rows.fork(row, num_tokens)
+    assert seen(manager) == before
+    child = rows.fork(row, 2 * B)
+    assert rows.state(child)[3] == 2
     rows.remove(child)
     manager.check()
 

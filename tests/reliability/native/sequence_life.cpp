@@ -1,7 +1,9 @@
 #include "sequence_life.h"
 
 #include <algorithm>
+#include <numeric>
 #include <set>
+#include <utility>
 
 using namespace kvpage;
 
@@ -35,7 +37,8 @@ void SequenceLife::step() {
   static constexpr Operation kOperations[] = {&SequenceLife::begin,  &SequenceLife::begin,       &SequenceLife::append,
                                               &SequenceLife::append, &SequenceLife::commit_each, &SequenceLife::commit,
                                               &SequenceLife::commit, &SequenceLife::fork,        &SequenceLife::remove,
-                                              &SequenceLife::remove, &SequenceLife::give_back,   &SequenceLife::look};
+                                              &SequenceLife::remove, &SequenceLife::give_back,   &SequenceLife::look,
+                                              &SequenceLife::add};
   (this->*kOperations[rng.below(std::size(kOperations))])();
 }
 
@@ -74,14 +77,46 @@ bool SequenceLife::done(bool is_known, const Call& library) {
   }
 }
 
-// What a model writes for positions [first, last).
-void SequenceLife::write(int64_t row, int64_t first, int64_t last) {
+SequenceLife::Tokens SequenceLife::some_tokens(int64_t count) {
+  Tokens tokens(static_cast<size_t>(count));
+  for (int32_t& token : tokens) token = some_token();
+  return tokens;
+}
+
+std::vector<int32_t> SequenceLife::ids(int64_t row) const {
+  return rows_->look_at(row, [](const Sequence& sequence) { return sequence.ids; });
+}
+
+// Tokens that there is room for and that are not written.
+int64_t SequenceLife::room(int64_t row) const {
   const Naive& naive = naive_.at(row);
-  const int64_t starts[] = {first}, ends[] = {last}, rows[] = {row};
+  return naive.num_tokens - static_cast<int64_t>(naive.tokens.size());
+}
+
+// Sequences that hold a reference to a block.
+int64_t SequenceLife::num_holders(int32_t id) const {
+  return std::accumulate(naive_.begin(), naive_.end(), int64_t{0}, [&](int64_t sum, const auto& each) {
+    return sum + rows_->look_at(each.first, [&](const Sequence& sequence) {
+      const auto own = sequence.own_ids();
+      return std::count(own.begin(), own.end(), id);
+    });
+  });
+}
+
+bool SequenceLife::is_shared(int64_t row, int64_t position) const {
+  return num_holders(ids(row)[static_cast<size_t>(position / kBlockSize)]) > 1;
+}
+
+// What a model writes for the next tokens of a sequence.
+void SequenceLife::write(int64_t row, const Tokens& tokens) {
+  Tokens all = naive_.at(row).tokens;
+  const auto first = static_cast<int64_t>(all.size());
+  all.insert(all.end(), tokens.begin(), tokens.end());
+  const int64_t starts[] = {first}, ends[] = {static_cast<int64_t>(all.size())}, rows[] = {row};
   std::vector<int64_t> slots(static_cast<size_t>(rows_->check_positions(rows, starts, ends)));
   rows_->fill_slots(rows, starts, ends, slots.data());
-  for (int64_t i = first; i < last; ++i)
-    memory_.at(static_cast<size_t>(slots[static_cast<size_t>(i - first)])) = content(naive.tokens, i + 1);
+  for (int64_t i = first; i < ends[0]; ++i)
+    memory_.at(static_cast<size_t>(slots[static_cast<size_t>(i - first)])) = content(all, i + 1);
 }
 
 void SequenceLife::copy(int64_t from, int64_t to) {
@@ -90,19 +125,45 @@ void SequenceLife::copy(int64_t from, int64_t to) {
 
 void SequenceLife::begin() {
   if (naive_.size() >= kMostSequences) return remove();
-  std::vector<int32_t> tokens(static_cast<size_t>(rng.below(5 * kBlockSize)));
-  for (int32_t& token : tokens) token = some_token();
-  const auto size = static_cast<int64_t>(tokens.size());
+  const Tokens tokens = some_tokens(rng.below(5 * kBlockSize));
+  const auto size = static_cast<int64_t>(tokens.size()), num_left_over = is_caching_ ? 1 : size;
+  const int64_t most = pool_->num_free() + tree_->num_evictable();
+  const bool shares_parts = is_caching_ && rng.chance(70);
   std::optional<BegunSequence> begun;
-  const Outcome found = outcome(
-      [&] { begun = rows_->begin(view(tokens), "space", 0, is_caching_ ? 1 : size, is_caching_ && rng.chance(70)); });
-  expect((found == Outcome::kRefused) == tokens.empty(), "begin came to another end");
+  const Outcome found = outcome([&] { begun = rows_->begin(view(tokens), "space", 0, num_left_over, shares_parts); });
+  expect((found == Outcome::kRefused) == tokens.empty() && found != Outcome::kOutOfBlocks, "begin came to another end");
+  if (found == Outcome::kDone && !begun) expect(size > most * kBlockSize, "begin did not take the room that there is");
   if (!begun) return;
   if (begun->part_from >= 0) copy(begun->part_from, begun->part_to);
   Naive& naive = naive_[begun->row];
   naive.num_tokens = size;
   naive.tokens.assign(tokens.begin(), tokens.begin() + begun->num_cached);
-  expect(begun->num_cached < size, "no token is left to compute");
+  expect(begun->num_cached + num_left_over <= size, "too few tokens are left to compute");
+}
+
+// As a sequence comes back from the host: its blocks are there already.
+void SequenceLife::add() {
+  if (naive_.size() >= kMostSequences) return remove();
+  const Tokens tokens = some_tokens(1 + rng.below(4 * kBlockSize));
+  const auto size = static_cast<int64_t>(tokens.size());
+  Match match = call([&] { return tree_->match(view(tokens), "space", 0, is_caching_ ? 1 : size); });
+  const int64_t num_found = match.num_blocks(), num_more = (size + kBlockSize - 1) / kBlockSize - num_found;
+  std::vector<int32_t> own(static_cast<size_t>(num_more));
+  if (outcome([&] { pool_->allocate(own); }) != Outcome::kDone) return tree_->release(match);
+  held_ = own;
+  const int64_t row = call([&] {
+    Sequence fresh;
+    fresh.ids.resize(static_cast<size_t>(num_found));
+    tree_->copy_block_ids(match, 0, fresh.ids);
+    fresh.ids.insert(fresh.ids.end(), own.begin(), own.end());
+    fresh.num_tokens = size;
+    fresh.num_written = match.num_tokens();
+    fresh.name = "space";
+    return rows_->add(std::move(fresh), match);
+  });
+  held_.clear();
+  expect(tree_->is_released(match), "a match that was given away is still held");
+  naive_[row] = {Tokens(tokens.begin(), tokens.begin() + num_found * kBlockSize), size};
 }
 
 void SequenceLife::append() {
@@ -113,64 +174,52 @@ void SequenceLife::append() {
   const bool has_each = rng.chance(70);
   const Counts given = has_each ? Counts(std::span<const int64_t>(counts.data(), rows.size())) : Counts(counts.front());
   const bool is_known = std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return naive_.contains(row); });
+  const int64_t num_free = pool_->num_free();
+  int64_t num_needed = 0;
   std::vector<TierPair> copies;
-  if (!done(is_known, [&] { copies = rows_->append(rows, given); })) return;
+  if (!done(is_known, [&] { num_needed = rows_->num_blocks_to_append(rows, given); })) {
+    expect(!done(is_known, [&] { copies = rows_->append(rows, given); }), "a count was refused, and then taken");
+    return;
+  }
+  const bool is_done = done(is_known, [&] { copies = rows_->append(rows, given); });
   expect(!is_refused(rows), "a row was taken twice");
+  expect(is_done == (num_needed <= num_free), "append did not take the room that there is");
+  if (!is_done) return;
+  expect(num_free - pool_->num_free() == num_needed, "append took another number of blocks");
   for (const auto& [from, to] : copies) copy(from, to);
-  for (size_t i = 0; i < rows.size(); ++i) naive_.at(rows[i]).num_tokens += given.at(i);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t first = std::exchange(naive_.at(rows[i]).num_tokens, naive_.at(rows[i]).num_tokens + given.at(i));
+    expect(given.at(i) == 0 || !is_shared(rows[i], first), "new room is in a block of two sequences");
+  }
 }
 
 void SequenceLife::commit() {
   const int64_t row = some_row();
   const bool is_known = naive_.contains(row);
-  std::vector<int32_t> tokens(static_cast<size_t>(rng.below(2 * kBlockSize + 2)));
-  for (int32_t& token : tokens) token = some_token();
-  if (is_known) {
-    Naive& naive = naive_.at(row);
-    const auto written = static_cast<int64_t>(naive.tokens.size()), room = naive.num_tokens - written;
-    if (rng.chance(95)) tokens.resize(std::min(tokens.size(), static_cast<size_t>(room)));
-    if (static_cast<int64_t>(tokens.size()) <= room && !tokens.empty() && naive.num_gone <= written) {
-      naive.tokens.insert(naive.tokens.end(), tokens.begin(), tokens.end());
-      const int64_t last_block = (written / kBlockSize) * kBlockSize;
-      // A fork that has no copy of its last block yet must not be written to: it appends first.
-      const int64_t one[] = {row};
-      const bool is_shared = rows_->num_forked(one) > 0 && written > last_block;
-      if (is_shared) {
-        naive.tokens.resize(static_cast<size_t>(written));
-        return;
-      }
-      write(row, written, written + static_cast<int64_t>(tokens.size()));
-      expect(done(true, [&] { rows_->commit(row, view(tokens)); }), "commit was refused");
-      return;
-    }
-    expect(!done(true, [&] { rows_->commit(row, view(tokens)); }) || tokens.empty(), "commit took too many tokens");
-    return;
+  Tokens tokens = some_tokens(rng.below(2 * kBlockSize + 2));
+  if (is_known && rng.chance(95)) tokens.resize(std::min(tokens.size(), static_cast<size_t>(room(row))));
+  const bool fits = is_known && static_cast<int64_t>(tokens.size()) <= room(row);
+  if (fits && !tokens.empty()) {
+    if (is_shared(row, static_cast<int64_t>(naive_.at(row).tokens.size()))) return;  // it appends first
+    write(row, tokens);
   }
-  done(false, [&] { rows_->commit(row, view(tokens)); });
+  expect(done(is_known, [&] { rows_->commit(row, view(tokens)); }) == fits, "commit came to another end");
+  if (fits) naive_.at(row).tokens.insert(naive_.at(row).tokens.end(), tokens.begin(), tokens.end());
 }
 
 void SequenceLife::commit_each() {
   const Rows rows = some_rows();
-  bool is_known = true, has_room = true;
-  for (int64_t row : rows) {
-    const auto found = naive_.find(row);
-    is_known &= found != naive_.end();
-    if (found == naive_.end()) continue;
-    const int64_t one[] = {row};
-    if (rows_->num_forked(one) > 0) return;
-    has_room &= static_cast<int64_t>(found->second.tokens.size()) < found->second.num_tokens;
+  const bool is_known = std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return naive_.contains(row); });
+  const Tokens tokens = some_tokens(static_cast<int64_t>(rows.size()) + (rng.chance(3) ? 1 : 0));
+  const bool fits = is_known && !is_refused(rows) && tokens.size() == rows.size() &&
+                    std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return room(row) > 0; });
+  if (fits) {
+    for (const int64_t row : rows)
+      if (is_shared(row, static_cast<int64_t>(naive_.at(row).tokens.size()))) return;  // it appends first
+    for (size_t i = 0; i < rows.size(); ++i) write(rows[i], {tokens[i]});
   }
-  std::vector<int32_t> tokens(rows.size() + (rng.chance(3) ? 1 : 0));
-  for (int32_t& token : tokens) token = some_token();
-  const bool is_right = is_known && has_room && !is_refused(rows) && tokens.size() == rows.size();
-  if (is_right)
-    for (size_t i = 0; i < rows.size(); ++i) {
-      auto& own = naive_.at(rows[i]).tokens;
-      own.push_back(tokens[i]);
-      write(rows[i], static_cast<int64_t>(own.size()) - 1, static_cast<int64_t>(own.size()));
-    }
-  expect(done(is_known, [&] { rows_->commit_each(rows, view(tokens)); }) == is_right,
-         "commit_each came to another end");
+  expect(done(is_known, [&] { rows_->commit_each(rows, view(tokens)); }) == fits, "commit_each came to another end");
+  for (size_t i = 0; fits && i < rows.size(); ++i) naive_.at(rows[i]).tokens.push_back(tokens[i]);
 }
 
 void SequenceLife::fork() {
@@ -181,6 +230,7 @@ void SequenceLife::fork() {
   if (!done(is_known, [&] { child = rows_->fork(row, num_tokens); })) return;
   const Naive parent = naive_.at(row);
   expect(num_tokens <= static_cast<int64_t>(parent.tokens.size()), "a fork has more tokens than are written");
+  expect(num_tokens >= parent.num_gone, "a fork ends before what was given back");
   Naive& naive = naive_[child] = parent;
   naive.tokens.resize(static_cast<size_t>(num_tokens));
   naive.num_tokens = num_tokens;
@@ -206,8 +256,13 @@ void SequenceLife::give_back() {
   if (rng.chance(20) && done(is_known, [&] { rows_->make_private(row); })) naive_.at(row).is_private = true;
   const int64_t num_tokens = rng.below(4 * kBlockSize);
   int64_t num_given = 0;
-  if (done(is_known, [&] { num_given = rows_->release_before(row, num_tokens); }) && num_given > 0)
-    naive_.at(row).num_gone = num_tokens / kBlockSize * kBlockSize;
+  if (!done(is_known, [&] { num_given = rows_->release_before(row, num_tokens); })) return;
+  Naive& naive = naive_.at(row);
+  expect(num_tokens <= static_cast<int64_t>(naive.tokens.size()), "room was given back as if it were written");
+  if (is_caching_ && !naive.is_private) return expect(num_given == 0, "what others find was given back");
+  const int64_t num_gone = num_tokens / kBlockSize * kBlockSize, num_cached = (num_gone - naive.num_gone) / kBlockSize;
+  expect(num_given <= std::max<int64_t>(num_cached, 0), "too much was given back");
+  if (num_given > 0) naive.num_gone = num_gone;
 }
 
 // The arguments of a step name what the sequences have.
@@ -229,21 +284,35 @@ void SequenceLife::look() {
 }
 
 void SequenceLife::compare() {
-  tree_->check_invariants(std::nullopt);
-  pool_->check_invariants();
   expect(rows_->num_rows() == static_cast<int64_t>(naive_.size()), "another number of rows is in use");
-  for (const auto& [row, naive] : naive_)
+  std::vector<int32_t> held = held_;
+  for (const auto& [row, naive] : naive_) {
+    compare_one(row, naive);
     rows_->look_at(row, [&](const Sequence& sequence) {
-      const auto written = static_cast<int64_t>(naive.tokens.size());
-      expect(sequence.num_written == written && sequence.num_tokens == naive.num_tokens,
-             "a sequence is of other length");
-      expect(static_cast<int64_t>(sequence.ids.size()) == (naive.num_tokens + kBlockSize - 1) / kBlockSize,
-             "a sequence has another number of blocks");
-      for (int64_t i = naive.num_gone; i < written; ++i) {
-        const int64_t slot = sequence.ids[static_cast<size_t>(i / kBlockSize)] * kBlockSize + i % kBlockSize;
-        expect(memory_.at(static_cast<size_t>(slot)) == content(naive.tokens, i + 1), "position ", i, " is another's");
-      }
+      held.insert(held.end(), sequence.own_ids().begin(), sequence.own_ids().end());
     });
+  }
+  tree_->check_invariants(held);
+  pool_->check_invariants();
+}
+
+void SequenceLife::compare_one(int64_t row, const Naive& naive) const {
+  const auto written = static_cast<int64_t>(naive.tokens.size());
+  rows_->look_at(row, [&](const Sequence& sequence) {
+    expect(sequence.num_written == written && sequence.num_tokens == naive.num_tokens, "a sequence is of other length");
+    expect(static_cast<int64_t>(sequence.ids.size()) == (naive.num_tokens + kBlockSize - 1) / kBlockSize,
+           "a sequence has another number of blocks");
+    expect(sequence.is_private == naive.is_private, "a sequence became private, or public");
+    const Tokens pending(naive.tokens.begin() + sequence.match.num_tokens(), naive.tokens.end());
+    const bool shares = is_caching_ && !naive.is_private;
+    expect(shares ? sequence.pending == pending : sequence.pending.empty(), "other tokens are pending");
+    expect(naive.num_gone == 0 || static_cast<int64_t>(sequence.num_given()) * kBlockSize == naive.num_gone,
+           "another number of blocks is given back");
+    for (int64_t i = naive.num_gone; i < written; ++i) {
+      const int64_t slot = sequence.ids[static_cast<size_t>(i / kBlockSize)] * kBlockSize + i % kBlockSize;
+      expect(memory_.at(static_cast<size_t>(slot)) == content(naive.tokens, i + 1), "position ", i, " is another's");
+    }
+  });
 }
 
 // Half of them by hand, the others by the rows' own end.
