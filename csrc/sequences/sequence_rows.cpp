@@ -152,6 +152,7 @@ int64_t SequenceRows::add(Sequence&& sequence, Match& match) {
 int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {
   std::lock_guard lock(mutex_);
   Sequence& parent = at(row);
+  cache_full_blocks(parent);  // the tree takes no block that two hold
   const int64_t fewest = static_cast<int64_t>(parent.num_given()) * block_size_;
   check(num_tokens >= fewest && num_tokens <= parent.num_written, "num_tokens must be in [", fewest, ", ",
         parent.num_written, "], got ", num_tokens);

@@ -157,6 +157,7 @@ class SequenceRows {
   int64_t commit_shared(Sequence& sequence, const TokenView& tokens);
   void cache_blocks(Sequence& sequence, const TokenView& tokens);
   int64_t cache_pending(Sequence& sequence);
+  int64_t cache_full_blocks(Sequence& sequence);
 
   const std::shared_ptr<PrefixTree> tree_;
   const std::shared_ptr<BlockPool> pool_;

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 import kvpage._C as _C
 from kvpage.checks.tensors import check_writable
@@ -72,7 +73,7 @@ def linear(
         return _written(F.linear(x, weight, bias), out)
     if out is not None and _meets(out, given):
         return _written(linear(x, weight, bias), out)
-    out = _result(x, weight.shape[0], out)
+    out = _target(x, weight.shape[0], out)
     rows, results = _as_rows(x), _as_rows(out)
     held = weight if weight.stride(1) == 1 else weight.contiguous()
     addend = None if bias is None else _flat(bias)  # held until the call is over, as is the weight
@@ -110,7 +111,7 @@ def gated_linear(
         return _written(function(F.linear(x, gate)) * F.linear(x, up), out)
     if out is not None and _meets(out, (x, gate, up)):
         return _written(gated_linear(x, gate, up, activation), out)
-    out = _result(x, gate.shape[0], out)
+    out = _target(x, gate.shape[0], out)
     rows, results = _as_rows(x), _as_rows(out)
     weights = [each if each.stride(1) == 1 else each.contiguous() for each in (gate, up)]
     _multiply(rows, weights[0], weights[1], None, results, number)
@@ -194,6 +195,14 @@ def _result(x: torch.Tensor, num_columns: int, out: torch.Tensor | None) -> torc
         found = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
         raise ValueError(f"out must be {shape} of {x.dtype} on {x.device}, got {found}")
     return out
+
+
+def _target(x: torch.Tensor, num_columns: int, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor that the core writes into. Autograd is told so, where it is the caller's."""
+    target = _result(x, num_columns, out)
+    if out is not None:
+        increment_version(out)
+    return target
 
 
 def _meets(out: torch.Tensor, others: tuple[torch.Tensor, ...]) -> bool:

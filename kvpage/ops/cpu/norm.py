@@ -11,7 +11,7 @@ import torch
 import kvpage._C as _C
 from kvpage.ops import reference
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _meets, _result, _written
+from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _meets, _target, _written
 
 
 def rms_norm(
@@ -46,7 +46,7 @@ def rms_norm(
         return _written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
     if out is not None and _meets(out, (weight,) if _is_same(out, x) else (x, weight)):
         return _written(rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
-    out = _result(x, x.shape[-1], out)
+    out = _target(x, x.shape[-1], out)
     results = _as_rows(out)
     _normalize(_as_rows(x), None, None, results, weight, eps, weight_offset, rounds_before_weight)
     return out if results.data_ptr() == out.data_ptr() else out.copy_(results.view(out.shape))

@@ -17,6 +17,7 @@ class SequenceLife : public Life {
   void step() override;
   void compare() override;
   void end() override;
+  void end_without_model() override;
 
  private:
   using Rows = std::vector<int64_t>;
