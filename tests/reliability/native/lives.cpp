@@ -40,8 +40,8 @@ std::unique_ptr<Life> sequence_life(uint64_t seed, Figures* figures) {
 }
 
 constexpr Kind kKinds[] = {
-    {"pool", 400, 50'000, 128, &pool_life},      {"tree", 480, 20'000, 256, &tree_life},
-    {"wide_tree", 10, 20'000, 1024, &wide_life}, {"sequences", 50, 5'000, 32, &sequence_life},
+    {"pool", 435, 50'000, 128, &pool_life},      {"tree", 480, 20'000, 256, &tree_life},
+    {"wide_tree", 10, 20'000, 1024, &wide_life}, {"sequences", 15, 5'000, 32, &sequence_life},
     {"slots", 50, 20'000, 32, &slot_life},       {"copy", 10, 20, 1, &copy_life},
 };
 
