@@ -207,7 +207,11 @@ class BlockManager:
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
         rows, row = self._sequences.rows, self._sequences.on_device[seq_id]
-        self._sequences.on_device[new_seq_id] = rows.fork(row, num_tokens)
+        try:
+            rows.fork(self._sequences.on_device, new_seq_id, row, num_tokens)
+        except BaseException:  # Ctrl-C, after the sequence was made
+            self._sequences.discard(new_seq_id)
+            raise
 
     def make_private(self, seq_id: SeqId) -> None:
         """Hide all further tokens of the sequence from others: its tokens alone do not determine their K and V."""

@@ -81,7 +81,7 @@ class SequenceSteps:
 
         Raises:
             RuntimeError: There are moves to make. They would overwrite tokens that are written now.
-            ValueError: A sequence has no token.
+            ValueError: A sequence has no token, or has given back the block of its last one.
         """
         self._check_moved()
         return StepInputs(*self._sequences.rows.last(rows))
