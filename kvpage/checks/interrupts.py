@@ -77,15 +77,11 @@ class _Handler:
     """
 
     def __init__(self, held: HeldInterrupts) -> None:
-        self._held, self._pid, self._thread = weakref.ref(held), os.getpid(), threading.get_ident()
+        self._held, self._pid, self.thread_id = weakref.ref(held), os.getpid(), threading.get_ident()
 
     @property
     def held(self) -> HeldInterrupts | None:
         return self._held() if self._pid == os.getpid() else None
-
-    @property
-    def is_of_this_thread(self) -> bool:
-        return self._thread == threading.get_ident()
 
     def __call__(self, signal_number: int, frame: FrameType | None) -> None:
         held = self.held
@@ -103,7 +99,7 @@ class interruptible:
     def __enter__(self) -> None:
         self._handler: _Handler | None = None
         handler = signals.getsignal(SIGINT)
-        held = handler.held if isinstance(handler, _Handler) and handler.is_of_this_thread else None
+        held = handler.held if isinstance(handler, _Handler) and handler.thread_id == threading.get_ident() else None
         if held is None:
             return
         held.raise_pending()

@@ -176,18 +176,18 @@ class ServingLoop:
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
         with HeldInterrupts():
-            self._abort_dropped()
+            if self._dropped:
+                self._abort_dropped()
             self._is_stepping = True
             try:
                 return work()
             finally:
                 self._is_stepping = False
-                self._abort_dropped()
+                if self._dropped:
+                    self._abort_dropped()
                 self._telemetry.tell()
 
     def _abort_dropped(self) -> None:
-        if not self._dropped:
-            return
         with HeldInterrupts():
             while self._dropped:
                 request = self._dropped.popleft()

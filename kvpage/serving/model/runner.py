@@ -17,7 +17,6 @@ from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
-
 NOTHING = nullcontext()
 """A context that does nothing, for all that need one."""
 

@@ -77,7 +77,7 @@ class Sampler:
         if not self._sequences:
             return np.empty(0, np.int32)
         tokens = self._native(logits, positions) if can_sample(logits) else self._torch(logits, self._sequences)
-        if tokens.min() < 0:
+        if np.minimum.reduce(tokens) < 0:
             bad: list[int] = np.flatnonzero(tokens < 0).tolist()
             raise LogitsNotFinite(bad, [self._sequences[row].request_id for row in bad])
         return tokens

@@ -119,12 +119,9 @@ class Decodes:
         """
         if not but:
             self._next = self.ends + 1, tokens
-        token_ids, columns = tokens.tolist(), (self.requests, self._request_ids, self._sample_indices)
-        if but:
-            token_ids, columns = _but(token_ids, but), tuple(_but(column, but) for column in columns)
-        requests, request_ids, sample_indices = columns
-        append_tokens(requests, token_ids)
-        outputs = outputs_of_tokens(request_ids, token_ids, sample_indices)
+        token_ids = _but(tokens.tolist(), but)
+        append_tokens(_but(self.requests, but), token_ids)
+        outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
         if not self._has_sinks:
             default += outputs
             return
