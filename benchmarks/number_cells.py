@@ -117,6 +117,10 @@ def mixed(operation: str) -> tuple[Callable[[Result], str], Callable[[Result], s
     )
 
 
+MAX_ROUNDING = 0.25
+"""Of logits around 4 in bf16: serving_tokens.py."""
+
+
 def served(workload: str, name: str) -> Callable[[Result], str]:
     return lambda result: f"{text(row_of(result, 'results', workload=workload)['tokens_per_s'][name], 0)} tokens/s"
 
@@ -143,11 +147,16 @@ def peers(workload: str) -> Callable[[Result], str]:
 
 
 def vllm_beside(row: Result) -> list[str]:
-    """Return vLLM's speed, and kvpage's as a part of it; nothing if it was not measured."""
+    """Return vLLM's speed, kvpage's beside it, and vLLM's error if rounding does not explain it.
+
+    Nothing if it was not measured.
+    """
     if "vllm" not in row["tokens_per_s"]:
         return []
     speed, share = row["tokens_per_s"]["vllm"], row["kvpage_over"]["vllm"]
-    return [f"{text(speed, 0)}: vLLM's CPU build, of which kvpage has {text(share)}"]
+    gap = row.get("max_gap", {}).get("vllm", 0.0)
+    error = f", and whose tokens lie up to {gap:.2f} below the best logit" if gap > MAX_ROUNDING else ""
+    return [f"{text(speed, 0)}: vLLM's CPU build, of which kvpage has {text(share)}{error}"]
 
 
 def generated(num_prefix: int, name: str) -> Callable[[Result], str]:

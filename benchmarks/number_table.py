@@ -321,6 +321,7 @@ NUMBERS: list[Number] = [
         for run, kind in (
             ("serving_bf16", "8 requests, bf16"),
             ("serving_large", "16 requests, Llama of 16 layers of 1,024, 197 million parameters, fp32"),
+            ("serving_large_bf16", "4 requests, the same Llama, bf16"),
         )
         for what, workload in (("without a shared prefix", "separate"), ("with one", "shared"))
     ),

@@ -111,6 +111,12 @@ def test_vllm_comes_first_with_the_ratio_as_it_is() -> None:
     assert others == ["200 (199-201): `model.generate`", "900 (899-901): the model's matrix products alone"]
 
 
+def test_a_peers_error_is_shown_where_rounding_does_not_explain_it() -> None:
+    for gap, said in ((0.94, ", and whose tokens lie up to 0.94 below the best logit"), (0.2, "")):
+        cell = peers("shared")({"results": [SERVED | {"max_gap": {"vllm": gap}}]})
+        assert cell.split("; ")[0] == f"400 (399-401): vLLM's CPU build, of which kvpage has 0.75 (-0.25-1.75){said}"
+
+
 def test_without_vllm_its_cell_is_left_out() -> None:
     alone = {name: speed for name, speed in SPEEDS.items() if name != "vllm"}
     assert "vLLM" not in peers("shared")({"results": [SERVED | {"tokens_per_s": alone}]})
