@@ -30,6 +30,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                         {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
+    "block_manager": (["--seqs", "3", *ONCE],
+                      {"PROMPT_TOKENS": 64, "CACHED_TOKENS": 32, "FEWEST_TOKENS": 20, "NUM_PROMPTS": 2}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
