@@ -40,6 +40,7 @@ from typing import Any
 import torch
 import transformers as tf
 
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
@@ -135,14 +136,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="small", help="33 million parameters, or 197 million")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--workload", nargs="+", choices=workloads, default=workloads[:2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=64, help="of a workload of one turn")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=64, help="of a workload of one turn")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared prefix")
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=384, help="new ones of each turn")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--conversations", type=positive, default=16)
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--turn-tokens", type=positive, default=384, help="new ones of each turn")
+    parser.add_argument("--tokens", type=positive, default=32, help="to generate for each request")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, beside the fastest peers")
     parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")

@@ -127,6 +127,18 @@ def test_too_few_layers_to_blend(num_layers: str, smallest: pytest.MonkeyPatch) 
     assert done.exit_code == 2 and "--layers must be at least 3" in done.output
 
 
+POSITIVE = ["attention_steps", "engine_overhead", "linear", "sampling", "serving", "step_parts"]
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--threads"])
+@pytest.mark.parametrize("name", POSITIVE)
+def test_a_number_that_is_not_positive_is_named(name: str, option: str, smallest: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "two"):
+        done = bench(name, option, text)
+        assert done.exit_code == 2
+        assert f"argument {option}: it must be a positive integer, got {text!r}" in done.output
+
+
 def test_a_package_that_is_not_there_is_named(smallest: pytest.MonkeyPatch) -> None:
     smallest.delitem(sys.modules, "kvpage.benchmarks.bench_pool", raising=False)
     smallest.setitem(sys.modules, "numpy", None)
