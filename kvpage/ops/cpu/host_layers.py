@@ -23,7 +23,10 @@ PARAMETERS = (torch.nn.Parameter, torch.Tensor)
 
 
 def is_host_weight(weight: Any, dtype: torch.dtype) -> bool:
-    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row."""
+    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row.
+
+    Sharded training takes the memory of parameters away between their uses.
+    """
     return (
         type(weight) in PARAMETERS
         and weight.dtype is dtype
@@ -31,6 +34,7 @@ def is_host_weight(weight: Any, dtype: torch.dtype) -> bool:
         and weight.layout is torch.strided
         and weight.is_contiguous()
         and not weight.is_neg()
+        and (weight.data_ptr() != 0 or weight.numel() == 0)
     )
 
 
