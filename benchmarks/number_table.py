@@ -358,7 +358,8 @@ NUMBERS: list[Number] = [
         for run, threads in (("blend_ops_one_thread", "one thread"), ("blend_ops_two_threads", "two threads"))
         for what, operation in (
             ("blend 32 layers of 4,096 retrieved tokens, Llama-3-8B, bf16", "blend"),
-            ("the same in the memory of what was retrieved", "in place"),
+            ("the same in the memory of what was retrieved, K turned there", "in place"),
+            ("the same of segments that stay at their positions", "unturned"),
         )
     ),
     Number(

@@ -16,7 +16,8 @@ import torch
 
 import kvpage._C as _C
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.linear import NO_ROWS, has_fast_linear
+from kvpage.ops.cpu.linear import has_fast_linear
+from kvpage.ops.cpu.operands import NO_ROWS
 
 PARAMETERS = (torch.nn.Parameter, torch.Tensor)
 
