@@ -20,10 +20,10 @@ The peers, over the same weights:
     generate_batch    continuous batching, where this transformers has it; it computes every prefix again
 
 Each generates the same number of tokens a request, greedily, and starts with an empty cache. Before anything counts the
-tokens must be equal, but for ties, which are counted: requests that part where two tokens' logits are equal up to
-rounding. Then all take turns. The time is that of the calls that answer, in the process that answers. A process that
-waits sleeps. Medians with their quartiles. In bf16 torch's products are slow on a CPU without AVX-512: ask for few
-requests, or leave peers out.
+answers are compared. Where two part, a forward of the request alone in fp32 says how far each token's logit is from the
+best. kvpage's must lie within rounding; a peer's distance is shown: serving_tokens.py. Then all take turns. The time is
+that of the calls that answer, in the process that answers. A process that waits sleeps. Medians with their quartiles.
+In bf16 torch's products are slow on a CPU without AVX-512: ask for few requests, or leave peers out.
 
     python benchmarks/bench_serving.py [--model small] [--dtype fp32] [--workload separate shared] [--rounds N]
         [--threads N] [--quick] [--without NAME ...] [--vllm PYTHON] [--preload LIBRARY ...] [--plot PATH]
@@ -40,10 +40,12 @@ from typing import Any
 import torch
 import transformers as tf
 
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
+from kvpage.benchmarks.serving_tokens import compare_answers
 from kvpage.benchmarks.serving_workloads import (
     DTYPES,
     MODELS,
@@ -55,8 +57,6 @@ from kvpage.benchmarks.serving_workloads import (
     make_workload,
 )
 
-MAX_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.125}
-"""Of logits around 4, which differ with the batch that a token is computed in: by 1e-5 in fp32, in bf16 by 0.05."""
 CHOICE_ROUNDS = 3  # of the products among which the bound takes the fastest
 QUICK = {"rounds": 1, "requests": 8, "conversations": 4, "turns": 2}
 SLOW = ["generate_batch", "generate_copies"]  # left out by --quick
@@ -66,36 +66,6 @@ def run_bound(bound: ProductsBound) -> Served:
     before = time.perf_counter()
     bound.run()
     return Served([], time.perf_counter() - before)
-
-
-def check_tokens(model: tf.PreTrainedModel, workload: Workload, found: dict[str, Served]) -> int:
-    """Compare all with kvpage; return how often they part at a tie. SystemExit if they part elsewhere.
-
-    A conversation is compared until it parts: later prompts hold its own answers.
-    """
-    num_ties = 0
-    for name, served in found.items():
-        for number in range(len(workload.turns[0])):
-            prompt: list[int] = []
-            for turn, inputs in enumerate(workload.turns):
-                theirs, ours = served.answers[turn][number], found["kvpage"].answers[turn][number]
-                prompt = prompt + inputs[number]
-                if theirs != ours:
-                    gap = gap_where_they_part(model, prompt, theirs, ours)
-                    if gap > MAX_TIE[model.dtype]:
-                        raise SystemExit(f"{name} and kvpage differ in request {number}, by {gap:.1e} in its logits")
-                    num_ties += 1
-                    break
-                prompt = prompt + ours
-    return num_ties
-
-
-def gap_where_they_part(model: tf.PreTrainedModel, prompt: list[int], first: list[int], second: list[int]) -> float:
-    """Return the distance between the logits of the first two tokens that differ, in a forward of the request alone."""
-    index = next(index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + first[:index]])).logits[0, -1].float()
-    return float((logits[first[index]] - logits[second[index]]).abs())
 
 
 def take_turns(runs: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
@@ -120,7 +90,7 @@ def measure(
         peer.prepare(workload, options.tokens)
         runs[name] = functools.partial(peer.serve, workload, options.tokens)
     runs = {name: run for name, run in runs.items() if name not in options.without}
-    num_ties = check_tokens(model, workload, {name: run() for name, run in runs.items()})
+    compared = compare_answers(model, workload, {name: run() for name, run in runs.items()})
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
     runs = {"bound": functools.partial(run_bound, bound), **runs}
     times = take_turns(runs, options.rounds)
@@ -130,17 +100,19 @@ def measure(
         "requests": workload.num_answers,
         "tokens_per_s": {name: Figure.rate(num_tokens, taken) for name, taken in times.items()},
         "kvpage_over": {name: Figure.ratio(taken, times["kvpage"]) for name, taken in times.items()},
-        "ties": num_ties,
+        "parted": {name: one.num_parted for name, one in compared.items()},
+        "max_gap": {name: one.max_gap for name, one in compared.items()},
         "products": bound.chosen,
         "seconds": times,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22}   ({result['ties']} ties)")
+    print(f"\n{result['workload']:16} {'tokens/s':>22} {'kvpage is':>22} {'parted':>8} {'by at most':>12}")
     for name, speed in result["tokens_per_s"].items():
-        over = f"{result['kvpage_over'][name]:.2f}"
-        print(f"  {name:16} {f'{speed:.1f}':>22} {over:>22}")
+        over, parted = f"{result['kvpage_over'][name]:.2f}", result["parted"].get(name, "")
+        gap = f"{result['max_gap'][name]:.1e}" if name in result["max_gap"] else ""
+        print(f"  {name:16} {f'{speed:.1f}':>22} {over:>22} {parted:>8} {gap:>12}")
     print("  products of the bound: " + "; ".join(f"{shape}: {name}" for shape, name in result["products"].items()))
 
 
@@ -164,14 +136,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="small", help="33 million parameters, or 197 million")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--workload", nargs="+", choices=workloads, default=workloads[:2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=64, help="of a workload of one turn")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=64, help="of a workload of one turn")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared prefix")
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=384, help="new ones of each turn")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--conversations", type=positive, default=16)
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--turn-tokens", type=positive, default=384, help="new ones of each turn")
+    parser.add_argument("--tokens", type=positive, default=32, help="to generate for each request")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, beside the fastest peers")
     parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")

@@ -106,6 +106,10 @@ class SequenceRows {
   // Returns how many of them may share their last own block.
   int64_t num_forked(std::span<const int64_t> rows) const;
 
+  // Makes room for more tokens as `append` does, where that copies nothing and enough blocks are free. Otherwise
+  // returns false, and changes nothing.
+  bool append_if_free(std::span<const int64_t> rows, const Counts& counts);
+
   // Makes room for more tokens. Where the last block is partly filled and shared, all but its last holder get a copy:
   // the (from, to) pairs. OutOfBlocks if too few blocks are free.
   std::vector<TierPair> append(std::span<const int64_t> rows, const Counts& counts);
@@ -153,6 +157,7 @@ class SequenceRows {
 
   bool make_room(int64_t num_blocks, int64_t* num_evicted);
   Growth growth(std::span<const int64_t> rows, const Counts& counts);
+  std::vector<TierPair> grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth);
   void reserve_ids(Sequence& sequence, int64_t count) const;
   int64_t commit_shared(Sequence& sequence, const TokenView& tokens);
   void cache_blocks(Sequence& sequence, const TokenView& tokens);

@@ -1,5 +1,6 @@
 """What bench_serving counts and compares: turns, the least to compute, shared caches, ties, products, kvpage's peer."""
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvpage.benchmarks import bench_serving, kvpage_peer, serving_bound  # noqa: E402
+from kvpage.benchmarks import kvpage_peer, serving_bound, serving_tokens  # noqa: E402
 from kvpage.benchmarks.serving_contenders import (  # noqa: E402
     KVPageServer,
     local_contenders,
@@ -70,7 +71,8 @@ def test_all_ways_answer_alike(name: str, model) -> None:
     ways = local_contenders(model, workload, max_tokens=3)
     ways.pop("generate_batch", None)
     found = {way: run() for way, run in ways.items()}
-    assert bench_serving.check_tokens(model, workload, found) <= 2
+    compared = serving_tokens.compare_answers(model, workload, found)
+    assert compared.keys() == ways.keys() and all(one.max_gap < 1e-4 for one in compared.values())
     assert {way: run().answers for way, run in ways.items()} == {way: one.answers for way, one in found.items()}
 
 
@@ -82,22 +84,26 @@ def test_a_shared_cache_is_left_as_it_was(model) -> None:
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, keys, strict=True))
 
 
-def test_other_tokens_are_refused_and_later_turns_not_compared(model) -> None:
-    """A conversation that parts at a tie has another history from there on."""
-    workload = Workload("multi-turn", [[[1, 2]], [[3]]])
-    logits = model(torch.tensor([[1, 2]])).logits[0, -1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_tokens_of_kvpage_are_refused_and_those_of_others_shown(dtype: torch.dtype) -> None:
+    model = make_model(TINY, dtype, vocab=64)
+    workload = Workload("separate", [[[1, 2], [3]]])
+    logits = copy.deepcopy(model).float()(torch.tensor([[1, 2]])).logits[0, -1]
     best, worst = int(logits.argmax()), int(logits.argmin())
-    ours = Served([[[best]], [[5]]], 1.0)
-    with pytest.raises(SystemExit, match="other and kvpage differ in request 0"):
-        bench_serving.check_tokens(model, workload, {"kvpage": ours, "other": Served([[[worst]], [[5]]], 1.0)})
-    assert bench_serving.check_tokens(model, workload, {"kvpage": ours, "other": ours}) == 0
+    right, wrong = Served([[[best], [5]]], 1.0), Served([[[worst], [5]]], 1.0)
+    gap = float(logits.max() - logits.min())
+    compared = serving_tokens.compare_answers(model, workload, {"kvpage": right, "other": wrong})
+    assert compared == {"kvpage": (0, 0.0), "other": (1, pytest.approx(gap, rel=1e-5))}
+    with pytest.raises(SystemExit, match="kvpage is .* below the best logit"):
+        serving_tokens.compare_answers(model, workload, {"kvpage": wrong, "other": right})
 
 
-def test_a_tie_is_counted_once(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_serving.MAX_TIE, torch.float32, 1e9)
-    workload = Workload("multi-turn", [[[1, 2]], [[3]]])
-    found = {"kvpage": Served([[[7]], [[5]]], 1.0), "other": Served([[[8]], [[6]]], 1.0)}
-    assert bench_serving.check_tokens(model, workload, found) == 1
+def test_later_turns_of_a_conversation_that_parted_are_not_compared() -> None:
+    workload = Workload("multi-turn", [[[1, 2]], [[3]], [[4]]])
+    ours = Served([[[7, 7]], [[5, 6]], [[1, 1]]], 1.0)
+    theirs = Served([[[7, 7]], [[5, 8]], [[2, 1]]], 1.0)
+    assert serving_tokens.parted_tokens(workload, theirs, ours) == [([1, 2, 7, 7, 3, 5], 8, 6)]
+    assert serving_tokens.parted_tokens(workload, ours, ours) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

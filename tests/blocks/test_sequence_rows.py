@@ -219,13 +219,14 @@ def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) ->
     rows = manager._sequences.rows
     (row,) = manager.rows.of(["a"])
     assert rows.release_before(row, 2 * B) == 2
-    before = seen(manager)
+    before, names = seen(manager), dict[object, int]()
     with pytest.raises(ValueError, match=rf"num_tokens must be in \[{2 * B}, {4 * B}\], got {num_tokens}"):
-        rows.fork(row, num_tokens)
-    assert seen(manager) == before
-    child = rows.fork(row, 2 * B)
-    assert rows.state(child)[3] == 2
-    rows.remove(child)
+        rows.fork(names, "b", row, num_tokens)
+    assert seen(manager) == before and names == {}
+    child = rows.fork(names, "b", row, 2 * B)
+    assert rows.state(child)[3] == 2 and names == {"b": child}
+    rows.remove(names, "b")
+    assert names == {}
     manager.check()
 
 
@@ -239,3 +240,19 @@ def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
     with pytest.raises((ValueError, TypeError)):
         manager.append(["a"], torch.tensor([0, 1, 2]))
     assert seen(manager) == before
+
+
+def test_a_last_token_whose_block_was_given_back_has_no_slot() -> None:
+    """Its entry in the table may be another sequence's block by now."""
+    manager = Manager(64, B, enable_prefix_caching=False)
+    begun(manager, "a", [1] * (2 * B))
+    rows = manager.rows.of(["a"])
+    assert manager.release_before("a", 2 * B - 1) == 1
+    assert manager.rows.inputs(rows).seq_lens.tolist() == [2 * B]
+    assert manager.release_before("a", 2 * B) == 1
+    with pytest.raises(ValueError, match="must have the blocks of their last tokens, row .* has given its own back"):
+        manager.rows.inputs(rows)
+    manager.rows.append(rows)
+    slots, tables, _ = manager.rows.inputs(rows)
+    assert slots.tolist() == [tables[0, 2] * B]
+    manager.check()

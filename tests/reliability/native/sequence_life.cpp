@@ -181,7 +181,9 @@ void SequenceLife::append() {
     expect(!done(is_known, [&] { copies = rows_->append(rows, given); }), "a count was refused, and then taken");
     return;
   }
-  const bool is_done = done(is_known, [&] { copies = rows_->append(rows, given); });
+  bool is_taken = false;
+  if (rng.chance(50)) done(is_known, [&] { is_taken = rows_->append_if_free(rows, given); });
+  const bool is_done = is_taken || done(is_known, [&] { copies = rows_->append(rows, given); });
   expect(!is_refused(rows), "a row was taken twice");
   expect(is_done == (num_needed <= num_free), "append did not take the room that there is");
   if (!is_done) return;
@@ -273,7 +275,8 @@ void SequenceLife::look() {
   std::vector<int32_t> tables(rows.size() * static_cast<size_t>(width), -1);
   rows_->fill_tables(rows, width, tables.data());
   std::vector<int64_t> slots(rows.size()), lengths(rows.size());
-  const bool has_tokens = std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return naive_.at(row).num_tokens; });
+  const bool has_tokens = std::all_of(rows.begin(), rows.end(),
+                                      [&](int64_t row) { return naive_.at(row).num_tokens > naive_.at(row).num_gone; });
   const bool is_done = done(true, [&] { rows_->fill_last(rows, slots.data(), lengths.data()); });
   expect(is_done == has_tokens, "fill_last came to another end");
   for (size_t i = 0; is_done && i < rows.size(); ++i) {
