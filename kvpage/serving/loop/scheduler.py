@@ -344,7 +344,7 @@ class _Prefills:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        if self._enabled and request.num_room - request.num_room % self._block_size > request.num_computed:
+        if self._enabled and self._whole_blocks(request.num_room) > request.num_computed:
             self._by_first_block.setdefault(self._key(request), []).append(request)
 
     def will_share(self, request: Request) -> bool:
