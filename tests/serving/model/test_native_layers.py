@@ -13,7 +13,6 @@ import torch
 import transformers as tf
 from support.models import CONFIGS, generate_each, make_model, make_prompts
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -338,26 +337,6 @@ def test_unusual_calls_are_the_models_own(unusual: Callable, calls: Counter) -> 
         found, expected = linear(rows), model.lm_head(rows)
         assert found.dtype == expected.dtype and torch.equal(found, expected)
         assert found.requires_grad == (unusual is torch.enable_grad)
-    assert not calls
-
-
-@pytest.mark.parametrize("name", ["vmap", "jvp", "dual"])
-def test_transformed_calls_are_the_models_own(name: str, calls: Counter) -> None:
-    """In the view as in the model: the rows are one row to the layer, or carry a derivative."""
-    model = make_model("llama")
-    rows, tangents = rows_for(model.lm_head, 3), rows_for(model.lm_head, 3)
-
-    def transformed(linear: nn.Module) -> tuple[torch.Tensor, ...]:
-        if name == "vmap":
-            return (torch.func.vmap(linear)(rows),)
-        if name == "jvp":
-            return torch.func.jvp(linear, (rows,), (tangents,))
-        with forward_ad.dual_level():
-            return tuple(forward_ad.unpack_dual(linear(forward_ad.make_dual(rows, tangents))))
-
-    with torch.no_grad():
-        for found, expected in zip(transformed(view_of(model, calls).lm_head), transformed(model.lm_head), strict=True):
-            assert torch.equal(found, expected)
     assert not calls
 
 

@@ -41,7 +41,8 @@ class GatedForward:
         self._copy, self._is_factor, self._threads = copy, is_factor, threads
         self._activation, _ = NUMBERED[activation]
         self._own: Any = type(copy).forward
-        self._own_activation: Any = type(copy._modules["act_fn"]).forward
+        modules: dict[str, Any] = copy._modules
+        self._own_activation: Any = type(modules["act_fn"]).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts: dict[str, Any] = self._copy._modules

@@ -63,7 +63,7 @@ def product_of_torch() -> Any:
     Libraries put functions of their own in their places, for all models of the process.
     """
     layer = nn.Linear(SIZE, SIZE, bias=True, device="meta")
-    weight, bias, rows = random_rows(2 * SIZE * SIZE + SIZE).split((SIZE * SIZE, SIZE, SIZE * SIZE))
+    weight, bias, rows = torch.split(random_rows(2 * SIZE * SIZE + SIZE), [SIZE * SIZE, SIZE, SIZE * SIZE])
     weight, rows = weight.reshape(SIZE, SIZE), rows.reshape(SIZE, SIZE)
     found = own_forward(layer, rows, _parameters={"weight": weight, "bias": bias})
     if found is not None and relative_error(found, rows @ weight.T + bias) <= MAX_ERROR:
