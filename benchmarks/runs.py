@@ -80,7 +80,7 @@ RUNS = {
         _run(
             "serving_large_bf16",
             "bench_serving --threads 2 --model large --dtype bf16 --requests 4 --rounds 3"
-            " --without generate generate_prefix generate_batch",
+            " --without generate generate_prefix generate_copies generate_batch",
         ),
         _run(
             "multi_turn", "bench_serving --threads 2 --workload multi-turn --rounds 3 --without generate generate_batch"
