@@ -246,6 +246,16 @@ def test_numbers_out_of_range_are_refused(changed: dict, message: str) -> None:
         sample_rows(torch.zeros(2, 5), records(2, **changed))
 
 
+@pytest.mark.parametrize("fields", [{"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}])
+def test_a_position_that_overflows_with_the_prompt_is_refused(fields: dict) -> None:
+    rules = make_request(0, **fields).sampled_row.token_rules
+    logits, tokens, out = torch.zeros(1, 5), np.zeros(64, np.int32), np.zeros(1, np.int32)
+    place = (logits.data_ptr(), 20, 0, 1, 5)
+    for position, message in ((2**63 - 1, "position must be at most 2[*][*]63"), (-1, "position must not be negative")):
+        with pytest.raises(ValueError, match=message):
+            _C.sample_rows(place, records(1, position=position), [rules], [tokens], out, 1)
+
+
 def test_arrays_of_other_shapes_are_refused() -> None:
     logits, tokens = torch.zeros(2, 5), np.zeros(2, np.int32)
     place = (logits.data_ptr(), 20, 0, 2, 5)
