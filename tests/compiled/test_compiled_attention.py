@@ -1,0 +1,34 @@
+"""Attention as compiled for a GPU, against the reference: on tensor cores, in splits that are merged, quantised."""
+
+import pytest
+from support.attention_cases import BF16, E4M3, E5M2, FP16, FP32, INT8, at_positions, check, expected, make_case
+
+PAGED, MLA = ("paged", "NHD"), ("mla", "NHD")
+WHOLE, SPLIT = 1, 1000  # multiprocessors: as many programs as there are splits are wanted
+ALL = {"window": 30, "softcap": 2.0, "sinks": True}
+CASES = {
+    "decode": (SPLIT, {"queries": None, "dtype": BF16}),
+    "prefill": (WHOLE, {"queries": [33, 5], "dtype": BF16, "size": 128}),
+    "prefill, all options": (WHOLE, {"queries": [33, 5], "dtype": BF16, **ALL}),
+    "decode fp32, all options": (SPLIT, {"queries": None, "dtype": FP32, "size": 46, **ALL}),
+    "decode e4m3": (SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "prefill e4m3": (WHOLE, {"queries": [33, 5], "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "prefill e5m2": (WHOLE, {"queries": [33, 5], "dtype": E5M2, "query_dtype": FP16, "scales": "tensor"}),
+    "decode paged int8": (SPLIT, {"queries": None, "dtype": INT8, "query_dtype": BF16, "place": PAGED}),
+    "prefill int8": (WHOLE, {"queries": [33, 5], "dtype": INT8, "query_dtype": FP16}),
+    "latents": (SPLIT, {"queries": None, "dtype": BF16, "place": MLA, "group": 16, "size": 576, "value_size": 512}),
+}
+
+
+@pytest.mark.parametrize("multiprocessors, options", CASES.values(), ids=CASES)
+def test_attention(device, cpu_as_device, multiprocessors, options):
+    options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
+    case = make_case([90, 37], options.pop("queries"), **options)
+    check("interpreter", case, multiprocessors=multiprocessors, capability=device.arch, state=cpu_as_device)
+    assert (device.launches["merge_splits_kernel"] > 0) or multiprocessors == WHOLE
+
+
+def test_rows_at_positions(device, cpu_as_device):
+    case, rows = at_positions(make_case([40, 21], [40, 21], dtype=BF16, size=64, heads=1), [[3, 17, 39], [0, 20]])
+    got = check("interpreter", {**case, "clean": case["clean"]}, capability=device.arch, state=cpu_as_device)
+    assert got.shape == expected(case).shape
