@@ -1,7 +1,7 @@
 """Attention as compiled for a GPU, against the reference: on tensor cores, in splits that are merged, quantised."""
 
 import pytest
-from support.attention_cases import BF16, E4M3, E5M2, FP16, FP32, INT8, at_positions, check, expected, make_case
+from support.attention_cases import BF16, E4M3, E5M2, FP16, FP32, INT8, at_positions, check, make_case
 
 PAGED, MLA = ("paged", "NHD"), ("mla", "NHD")
 WHOLE, SPLIT = 1, 1000  # multiprocessors: as many programs as there are splits are wanted
@@ -23,12 +23,12 @@ CASES = {
 @pytest.mark.parametrize("multiprocessors, options", CASES.values(), ids=CASES)
 def test_attention(device, cpu_as_device, multiprocessors, options):
     options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
-    case = make_case([90, 37], options.pop("queries"), **options)
+    case = make_case([90 if multiprocessors == WHOLE else 500, 37], options.pop("queries"), **options)
+    before = device.launches["merge_splits_kernel"]
     check("interpreter", case, multiprocessors=multiprocessors, capability=device.arch, state=cpu_as_device)
-    assert (device.launches["merge_splits_kernel"] > 0) or multiprocessors == WHOLE
+    assert device.launches["merge_splits_kernel"] - before == (multiprocessors == SPLIT)
 
 
 def test_rows_at_positions(device, cpu_as_device):
-    case, rows = at_positions(make_case([40, 21], [40, 21], dtype=BF16, size=64, heads=1), [[3, 17, 39], [0, 20]])
-    got = check("interpreter", {**case, "clean": case["clean"]}, capability=device.arch, state=cpu_as_device)
-    assert got.shape == expected(case).shape
+    case, _ = at_positions(make_case([40, 21], [40, 21], dtype=BF16, size=64, heads=1), [[3, 17, 39], [0, 20]])
+    check("interpreter", case, capability=device.arch, state=cpu_as_device)

@@ -107,10 +107,15 @@ def test_shared_memory_and_registers_begin_as_garbage():
     assert all(len(set(each.tolist())) > 32 for each in words)
 
 
-def test_a_barrier_that_others_never_reach():
-    with pytest.raises(PtxError, match="barrier"):
-        run("setp.lt.u32 %p, %t, 32; @%p bra LOOP; bar.sync 0; bra END; LOOP: bar.warp.sync -1; bra LOOP2; "
-            "LOOP2: mov.u32 %u, 0; setp.eq.u32 %q, %u, 0; @%q bar.sync 1, 32; END: mov.u32 %o0, 1;")  # fmt: skip
+def test_only_barriers_of_all_threads_are_known():
+    with pytest.raises(PtxError, match="a barrier of some threads"):
+        run("bar.sync 1, 32;")
+
+
+def test_threads_that_never_end_are_an_error(monkeypatch):
+    monkeypatch.setattr("support.ptx.machine.execution.MAX_RUNS", 100)
+    with pytest.raises(PtxError, match="do not end"):
+        run("AGAIN: bra AGAIN;")
 
 
 @pytest.mark.parametrize("text", ["bar.sync 0;", "shfl.sync.idx.b32 %o0, %a, 0, 31, -1;", "bar.warp.sync -1;"])
@@ -141,7 +146,9 @@ def test_warps_may_run_in_any_order():
     red.global.max.u32 [%p+4], %x; ret; }"""
     for pick in (None, random_picks(1)):
         memory = np.zeros(2, U32)
-        Kernel(ptx).launch((3, 2, 1), 64, memory.ctypes.data.to_bytes(8, "little"), [(memory.ctypes.data, 8)], pick=pick)
+        Kernel(ptx).launch(
+            (3, 2, 1), 64, memory.ctypes.data.to_bytes(8, "little"), [(memory.ctypes.data, 8)], pick=pick
+        )
         assert memory.tolist() == [384, 2]
 
 

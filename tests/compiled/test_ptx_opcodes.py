@@ -10,7 +10,24 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 S32, S64, F16, F32, F64 = np.int32, np.int64, np.float16, np.float32, np.float64
 COUNT = 160
 SPECIAL = {
-    F32: [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-42, 3.4e38, 0.5, 1.5, 2.5, -2.5, 300.0, 2.0**31, -(2.0**31)],
+    F32: [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1e-42,
+        3.4e38,
+        0.5,
+        1.5,
+        2.5,
+        -2.5,
+        300.0,
+        2.0**31,
+        -(2.0**31),
+    ],
     F16: [0.0, -0.0, 1.0, -1.5, np.inf, np.nan, 6e-8, 65504.0, 0.5, 2.5],
     F64: [0.0, -0.0, 1.0, np.inf, np.nan, 1e-300, 0.1],
 }
@@ -95,6 +112,10 @@ def bf16_of(numbers):
     return np.where(np.isnan(numbers), 0x7FFF, np.where(np.isinf(numbers), low, nearest)).astype(U16)
 
 
+def saturated(numbers):
+    return np.clip(np.nan_to_num(numbers.astype(F64), nan=0), -(2.0**31), 2.0**31 - 1).astype(S32)
+
+
 def quiet(function):
     def call(*inputs):
         with np.errstate(all="ignore"):
@@ -108,8 +129,10 @@ CASES = [
     *((f"{name}.rn.f32 %o0, %a, %b;", F32, (F32, F32), function) for name, function in BINARY.items()),
     *((f"{name}.f64 %o0, %a, %b;", F64, (F64, F64), function) for name, function in BINARY.items()),
     *((f"{name}.f16 %o0, %a, %b;", F16, (F16, F16), function) for name, function in BINARY.items()),
-    *((f"{name}.s32 %o0, %a, %b;", S32, (S32, S32), function) for name, function in (("add", np.add), ("sub", np.subtract))),
-    *((f"{name}.s64 %o0, %a, %b;", S64, (S64, S64), function) for name, function in (("add", np.add), ("sub", np.subtract))),
+    ("add.s32 %o0, %a, %b;", S32, (S32, S32), np.add),
+    ("sub.s32 %o0, %a, %b;", S32, (S32, S32), np.subtract),
+    ("add.s64 %o0, %a, %b;", S64, (S64, S64), np.add),
+    ("sub.s64 %o0, %a, %b;", S64, (S64, S64), np.subtract),
     ("add.s16 %o0, %a, %b;", np.int16, (np.int16, np.int16), np.add),
     ("mul.lo.s32 %o0, %a, %b;", S32, (S32, S32), each(lambda a, b: a * b, S32)),
     ("mul.lo.s64 %o0, %a, %b;", S64, (S64, S64), each(lambda a, b: a * b, S64)),
@@ -171,7 +194,7 @@ CASES = [
     ("setp.ne.f32 %p, %a, %b; selp.u32 %o0, 1, 0, %p;", U32, (F32, F32), lambda a, b: (a < b) | (a > b)),
     ("setp.neu.f32 %p, %a, %b; selp.u32 %o0, 1, 0, %p;", U32, (F32, F32), lambda a, b: a != b),
     ("setp.nan.f32 %p, %a, %a; selp.u32 %o0, 1, 0, %p;", U32, (F32,), np.isnan),
-    ("mov.u32 %o0, %b; setp.eq.u32 %p, %a, 7; @%p mov.u32 %o0, 5;", U32, (U32, U32), lambda a, b: np.where(a == 7, 5, b)),
+    ("mov.u32 %o0, 3; setp.eq.u32 %p, %a, 7; @%p mov.u32 %o0, 5;", U32, (U32,), lambda a: np.where(a == 7, 5, 3)),
     ("cvt.rn.bf16.f32 %o0, %a;", U16, (F32,), bf16_of),
     ("cvt.rn.f16.f32 %o0, %a;", U16, (F32,), to_bits16),
     ("cvt.rn.f16x2.f32 %o0, %a, %b;", U32, (F32, F32), lambda a, b: to_bits16(a).astype(U32) << 16 | to_bits16(b)),
@@ -180,8 +203,8 @@ CASES = [
     ("cvt.f32.f16 %o0, %a;", F32, (F16,), lambda a: a.astype(F32)),
     ("cvt.rn.f32.s32 %o0, %a;", F32, (S32,), lambda a: a.astype(F32)),
     ("cvt.rn.f32.u64 %o0, %a;", F32, (U64,), lambda a: a.astype(F32)),
-    ("cvt.rzi.s32.f32 %o0, %a;", S32, (F32,), lambda a: np.clip(np.nan_to_num(a.astype(F64), nan=0), -(2.0**31), 2.0**31 - 1).astype(S32)),
-    ("cvt.rni.s32.f32 %o0, %a;", S32, (F32,), lambda a: np.clip(np.rint(np.nan_to_num(a.astype(F64), nan=0)), -(2.0**31), 2.0**31 - 1).astype(S32)),
+    ("cvt.rzi.s32.f32 %o0, %a;", S32, (F32,), lambda a: saturated(a)),
+    ("cvt.rni.s32.f32 %o0, %a;", S32, (F32,), lambda a: saturated(np.rint(a))),
     ("cvt.s64.s32 %o0, %a;", S64, (S32,), lambda a: a.astype(S64)),
     ("cvt.u64.u32 %o0, %a;", U64, (U32,), lambda a: a.astype(U64)),
     ("cvt.u16.u32 %o0, %a;", U16, (U32,), lambda a: a.astype(U16)),

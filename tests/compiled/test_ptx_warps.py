@@ -46,7 +46,9 @@ def test_votes(given):
     warps = given.reshape(2, 32).astype(bool)
     masks = [sum(1 << i for i in range(32) if warp[i]) for warp in warps]
     assert ballot.tolist() == np.repeat(masks, 32).tolist()
-    assert some.tolist() == np.repeat(warps.any(1), 32).tolist() and every.tolist() == np.repeat(warps.all(1), 32).tolist()
+    assert (
+        some.tolist() == np.repeat(warps.any(1), 32).tolist() and every.tolist() == np.repeat(warps.all(1), 32).tolist()
+    )
 
 
 def fragment(matrix, per):
@@ -87,11 +89,14 @@ def test_products_of_matrices(kind, depth):
     name = {S32: "s32", F32: "f32"}[total]
     n = len(loaded)
     declared = f".reg .b32 %x<{n}>;\n"
-    loads = f"mad.wide.u32 %w, %t, {4 * (n - 1)}, %at_a;" + "".join(f"ld.global.b32 %x{i}, [%w+{4 * i}];" for i in range(n))
+    loads = f"mad.wide.u32 %w, %t, {4 * (n - 1)}, %at_a;" + "".join(
+        f"ld.global.b32 %x{i}, [%w+{4 * i}];" for i in range(n)
+    )
     regs = [f"%x{i}" for i in range(n)]
     groups = [regs[: len(a)], regs[len(a) : len(a) + len(b)], regs[-4:]]
     first, second, third = ("{" + ", ".join(group) + "}" for group in groups)
-    text = f"{loads} mma.sync.aligned.m16n8k{depth}.row.col.{name}.{kind}.{kind}.{name} {{%o0, %o1, %o2, %o3}}, {first}, {second}, {third};"
+    opcode = f"mma.sync.aligned.m16n8k{depth}.row.col.{name}.{kind}.{kind}.{name}"
+    text = f"{loads} {opcode} {{%o0, %o1, %o2, %o3}}, {first}, {second}, {third};"
     got = run_many(text, memory, 4, declared, total)
     want = meaning(left, kind) @ meaning(right, kind).T + added
     for i, (r, c) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
@@ -119,11 +124,15 @@ def test_matrices_move_between_shared_memory_and_registers(count, transposed):
     declared = ".shared .align 16 .b8 room[512];\n.reg .b32 %r<4>, %m<4>;\n"
     trans = ".trans" if transposed else ""
     vector = lambda name: "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"  # noqa: E731
-    text = "".join(f"add.u32 %r{i}, %a, {1000 * i};" for i in range(count)) + (
-        f"shl.b32 %u, %t, 4; mov.u32 %v, room; add.u32 %u, %u, %v;"
-        f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [%u], {vector('r')}; bar.sync 0;"
-        f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {vector('m')}, [%u];"
-    ) + "".join(f"mov.u32 %o{i}, %m{i};" for i in range(count))
+    text = (
+        "".join(f"add.u32 %r{i}, %a, {1000 * i};" for i in range(count))
+        + (
+            f"shl.b32 %u, %t, 4; mov.u32 %v, room; add.u32 %u, %u, %v;"
+            f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [%u], {vector('r')}; bar.sync 0;"
+            f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {vector('m')}, [%u];"
+        )
+        + "".join(f"mov.u32 %o{i}, %m{i};" for i in range(count))
+    )
     given = VALUES[:32]
     got = run_snippet(text, [given], [U32] * count, declared)
     for i, words in enumerate(got):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-
 from support.ptx.kernel import Kernel
 from support.ptx.machine.execution import Pick
 from support.ptx.machine.global_memory import Region
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 NUM_MULTIPROCESSORS = {80: 108, 90: 132}

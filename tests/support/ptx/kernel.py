@@ -4,16 +4,15 @@ import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-
 from support.ptx.machine.access_log import Clock
 from support.ptx.machine.execution import Execution, Pick, Program
 from support.ptx.machine.global_memory import GlobalMemory, Region
+from support.ptx.machine.threads import Batch, Threads
 from support.ptx.opcodes.memory import space_of
 from support.ptx.opcodes.table import build
+from support.ptx.scalars import PtxError, width
 from support.ptx.source.parser import parse
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import PtxError, width
-from support.ptx.machine.threads import Batch, Threads
 
 Value = int | float | bytes
 MAX_THREADS = 2**14  # of a batch: more make arrays that leave the cache

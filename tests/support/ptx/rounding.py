@@ -1,7 +1,6 @@
 """Rounding as a device does it: to nearest even, with the one NaN that arithmetic gives."""
 
 import numpy as np
-
 from support.ptx.scalars import NAN16, NAN32
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)

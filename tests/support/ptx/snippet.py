@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-
 from support.ptx.kernel import Kernel
 
 NAMES = "abcd"  # %a to %d hold the inputs, %o0, %o1, ... take the results
@@ -37,7 +36,7 @@ def run_snippet(
     shared: int = 0,
     finds_races: bool = True,
 ) -> list[np.ndarray]:
-    """Run the text in a thread for each number of the inputs, which are filled up to whole warps, and return results."""
+    """Run the text in a thread for each number of the inputs, which fill whole warps, and return its results."""
     count = len(inputs[0])
     block = -(-count // 32) * 32
     padded = [np.resize(each, block) for each in inputs]

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.source.operands import Immediate, Inverted, Operand, Register, Special, Unwanted, Vector
-from support.ptx.scalars import SIGNED, UNSIGNED, PtxError, numbers, width
 from support.ptx.machine.threads import Lanes, Threads
+from support.ptx.scalars import SIGNED, UNSIGNED, PtxError, numbers, width
+from support.ptx.source.operands import Immediate, Inverted, Operand, Register, Special, Unwanted, Vector
 
 Read = Callable[[Threads, Lanes], np.ndarray]  # one value a thread, or one for all
 Write = Callable[[Threads, Lanes, np.ndarray], None]

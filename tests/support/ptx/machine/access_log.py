@@ -1,12 +1,11 @@
 """Races: two threads that touch the same place, one of them writing, where nothing orders them.
 
-A place remembers its last writer and its last two readers, each with the time. What a thread did before a barrier of its
-thread block is ordered before all that the block's other threads do after it; the same holds for a warp's own barriers.
-Threads of two thread blocks are never ordered.
+A place remembers its last writer and its last two readers, each with the time. What a thread did before a barrier of
+its thread block is ordered before all that the block's other threads do after it. The same holds for a warp's own
+barriers. Threads of two thread blocks are never ordered.
 """
 
 import numpy as np
-
 from support.ptx.scalars import PtxError
 
 NOBODY = -1

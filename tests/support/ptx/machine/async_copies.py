@@ -35,7 +35,13 @@ class AsyncCopies:
         self.pending: list[Copy] = []
 
     def issue(
-        self, lanes: "Lanes", places: np.ndarray, addresses: np.ndarray, num_bytes: int, wanted: np.ndarray, what: object
+        self,
+        lanes: "Lanes",
+        places: np.ndarray,
+        addresses: np.ndarray,
+        num_bytes: int,
+        wanted: np.ndarray,
+        what: object,
     ) -> None:
         """Note copies; from now on nobody else may touch what they will write."""
         threads, reads = self.threads, wanted > 0

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
+from support.ptx.machine.threads import WARP, Step, Threads
+from support.ptx.scalars import PtxError
 from support.ptx.source.operands import Label, Operand
 from support.ptx.source.program import Entry, Guard, Instruction
-from support.ptx.scalars import PtxError
-from support.ptx.machine.threads import WARP, Step, Threads
 
+MAX_RUNS = 2**20  # of instructions without a branch
 Pick = Callable[[np.ndarray], int]  # which of the warps that can run goes on
 
 
@@ -52,14 +52,14 @@ class Execution:
 
     def run(self) -> None:
         """Raises:
-        PtxError: a thread does what a device would not do as written, or threads wait for others in vain.
+        PtxError: a thread does what a device would not do as written, or goes on for ever.
         """
         with np.errstate(all="ignore"):
-            while self.alive.any():
-                runs = self.alive & ~self.waits
-                if not runs.any():
-                    raise PtxError("threads wait at a barrier for others that left")
-                self.advance(self.chosen(runs))
+            for _ in range(MAX_RUNS):
+                if not self.alive.any():
+                    return
+                self.advance(self.chosen(self.alive & ~self.waits))
+        raise PtxError(f"threads do not end: {MAX_RUNS} runs of instructions are done")
 
     def chosen(self, runs: np.ndarray) -> np.ndarray:
         """Return the threads that go on, all at the same instruction."""

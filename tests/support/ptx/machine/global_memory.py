@@ -1,17 +1,16 @@
 """Memory of a device: copies of the host's regions, that are written back when the launch is done.
 
-    host      ....[region]..........[region]....          addresses of the process
-    arena     [region][gap][region][gap]                  bytes here; all else is out of bounds
+host      ....[region]..........[region]....          addresses of the process
+arena     [region][gap][region][gap]                  bytes here; all else is out of bounds
 """
 
 import ctypes
 from collections.abc import Iterable
 
 import numpy as np
-
 from support.ptx.machine.access_log import AccessLog, Clock
-from support.ptx.source.program import aligned
 from support.ptx.scalars import UNSIGNED, PtxError
+from support.ptx.source.program import aligned
 
 Region = tuple[int, int]  # address, bytes
 _LINE = 16  # as aligned as a region is in the process, up to this

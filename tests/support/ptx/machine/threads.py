@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
 from support.ptx.machine.access_log import AccessLog, Clock
 from support.ptx.machine.async_copies import AsyncCopies
 from support.ptx.machine.global_memory import GlobalMemory
-from support.ptx.source.program import Entry, aligned
 from support.ptx.scalars import UNSIGNED, PtxError
+from support.ptx.source.program import Entry, aligned
 
 WARP = 32
 Lanes = slice | np.ndarray  # all threads, or the indices of some

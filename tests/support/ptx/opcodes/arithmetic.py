@@ -1,12 +1,11 @@
 """Sums, products, quotients and extremes of integers and floating-point numbers."""
 
 import numpy as np
-
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build, elementwise
-from support.ptx.source.program import Instruction
 from support.ptx.rounding import fused_f32
 from support.ptx.scalars import PtxError, integer, is_float, width
-from support.ptx.machine.threads import Lanes, Step, Threads
+from support.ptx.source.program import Instruction
 from support.ptx.values import reader, writer
 
 

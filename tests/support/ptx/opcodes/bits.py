@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build, elementwise
+from support.ptx.scalars import UNSIGNED, PtxError, numbers, width
 from support.ptx.source.operands import Immediate
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import UNSIGNED, PtxError, numbers, width
-from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.values import Read, reader, spread, writer
 
 Apply = Callable[..., np.ndarray]

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
-from support.ptx.source.program import Instruction
 from support.ptx.rounding import FP8, flushed, one_nan, to_bf16, to_f16, to_fp8
 from support.ptx.scalars import FLOATS, integer, is_float, is_pair, packed, width
-from support.ptx.machine.threads import Lanes, Step, Threads
+from support.ptx.source.program import Instruction
 from support.ptx.values import Read, reader, writer
 
 _TO_INTEGERS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 import numpy as np
-
-from support.ptx.source.program import Instruction
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.rounding import flushed, one_nan, to_bf16, to_f16
 from support.ptx.scalars import halves, is_float, is_pair, packed
-from support.ptx.machine.threads import Lanes, Step, Threads
+from support.ptx.source.program import Instruction
 from support.ptx.values import reader, writer
 
 Function = Callable[..., np.ndarray]  # (instruction, kind, *numbers)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-
 from support.ptx.opcodes.elementwise import Build, elementwise
 from support.ptx.source.program import Instruction
 

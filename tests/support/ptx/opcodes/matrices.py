@@ -1,20 +1,19 @@
 """Matrices spread over the registers of a warp: ldmatrix, stmatrix and mma.
 
-    a fragment of 8 x 8 halves: thread 4r + c holds row r's elements 2c and 2c + 1
+a fragment of 8 x 8 halves: thread 4r + c holds row r's elements 2c and 2c + 1
 
-    row 0    t0 t0 t1 t1 t2 t2 t3 t3
-    row 1    t4 t4 t5 t5 ...
+row 0    t0 t0 t1 t1 t2 t2 t3 t3
+row 1    t4 t4 t5 t5 ...
 """
 
 import numpy as np
-
+from support.ptx.machine.threads import WARP, Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
 from support.ptx.opcodes.memory import address_reader
-from support.ptx.source.operands import Operand, items_of
-from support.ptx.source.program import Instruction
 from support.ptx.rounding import FP8, one_nan
 from support.ptx.scalars import PtxError, halves, packed
-from support.ptx.machine.threads import WARP, Lanes, Step, Threads
+from support.ptx.source.operands import Operand, items_of
+from support.ptx.source.program import Instruction
 from support.ptx.values import Read, reader, spread, writer
 
 ROW, COLUMN = np.arange(WARP) >> 2, np.arange(WARP) & 3

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
+from support.ptx.scalars import UNSIGNED, PtxError, numbers, width
 from support.ptx.source.operands import Address, Immediate, Operand, Register, Unwanted, items_of
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import UNSIGNED, PtxError, numbers, width
-from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.values import Read, reader, spread, writer
 
 
@@ -69,9 +68,7 @@ def places_of(
     return threads.memory.words[size], threads.memory.place(addresses, num_bytes, what)
 
 
-def _parameters(
-    threads: Threads, addresses: np.ndarray, size: int, count: int, what: Instruction
-) -> list[np.ndarray]:
+def _parameters(threads: Threads, addresses: np.ndarray, size: int, count: int, what: Instruction) -> list[np.ndarray]:
     places = addresses.astype(np.int64)
     if (places + size * count > threads.entry.parameter_bytes).any():
         raise PtxError(f"out of bounds: parameters have {threads.entry.parameter_bytes} bytes: {what}")

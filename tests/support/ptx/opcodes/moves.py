@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-
+from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
+from support.ptx.scalars import halves, is_float, is_pair, width
 from support.ptx.source.operands import Pair
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import halves, is_float, is_pair, width
-from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.values import reader, spread, writer
 
 Compare = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -1,5 +1,6 @@
 """All opcodes, by name."""
 
+from support.ptx.machine.threads import Step
 from support.ptx.opcodes import (
     arithmetic,
     bits,
@@ -12,9 +13,8 @@ from support.ptx.opcodes import (
     warps,
 )
 from support.ptx.opcodes.elementwise import Build
-from support.ptx.source.program import Instruction
 from support.ptx.scalars import PtxError
-from support.ptx.machine.threads import Step
+from support.ptx.source.program import Instruction
 
 FAMILIES = (arithmetic, bits, conversions, functions, matrices, memory, moves, warp_groups, warps)
 BUILDERS: dict[str, Build] = {name: build for family in FAMILIES for name, build in family.BUILDERS.items()}

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
+from support.ptx.machine.threads import WARP, Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
 from support.ptx.opcodes.matrices import COLUMN, ROW, accumulated, gathered, left_matrix
+from support.ptx.scalars import PtxError, numbers
 from support.ptx.source.operands import Immediate, Operand, Vector, items_of
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import PtxError, numbers
-from support.ptx.machine.threads import WARP, Lanes, Step, Threads
 from support.ptx.values import reader, spread, writer
 
 GROUP = 4 * WARP

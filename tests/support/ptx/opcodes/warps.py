@@ -1,12 +1,11 @@
 """What the threads of a warp do together: shuffles, votes, reductions, and their own barrier."""
 
 import numpy as np
-
+from support.ptx.machine.threads import WARP, Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
+from support.ptx.scalars import PtxError
 from support.ptx.source.operands import Operand, Pair
 from support.ptx.source.program import Instruction
-from support.ptx.scalars import PtxError
-from support.ptx.machine.threads import WARP, Lanes, Step, Threads
 from support.ptx.values import reader, spread, writer
 
 LANE = np.arange(WARP)
@@ -53,9 +52,7 @@ def shuffle(instruction: Instruction) -> Step:
 
     def step(threads: Threads, lanes: Lanes) -> None:
         together(threads, lanes)
-        values, counts, limits = (
-            spread(read, threads, lanes).reshape(-1, WARP) for read in (value, count, bounds)
-        )
+        values, counts, limits = (spread(read, threads, lanes).reshape(-1, WARP) for read in (value, count, bounds))
         other, inside = partners(mode, counts.astype(np.int64) & 31, limits.astype(np.int64))
         results = (np.take_along_axis(values, other, 1).reshape(-1), inside.reshape(-1))
         for write, result in zip(writes, results, strict=False):

@@ -3,6 +3,7 @@
 import re
 import struct
 
+from support.ptx.scalars import PtxError, width
 from support.ptx.source.operands import (
     Address,
     Immediate,
@@ -16,10 +17,11 @@ from support.ptx.source.operands import (
     Vector,
 )
 from support.ptx.source.program import Entry, Guard, Instruction
-from support.ptx.scalars import PtxError, width
 
 _OPERAND = re.compile(r"\s*(\[[^\]]*\]|\{[^}]*\}|[^,\s][^,]*)\s*,?")
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s*(?:\.\w+\s+(?:\.\w+\s+)*(?:\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s*(?:\.\w+\s+(?:\.\w+\s+)*(?:\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?"
+)
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)\[(\d+)\]")
 _SPECIAL = re.compile(r"%(?:tid|ntid|ctaid|nctaid|laneid|warpid|smid|clock|clock64|globaltimer)\b")
 _PIECE = re.compile(

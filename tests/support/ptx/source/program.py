@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from support.ptx.source.operands import Operand
 from support.ptx.scalars import TYPES, width
+from support.ptx.source.operands import Operand
 
 
 @dataclass(frozen=True, slots=True)
