@@ -50,7 +50,7 @@ def test_rows_are_cached_and_gathered(device, place, dtype, rows_dtype, size):
     lengths, starts = torch.tensor([6, 3]), torch.tensor([1, 0])
     *rows, error = gather("interpreter", got[1], tables, lengths, layout, starts.tolist(), None, scales, rows_dtype)
     assert not error
-    expected = reference.gather_cache(want[1], tables, lengths, layout, starts, None, scales, rows_dtype)
+    expected = reference.gather_cache(want[1], tables, lengths, layout, starts, scales, rows_dtype)
     for one, other in zip(rows, expected, strict=True):
         assert one is other is None or same_numbers(one, other)
 
@@ -63,7 +63,7 @@ def test_lengths_may_be_on_the_device(device, dtype, rows_dtype):
     starts = torch.tensor([1, 0])
     got = tuple(torch.full((9, 3, 64), 7, dtype=rows_dtype) for _ in range(2))
     assert not gather_by_device_lengths("interpreter", cache, tables, lengths, layout, starts, got, scales)
-    want = reference.gather_cache(cache, tables, lengths, layout, starts, None, scales, rows_dtype)
+    want = reference.gather_cache(cache, tables, lengths, layout, starts, scales, rows_dtype)
     assert all(same_numbers(one, other) for one, other in zip(got, want, strict=True))
 
 
