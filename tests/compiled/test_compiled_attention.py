@@ -1,26 +1,27 @@
 """Attention as compiled for a GPU, against the reference: on tensor cores, in splits that are merged, quantised."""
 
-import pytest
 from support.attention_cases import BF16, E4M3, E5M2, FP16, FP32, INT8, at_positions, check, make_case
+from support.ptx.archs import BOTH, every_case
 
 PAGED, MLA = ("paged", "NHD"), ("mla", "NHD")
 WHOLE, SPLIT = 1, 1000  # multiprocessors: as many programs as there are splits are wanted
+LATENTS = {"size": 576, "value_size": 512}
 ALL = {"window": 30, "softcap": 2.0, "sinks": True}
 CASES = {
-    "decode": (SPLIT, {"queries": None, "dtype": BF16}),
-    "prefill": (WHOLE, {"queries": [33, 5], "dtype": BF16, "size": 128}),
-    "prefill, all options": (WHOLE, {"queries": [33, 5], "dtype": BF16, **ALL}),
-    "decode fp32, all options": (SPLIT, {"queries": None, "dtype": FP32, "size": 46, **ALL}),
-    "decode e4m3": (SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
-    "prefill e4m3": (WHOLE, {"queries": [33, 5], "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
-    "prefill e5m2": (WHOLE, {"queries": [33, 5], "dtype": E5M2, "query_dtype": FP16, "scales": "tensor"}),
-    "decode paged int8": (SPLIT, {"queries": None, "dtype": INT8, "query_dtype": BF16, "place": PAGED}),
-    "prefill int8": (WHOLE, {"queries": [33, 5], "dtype": INT8, "query_dtype": FP16}),
-    "latents": (SPLIT, {"queries": None, "dtype": BF16, "place": MLA, "group": 16, "size": 576, "value_size": 512}),
-}
+    "decode": (BOTH, SPLIT, {"queries": None, "dtype": BF16}),
+    "decode fp32, all options": ([80], SPLIT, {"queries": None, "dtype": FP32, "size": 46, **ALL}),
+    "decode e4m3": ([90], SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "decode paged int8": ([80], SPLIT, {"queries": None, "dtype": INT8, "query_dtype": BF16, "place": PAGED}),
+    "prefill": ([90], WHOLE, {"queries": [33, 5], "dtype": BF16, "size": 128}),
+    "prefill, all options": (BOTH, WHOLE, {"queries": [33, 5], "dtype": BF16, **ALL}),
+    "prefill e4m3": (BOTH, WHOLE, {"queries": [33, 5], "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "prefill e5m2": ([80], WHOLE, {"queries": [33, 5], "dtype": E5M2, "query_dtype": FP16, "scales": "tensor"}),
+    "prefill int8": ([90], WHOLE, {"queries": [33, 5], "dtype": INT8, "query_dtype": FP16}),
+    "latents": (BOTH, SPLIT, {"queries": None, "dtype": BF16, "place": MLA, "group": 16, **LATENTS}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("multiprocessors, options", CASES.values(), ids=CASES)
+@every_case("multiprocessors, options", CASES)
 def test_attention(device, cpu_as_device, multiprocessors, options):
     options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
     case = make_case([90 if multiprocessors == WHOLE else 500, 37], options.pop("queries"), **options)

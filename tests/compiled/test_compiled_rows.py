@@ -1,6 +1,5 @@
 """The kernels that move rows and chunks, as compiled for a GPU, against the reference: every byte of all layers."""
 
-import pytest
 import torch
 from support.kernel_calls import gather, gather_by_device_lengths, move_chunk, reshape
 from support.kernel_rows import (
@@ -13,6 +12,7 @@ from support.kernel_rows import (
     same_bytes,
     same_numbers,
 )
+from support.ptx.archs import BOTH, every_case
 
 from kvpage import CacheLayout, KVScales
 from kvpage.ops import reference
@@ -21,20 +21,28 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 FLASH, HND, PAGED, MLA = ("flash", "NHD"), ("flash", "HND"), ("paged", "NHD"), ("mla", "NHD")
 CASES = {  # place, dtype of the cache, of the rows, elements of a row
-    "bf16": (FLASH, BF16, BF16, 128),
-    "paged": (PAGED, BF16, BF16, 64),
-    "latents": (MLA, BF16, BF16, 576),
-    "odd sizes": (HND, FP32, FP32, 46),
-    "e4m3 of bf16": (FLASH, E4M3, BF16, 128),
-    "e4m3 of fp16": (PAGED, E4M3, FP16, 64),
-    "e5m2 of fp32": (HND, E5M2, FP32, 46),
-    "int8 of bf16": (FLASH, INT8, BF16, 128),
-    "int8 of fp32": (PAGED, INT8, FP32, 64),
+    "bf16": (BOTH, FLASH, BF16, BF16, 128),
+    "paged": ([80], PAGED, BF16, BF16, 64),
+    "latents": ([90], MLA, BF16, BF16, 576),
+    "odd sizes": ([80], HND, FP32, FP32, 46),
+    "e4m3 of bf16": (BOTH, FLASH, E4M3, BF16, 128),
+    "e4m3 of fp16": ([80], PAGED, E4M3, FP16, 64),
+    "e5m2 of fp32": ([90], HND, E5M2, FP32, 46),
+    "int8 of bf16": ([90], FLASH, INT8, BF16, 128),
+    "int8 of fp32": ([80], PAGED, INT8, FP32, 64),
 }
-EVERY_CASE = pytest.mark.parametrize("place, dtype, rows_dtype, size", CASES.values(), ids=CASES)
+CHUNKS = {name: (*case, name in ("latents", "int8 of fp32")) for name, case in CASES.items()}  # one launch a layer
+NUMBERS = {  # dtype of the cache, of the rows, scale
+    "e4m3 of fp16": ([80], E4M3, FP16, None),
+    "e4m3 of fp16, scaled": ([90], E4M3, FP16, 0.37),
+    "e4m3 of bf16, scaled": ([80], E4M3, BF16, 0.37),
+    "e5m2 of fp16, scaled": ([80], E5M2, FP16, 0.37),
+    "e5m2 of bf16": ([90], E5M2, BF16, None),
+}
+LENGTHS = {"bf16": ([80], BF16, BF16), "e4m3": ([90], E4M3, BF16), "int8": ([90], INT8, FP16)}
 
 
-@EVERY_CASE
+@every_case("place, dtype, rows_dtype, size", CASES)
 def test_rows_are_cached_and_gathered(device, place, dtype, rows_dtype, size):
     layout = make_layout(place, dtype=dtype, size=size)
     got, want = noisy(layout), noisy(layout)
@@ -55,7 +63,7 @@ def test_rows_are_cached_and_gathered(device, place, dtype, rows_dtype, size):
         assert one is other is None or same_numbers(one, other)
 
 
-@pytest.mark.parametrize("dtype, rows_dtype", [(BF16, BF16), (E4M3, BF16), (INT8, FP16)], ids=str)
+@every_case("dtype, rows_dtype", LENGTHS)
 def test_lengths_may_be_on_the_device(device, dtype, rows_dtype):
     layout = make_layout(FLASH, dtype=dtype, size=64)
     cache, scales = noisy(layout)[1], given_scales(layout)
@@ -67,8 +75,7 @@ def test_lengths_may_be_on_the_device(device, dtype, rows_dtype):
     assert all(same_numbers(one, other) for one, other in zip(got, want, strict=True))
 
 
-@EVERY_CASE
-@pytest.mark.parametrize("one_by_one", [False, True])
+@every_case("place, dtype, rows_dtype, size, one_by_one", CHUNKS)
 def test_chunks_are_stored_and_loaded(device, place, dtype, rows_dtype, size, one_by_one):
     layout = make_layout(place, dtype=dtype, size=size)
     got, want = noisy(layout), noisy(layout)
@@ -95,9 +102,7 @@ def test_what_lies_outside_is_reported_and_left_alone(device):
     assert gather("interpreter", got, torch.tensor([[0, 6]], dtype=torch.int32), [7], layout)[-1] == 2
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("rows_dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("scale", [None, 0.37])
+@every_case("dtype, rows_dtype, scale", NUMBERS)
 def test_every_number_of_16_bits_becomes_the_8_bit_float_of_the_reference(device, dtype, rows_dtype, scale):
     """NaNs of both signs among them."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(rows_dtype).reshape(-1, 1, 2**11)
@@ -109,7 +114,7 @@ def test_every_number_of_16_bits_becomes_the_8_bit_float_of_the_reference(device
     assert same_bytes(got, want)
 
 
-@pytest.mark.parametrize("size", [8192, 32768, 65536])
+@every_case("size", {"16 warps": ([90], 8192), "32 warps": ([80], 32768), "the most": ([90], 65536)})
 def test_rows_of_any_size_can_be_launched(device, size):
     """A thread block has at most 1024 threads."""
     layout = CacheLayout(2, 1, size, BF16)

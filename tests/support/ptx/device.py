@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from support.ptx.kernel import Kernel
 from support.ptx.machine.execution import Pick
 from support.ptx.machine.global_memory import Region
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
+from triton.runtime.cache import get_cache_manager
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 NUM_MULTIPROCESSORS = {80: 108, 90: 132}
@@ -42,13 +43,12 @@ class Device:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Return what launches the kernel that was compiled of this source."""
-        made: list[tuple[Kernel, Any]] = []
+        made: list[Kernel] = []
 
         def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
             if not made:
-                made.append(ready(source))
-            kernel, compiled = made[0]
-            self.run(kernel, compiled.metadata, source.signature, (x, y, z), rest[3:])
+                made.append(Kernel(ptx_of(source, metadata)))
+            self.run(made[0], metadata, source.signature, (x, y, z), rest[3:])
 
         return launch
 
@@ -65,10 +65,10 @@ class Device:
         self.launches[kernel.entry.name] += 1
 
 
-def ready(source: Any) -> tuple[Kernel, CompiledKernel]:
-    """Return the kernel that was compiled of a source. Triton hands a driver the source, but not what it made of it."""
-    compiled = next(each for each in gc.get_objects() if isinstance(each, CompiledKernel) and each.src is source)
-    return Kernel(compiled.asm["ptx"]), compiled
+def ptx_of(source: Any, metadata: Any) -> str:
+    """Return what was compiled of a source. Triton hands a driver no PTX, but keeps it in the cache of its compiler."""
+    files = get_cache_manager(metadata.hash).get_group(f"{source.name[:150]}.json")
+    return Path(next(path for name, path in files.items() if name.endswith(".ptx"))).read_text()
 
 
 def region_of(tensor: torch.Tensor) -> Region:
