@@ -63,7 +63,7 @@ class Prepared:
     def repeat(self, grid: Grid, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
         """Launch on tensors of these addresses, 0 for None. Return False, and do nothing, before the first launch."""
         compiled = self._compiled
-        if compiled is None or not self._is_usual(addresses, numbers):
+        if compiled is None or not compiled.is_current() or not self._is_usual(addresses, numbers):
             return False
         compiled.launch(grid, (*addresses, *numbers))
         return True
@@ -79,6 +79,7 @@ class _Compiled(NamedTuple):
     """Machine code on a device, and its last arguments."""
 
     kernel: Any  # Triton's CompiledKernel
+    driver: Any  # Triton's, of the device
     device: int
     run: Any  # Triton's launcher
     function: Any
@@ -91,13 +92,19 @@ class _Compiled(NamedTuple):
         if not TAKES_CONSTANTS:
             fixed = fixed[: len(fixed) - len(source.constexprs)]
         run = kernel.run  # loads the code
-        return cls(kernel, driver.active.get_current_device(), run, kernel.function, kernel.packed_metadata, fixed)
+        active = driver.active
+        return cls(kernel, active, active.get_current_device(), run, kernel.function, kernel.packed_metadata, fixed)
+
+    def is_current(self) -> bool:
+        """Return whether the current device is the one with the machine code."""
+        active = driver.active
+        return active is self.driver and bool(active.get_current_device() == self.device)
 
     def launch(self, grid: Grid, arguments: tuple[int, ...]) -> None:
         if _is_watched():
             self.kernel[grid](*arguments, *self.fixed)
             return
-        stream = driver.active.get_current_stream(self.device)
+        stream = self.driver.get_current_stream(self.device)
         self.run(*grid, stream, self.function, self.metadata, None, None, None, *arguments, *self.fixed)
 
 

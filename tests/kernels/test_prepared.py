@@ -175,12 +175,25 @@ def test_an_older_triton_gets_no_constants(fake, monkeypatch):
 def test_numbers_and_addresses_that_mean_other_code_are_left_to_triton(fake):
     """A number of 64 bits, or an address that is less aligned."""
     made = Prepared(rotary.mix_rows_kernel, (0,) * 8, {}, 3, 6)
-    made._compiled = object()
+    made._compiled = SimpleNamespace(is_current=lambda: True)
     assert not made.repeat((1, 1, 1), [16] * 9, (1, 1, 2**31, 1))
     for place in range(6):
         assert not made.repeat((1, 1, 1), [24 if i == place else 16 for i in range(9)], (1, 1, 1, 1))
     with pytest.raises(AttributeError, match="launch"):
         made.repeat((1, 1, 1), [16] * 6 + [24] * 3, (1, 1, 2**31 - 1, 1))
+
+
+def test_code_of_another_device_is_not_launched(fake):
+    call = next(mixes())
+    call()
+    other = CodeDriver()
+    driver.set_active(other)
+    call()
+    assert len(fake.launches) == len(other.launches) == 1
+    fake.get_current_device = lambda: DEVICE - 1
+    driver.set_active(fake)
+    call()
+    assert len(fake.codes) == 1 and rotary.mix_rows_kernel.device_caches.pop(DEVICE - 1)
 
 
 def test_kinds_are_forgotten_when_there_are_too_many():
