@@ -214,7 +214,15 @@ def _sequences(
     longest = 1 if is_decode else max(query_lens), max(seq_lens)
     num_tokens = len(query_lens) if is_decode else sum(query_lens)
     if cache.is_cuda:
-        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest)
+        return Sequences.of_step(
+            cache,
+            num_tokens,
+            block_tables,
+            device_seq_lens,
+            device_query_lens,
+            *longest,
+            host_lengths=(seq_lens, query_lens),
+        )
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)
 
 
