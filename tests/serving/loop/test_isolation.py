@@ -488,3 +488,42 @@ def test_what_raises_after_the_model_is_done_ends_its_request() -> None:
     assert outputs["bad"].error == "RuntimeError: boom" and num_raised == 1
     assert [outputs[name].token_ids for name in ("0", "1", "3", "4")] == [*expected()[:2], *expected()[3:]]
     check_nothing_left(engine)
+
+
+# --- what kernels report -----------------------------------------------------------------------------------------------
+
+
+class PlayedReports:
+    """The error word of a device whose kernels meet a bad id in one pass."""
+
+    def __init__(self, bad_pass: int) -> None:
+        self.num_fetched, self.bad_pass, self.is_due = 0, bad_pass, False
+
+    def fetch(self) -> None:
+        self.num_fetched += 1
+        self.is_due = self.num_fetched == self.bad_pass
+
+    def check(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise ValueError("block_tables held a block id out of range on cuda:0; it was skipped")
+
+
+@pytest.mark.parametrize("bad_pass", [1, 2, 4])
+def test_a_bad_id_that_kernels_report_is_raised_by_its_step(bad_pass: int) -> None:
+    """Nothing of that step is kept. It is computed once more, and the tokens are as without it."""
+    engine = make_engine(make_model("llama"))
+    engine._batch_runner._reports = PlayedReports(bad_pass)
+    for number, prompt in enumerate(GOOD):
+        engine.add_request(prompt, PARAMS, str(number))
+    outputs = {}
+    for number in range(1, 20):
+        before = engine.stats().num_generated_tokens
+        if number == bad_pass:
+            with pytest.raises(ValueError, match="block_tables held a block id out of range"):
+                engine.step()
+            assert engine.stats().num_generated_tokens == before
+            continue
+        outputs |= {one.request_id: one.output for one in engine.step() if one.output}
+    assert [outputs[str(one)].token_ids for one in range(len(GOOD))] == expected()
+    check_nothing_left(engine)
