@@ -46,9 +46,8 @@ class CacheEngine:
         gpu_cache: One tensor for each attention layer of this pipeline stage, in the backend's generic shape, zeroed.
             Its strides are those of the stride order and the layer layout. On a CPU device it is the device tier in
             host memory.
-        cpu_cache: The same for the host tier. Beside a GPU it is pinned, and comes from torch's caching host allocator.
-            That rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for
-            all. So the host tier may take up to twice its blocks' bytes. Choose num_cpu_blocks with that in mind.
+        cpu_cache: The same for the host tier. Beside a GPU it is pinned, in huge pages where the system has them. It
+            takes its blocks' bytes, each tensor rounded up to whole pages, and is there when the engine is made.
         layer_ids: The layer in the whole model of each entry of these lists.
         kv_scales: The scales of each layer, or None.
 
@@ -67,6 +66,7 @@ class CacheEngine:
     Raises:
         TypeError: A config is of another type.
         ValueError: Configs do not fit together, or the layout does not take the scales.
+        OSError: The system has too little memory for the host tier, or cannot pin it.
     """
 
     def __init__(

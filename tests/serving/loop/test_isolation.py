@@ -490,7 +490,7 @@ def test_what_raises_after_the_model_is_done_ends_its_request() -> None:
     check_nothing_left(engine)
 
 
-# --- what kernels report -----------------------------------------------------------------------------------------------
+# --- what kernels report ---------------------------------------------------------------------------------------------
 
 
 class PlayedReports:
