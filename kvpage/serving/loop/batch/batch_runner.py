@@ -71,6 +71,7 @@ class BatchRunner:
         if not any(item.reuse for item in items):
             return Computed(self._forward(self._step(rows, packed), packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
+        self._transfers.run()  # blending writes to all layers before the first one computes
         step = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
@@ -84,10 +85,12 @@ class BatchRunner:
         return logits
 
     def _step(self, rows: Rows, packed: PackedTokens) -> Step:
-        """Return the arguments of attention, once the due moves of blocks are done. rows: see SequenceSteps."""
-        self._transfers.run()
+        """Return the arguments of attention, once the due moves of blocks have begun. rows: see SequenceSteps."""
+        arrival = self._transfers.start()
         slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
-        return Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends)
+        step = Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends)
+        step.arrival = arrival
+        return step
 
     def _count(self, num_tokens: int) -> None:
         self._reports.fetch()
