@@ -17,6 +17,8 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
 
+AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -49,6 +51,9 @@ class EngineConfig:
         native_layers: On a CPU, compute the model's linear layers, RMS norms and gated MLPs with kvpage's operations,
             over the model's weights. The model does not change. Layers of other kinds compute as ever. False means
             that all do.
+        attention_backend: On a GPU, what attends over the blocks: "kvpage", its own kernels; "flashinfer",
+            "flash_attn", "flash_attn_3" or "flash_mla", a library that is installed and takes the cache and the model;
+            "auto", the first of these that does, or "kvpage". Calls that are not a library's kind go to "kvpage".
 
     Raises:
         TypeError: A value is of another type.
@@ -73,6 +78,7 @@ class EngineConfig:
     blend: BlendConfig | None = None
     generation_config: GenerationDefaults = "model"
     native_layers: bool = True
+    attention_backend: AttentionBackendName = "auto"
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -91,6 +97,9 @@ class EngineConfig:
             )
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
+        if self.attention_backend not in get_args(AttentionBackendName):
+            names = ", ".join(get_args(AttentionBackendName))
+            raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
 

@@ -38,7 +38,7 @@ BatchedCopy find_batched_copy() {
 bool copy_batch(BatchedCopy copy, ExtentArrays& extents, cudaStream_t stream) {
   CUmemcpyAttributes attributes{};
   attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;  // not by a kernel that takes multiprocessors
   size_t first = 0, failed = 0;
   const CUresult code =
       copy(extents.dsts(), extents.srcs(), extents.sizes(), extents.count(), &attributes, &first, 1, &failed, stream);

@@ -220,6 +220,7 @@ class ServingLoop:
         """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""
         begin = time.monotonic()
         chosen = choose_tokens(batch, self._run(batch))
+        self._batch_runner.check_kernels()
         now = time.monotonic()
         if batch.prefills:
             self._learn_speed(batch, now - begin)
