@@ -1,7 +1,7 @@
 """RowUploads: K and V of the reused rows of a pass, layer by layer, where the blocks are.
 
-    segments, host memory     [ layer 5 ] of each run ─► pinned memory ─► device      one copy a layer, on its own stream
-                                                              [ layer 4 ]     ◄── the pass is here
+    segments, host memory   [ layer 5 ] of each run ─► pinned memory ─► device     one copy a layer, on its own stream
+                                                            [ layer 4 ]    ◄── the pass is here
 
 The copy of a layer begins when the one before is asked for, and nobody waits for it on the host. Segments on the
 blocks' device, or on a CPU that computes, are taken as they are.
