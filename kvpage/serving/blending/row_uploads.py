@@ -34,7 +34,8 @@ class PinnedCopies:
     """Copies from pinned memory, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
