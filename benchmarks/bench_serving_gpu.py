@@ -22,7 +22,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
 from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.config import AttentionBackendName
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -63,7 +64,7 @@ def make_model(shape: str, device: str) -> Any:
     return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval().to(device)
 
 
-def make_engine(model: Any, num_seqs: int, length: int, attention: str) -> Engine:
+def make_engine(model: Any, num_seqs: int, length: int, attention: AttentionBackendName) -> Engine:
     """An engine with room for so many sequences of so many tokens."""
     cache = CacheConfig(BLOCK_SIZE, num_seqs * (length // BLOCK_SIZE + 2))
     config = EngineConfig(
@@ -98,7 +99,9 @@ def decode_seconds(engine: Engine, prompts: Prompts, steps: int) -> list[float]:
     return taken[steps // 4 :]
 
 
-def decode_row(model: Any, num_seqs: int, context: int, bandwidth: float, attention: str) -> dict[str, Any]:
+def decode_row(
+    model: Any, num_seqs: int, context: int, bandwidth: float, attention: AttentionBackendName
+) -> dict[str, Any]:
     engine = make_engine(model, num_seqs, context + STEPS + num_seqs + 1, attention)
     seconds = decode_seconds(engine, make_prompts(num_seqs, context, context, model.config.vocab_size), STEPS)
     bound = step_bound(model, num_seqs, context, bandwidth)
@@ -194,7 +197,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--attention", default="auto", help="attention_backend of EngineConfig")
+    parser.add_argument(
+        "--attention", choices=get_args(AttentionBackendName), default="auto", help="attention_backend of EngineConfig"
+    )
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=positive, default=1024, help="tokens of each sequence that decodes")
     parser.add_argument("--requests", type=positive, default=64)
