@@ -28,7 +28,7 @@ import numpy as np
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
-from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.request import Request, add_room
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
@@ -64,6 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
+        self.num_left = 0  # how often requests have left `running`
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._is_held = is_held
@@ -111,6 +112,21 @@ class Scheduler:
         if self.waiting and budget and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         return batch
+
+    @property
+    def admits_none(self) -> bool:
+        """Whether `schedule` would admit no request now, because none waits or the next one finds no place."""
+        num_seqs = len(self.running) + 1
+        return not self.waiting or num_seqs + self.waiting[0].num_forks_due > self.max_num_seqs
+
+    def take_room(self, decodes: Decodes) -> bool:
+        """Make room for the tokens that a step under way will give; False if blocks are short."""
+        try:
+            self.manager.rows.append(decodes.rows)
+        except OutOfBlocks:
+            return False
+        add_room(decodes.requests)
+        return True
 
     def complete(self, batch: Batch) -> None:
         """Note that the batch's K and V are written, and commit them: full blocks become findable."""
@@ -172,6 +188,7 @@ class Scheduler:
         self._give_back(youngest)
         self.num_preemptions += 1
         self.running.remove(youngest)
+        self.num_left += 1
         self._queue(youngest)
 
     # --- a request's blocks ------------------------------------------------------------------------------------------
@@ -182,6 +199,7 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
+        self.num_left += 1
         self.manager.release(request.seq_id)
         request.leave_blocks()
 
