@@ -358,19 +358,26 @@ class _Prefills:
         self._block_size = manager.block_size
         self._enabled = manager.enable_prefix_caching
         self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
-        for request in running:
-            self.add(request)
+        self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
 
     def add(self, request: Request) -> None:
-        if self._enabled and self._whole_blocks(request.num_room) > request.num_computed:
-            self._by_first_block.setdefault(self._key(request), []).append(request)
+        if self._enabled:
+            self._new.append(request)
 
     def will_share(self, request: Request) -> bool:
         """Whether one of them has yet to compute a whole block with which `request` begins, too."""
+        if self._new:
+            self._note_new()
         if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
         return any(self._num_shared(request, other) > other.num_computed for other in others)
+
+    def _note_new(self) -> None:
+        for request in self._new:
+            if self._whole_blocks(request.num_room) > request.num_computed:
+                self._by_first_block.setdefault(self._key(request), []).append(request)
+        self._new = []
 
     def _num_shared(self, request: Request, other: Request) -> int:
         length = min(request.num_tokens - 1, other.num_room)
