@@ -59,8 +59,8 @@ class Fetch:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = numbers
         if numbers.device.type == "cpu":
+            self._host = numbers.clone()
             return
         self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._host.copy_(numbers, non_blocking=True)

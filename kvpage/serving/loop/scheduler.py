@@ -28,7 +28,7 @@ import numpy as np
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
-from kvpage.serving.loop.request import Request, add_room
+from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
@@ -112,21 +112,6 @@ class Scheduler:
         if self.waiting and budget and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         return batch
-
-    @property
-    def admits_none(self) -> bool:
-        """Whether `schedule` would admit no request now, because none waits or the next one finds no place."""
-        num_seqs = len(self.running) + 1
-        return not self.waiting or num_seqs + self.waiting[0].num_forks_due > self.max_num_seqs
-
-    def take_room(self, decodes: Decodes) -> bool:
-        """Make room for the tokens that a step under way will give; False if blocks are short."""
-        try:
-            self.manager.rows.append(decodes.rows)
-        except OutOfBlocks:
-            return False
-        add_room(decodes.requests)
-        return True
 
     def complete(self, batch: Batch) -> None:
         """Note that the batch's K and V are written, and commit them: full blocks become findable."""

@@ -171,6 +171,11 @@ class ServingLoop:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
         return self._in_step(lambda: self._batch_runner.run(items).logits)
 
+    def between_requests(self, work: Callable[[], None]) -> None:
+        """Do work that uses the model and no request, as a step of its own."""
+        self._batch_runner.check()
+        self._in_step(work)
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _in_step(self, work: Callable[[], Result]) -> Result:

@@ -10,7 +10,7 @@ It is made once a step and read by every layer.
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -227,7 +227,9 @@ class Step:
         device, caches = engine.device, engine.bound_layers
         lengths: list[int] = inputs.seq_lens.tolist()
         queries: list[int] = [1] * len(lengths) if query_lens is None else query_lens.tolist()
-        arrays = [*inputs] if query_lens is None else [*inputs, query_lens]
+        arrays: list[npt.NDArray[Any]] = [inputs.slots, inputs.block_tables, inputs.seq_lens]
+        if query_lens is not None:
+            arrays.append(query_lens)
         sent = packed.arrays() if packed is not None and device.type != "cpu" else []
         slots, tables, device_lens, *others = upload([*arrays, *sent], device)
         device_queries = None if query_lens is None else others.pop(0)

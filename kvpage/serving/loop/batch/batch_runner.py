@@ -66,7 +66,7 @@ class BatchRunner:
                 self._count(len(inputs.slots))
                 return replayed.logits
             return self._forward(Step.of_newest(self._cache, inputs, packed), packed)
-        if self.graphs is not None:
+        if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._forward(self._step(np.concatenate([batch.decodes.rows, rows]), packed), packed)

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.checks.errors import OutOfBlocks
 from kvpage.ops.cuda.uploads import Fetch
 from kvpage.serving.loop.batch.batch import Batch, Decodes
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, chosen_of_decodes
-from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.request import Request, add_room
 from kvpage.serving.loop.scheduler import Scheduler
 
 
@@ -133,18 +134,33 @@ class DeviceDecoder:
         scheduler, decodes = self._scheduler, launched.decodes
         if not self._runs_ahead or launched.tokens is None or launched.rows is not None or decodes.has_last:
             return False
-        return len(decodes) == len(scheduler.running) and scheduler.admits_none
+        return len(decodes) == len(scheduler.running) and not self._can_admit()
+
+    def _can_admit(self) -> bool:
+        """Return whether `schedule` would look at a waiting request, because there is a place for the next one."""
+        scheduler = self._scheduler
+        num_more = 1 + scheduler.waiting[0].num_forks_due if scheduler.waiting else 0
+        return 0 < num_more <= scheduler.max_num_seqs - len(scheduler.running)
 
     def _launch_ahead(self, before: _Launched) -> _Launched | None:
         """Begin the step after the one that was begun; None if blocks are short. Its error is kept for its turn."""
         assert before.tokens is not None, "there is no step after one that could not be begun"
-        if not self._scheduler.take_room(before.decodes):
+        if not self._take_room(before.decodes):
             return None
         self.num_ahead += 1
         try:
             return self._launch(before.decodes, before.tokens)
         except Exception as error:
             return _Launched(before.decodes, self._scheduler.num_left, error=error)
+
+    def _take_room(self, decodes: Decodes) -> bool:
+        """Make room for the tokens that the step under way will give; False if blocks are short."""
+        try:
+            self._scheduler.manager.rows.append(decodes.rows)
+        except OutOfBlocks:
+            return False
+        add_room(decodes.requests)
+        return True
 
     def _launch(self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> _Launched:
         tokens = self._batch_runner.decode(decodes.rows, token_ids)

@@ -50,7 +50,7 @@ class Capturer(Protocol):
         """
 
 
-class WaitFinder(TorchDispatchMode):
+class WaitFinder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
     """Inside, an operation of the calling thread that waits for its device raises CannotCapture, before it runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,23 +83,25 @@ class CudaReplay:
 
 
 class CudaCapturer:
-    """Captures CUDA graphs on `device`."""
+    """Captures CUDA graphs on `device`, all on one stream: only so do they share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
 
     def capture(self, work: Callable[[], None], beside: Replay | None) -> CudaReplay:
-        """Record the work as a graph, on a stream of its own; see Capturer. Errors of the work are raised as they are.
+        """Record the work as a graph; see Capturer. Errors of the work are raised as they are.
 
         Other threads may use the device meanwhile.
         """
         with torch.cuda.device(self._device):
-            current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+            self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+            current = torch.cuda.current_stream()
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream):
                     work()
-                    with WaitFinder():
+                    with WaitFinder():  # type: ignore[no-untyped-call, unused-ignore]
                         work()
                     return self._record(work, beside)
             finally:
@@ -107,10 +109,10 @@ class CudaCapturer:
 
     def _record(self, work: Callable[[], None], beside: Replay | None) -> CudaReplay:
         graph = torch.cuda.CUDAGraph()
-        pool = (beside.graph.pool(),) if isinstance(beside, CudaReplay) else ()
+        pool = beside.graph.pool() if isinstance(beside, CudaReplay) else None
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
-        graph.capture_begin(*pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:

@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,23 @@ class Replayed(NamedTuple):
 
     logits: torch.Tensor
     tokens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Captured decode steps of an engine.
+
+    Attributes:
+        sizes: The numbers of sequences that are captured, ascending.
+        num_bytes: Device memory that the captures keep.
+        num_replays: Steps that were replayed.
+        misses: Steps that were not, by the reason.
+    """
+
+    sizes: tuple[int, ...]
+    num_bytes: int
+    num_replays: int
+    misses: dict[str, int]
 
 
 class _Captured(NamedTuple):
@@ -74,6 +92,15 @@ class DecodeGraphs:
         self._model: FixedModel | None = None
         self._why_none = "Engine.warmup() was not called"
         self.num_replays, self.misses = 0, Counter[str]()
+
+    @property
+    def num_captures(self) -> int:
+        """How many sizes `capture` tries."""
+        return len(self._sizes)
+
+    def stats(self) -> GraphStats:
+        """Return the numbers so far."""
+        return GraphStats(tuple(self.captured_sizes), self.num_bytes, self.num_replays, dict(self.misses))
 
     @property
     def captured_sizes(self) -> list[int]:

@@ -4,7 +4,7 @@ A replay runs no Python. So it misses hooks, and modules and weights that were r
 place count at once: their addresses stay. All of this is looked at before each replay, without a wait.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -31,7 +31,9 @@ class FixedModel:
         self._attributes = [vars(module) for module in runner.model.modules()]
         self._num_attributes = [*map(len, self._attributes)]
         self._hooks = _hooks(modules)
-        self._parts = [part for module in modules for part in (module._parameters, module._buffers)]
+        self._parts: list[Mapping[str, torch.Tensor | None]] = []
+        for module in modules:
+            self._parts += module._parameters, module._buffers
         self._tensors = self._tensors_now()
         self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
         self._autocast = torch.is_autocast_enabled()
@@ -55,7 +57,7 @@ class FixedModel:
         return None
 
     def _tensors_now(self) -> list[torch.Tensor]:
-        found = chain.from_iterable(map(dict.values, self._parts))
+        found = chain.from_iterable([part.values() for part in self._parts])
         return [*self._others, *(tensor for tensor in found if tensor is not None)]
 
 

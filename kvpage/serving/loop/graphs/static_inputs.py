@@ -61,7 +61,9 @@ class StaticInputs:
 
     def views(self, num_rows: int) -> DecodeViews:
         """Return the first rows."""
-        return DecodeViews(*self._columns[:, :num_rows], self._tables[:num_rows], self.newest_tokens[:num_rows])
+        token_ids, positions, slots, seq_lens = self._columns[:, :num_rows].unbind()
+        newest_tokens = self.newest_tokens[:num_rows]
+        return DecodeViews(token_ids, positions, slots, seq_lens, self._tables[:num_rows], newest_tokens)
 
     def keep_newest(self, tokens: torch.Tensor) -> None:
         """Take tokens on the device as the newest ones, those of the first rows; nothing is copied if they are."""
