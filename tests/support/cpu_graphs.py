@@ -1,4 +1,4 @@
-"""Captures and fetches on a CPU, in place of a device's: a replay runs the work again, a fetch comes when waited for."""
+"""Captures and fetches on a CPU, in place of a device: a replay is work that runs again, a fetch comes at `wait`."""
 
 from collections.abc import Callable
 from contextlib import suppress

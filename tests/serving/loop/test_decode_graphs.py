@@ -1,4 +1,4 @@
-"""Captured decode steps: the tokens of plain steps, at static addresses, with padding that writes and spoils nothing."""
+"""Captured decode steps: tokens are those of plain steps, addresses are static, padding writes and spoils nothing."""
 
 import logging
 

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.sequences import Rows
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.ops.cuda.uploads import Fetch
 from kvpage.serving.loop.batch.batch import Batch, Decodes
-from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, chosen_of_decodes
 from kvpage.serving.loop.request import Request, add_room
-from kvpage.serving.loop.scheduler import Scheduler
 
 
 class Fetched(Protocol):
@@ -33,6 +33,23 @@ class Fetched(Protocol):
 
     def wait(self) -> npt.NDArray[Any]:
         """Return the numbers once they have come."""
+
+
+class Decoding(Protocol):
+    """Computes decodes; see BatchRunner."""
+
+    def decode(self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+        """Compute the last token of each sequence, and choose the next ones: int64 on the device."""
+
+
+class Running(Protocol):
+    """The requests that run and wait; see Scheduler."""
+
+    manager: BlockManager
+    waiting: list[Request]
+    running: list[Request]
+    max_num_seqs: int
+    num_left: int
 
 
 class _Launched(NamedTuple):
@@ -66,8 +83,8 @@ class DeviceDecoder:
 
     def __init__(
         self,
-        batch_runner: BatchRunner,
-        scheduler: Scheduler,
+        batch_runner: Decoding,
+        scheduler: Running,
         runs_ahead: bool,
         fetch: Callable[[torch.Tensor], Fetched] = Fetch,
     ) -> None:

@@ -6,16 +6,29 @@ place count at once: their addresses stay. All of this is looked at before each 
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-
-from kvpage.serving.model.runner import ModelRunner
+from transformers import PreTrainedModel
 
 KNOWN_PACKAGES = ("torch", "transformers", "transformers_modules", "kvpage")
 """The packages whose modules do the same at each call. Others may depend on attributes, as adapters do."""
+
+
+class Viewed(Protocol):
+    """A model and the view of it that computes; see ModelRunner."""
+
+    model: PreTrainedModel
+
+    @property
+    def view(self) -> PreTrainedModel:
+        """The modules that compute."""
+
+    @property
+    def view_version(self) -> int:
+        """A number that grows whenever modules were replaced."""
 
 
 class FixedModel:
@@ -24,7 +37,7 @@ class FixedModel:
     tensors: others at fixed addresses, which are looked at, too.
     """
 
-    def __init__(self, runner: ModelRunner, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, runner: Viewed, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._runner, self._others = runner, list(tensors)
         self._version = runner.view_version
         modules = [*runner.view.modules()]
