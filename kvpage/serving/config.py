@@ -20,6 +20,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 FLAGS = (
     "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
 )  # fmt: skip
+AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class EngineConfig:
             changes no token. None means on a GPU.
         compile_model: Compute with `torch.compile` of the model, but for attention. It takes the place of native
             layers. The model does not change.
+        attention_backend: On a GPU, what attends over the blocks: "kvpage", its own kernels; "flashinfer",
+            "flash_attn", "flash_attn_3" or "flash_mla", a library that is installed and takes the cache and the model;
+            "auto", the first of these that does, or "kvpage". Calls that are not a library's kind go to "kvpage".
 
     Raises:
         TypeError: A value is of another type.
@@ -91,6 +95,7 @@ class EngineConfig:
     cudagraph_max_bytes: int = 2**30
     async_scheduling: bool | None = None
     compile_model: bool = False
+    attention_backend: AttentionBackendName = "auto"
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -107,6 +112,9 @@ class EngineConfig:
             )
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
+        if self.attention_backend not in get_args(AttentionBackendName):
+            names = ", ".join(get_args(AttentionBackendName))
+            raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
 

@@ -20,6 +20,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
 from kvpage.observe.telemetry import Telemetry
+from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -194,6 +195,12 @@ class EngineCore:
             self.telemetry.tell()
 
     # --- numbers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def attention_backend(self) -> str:
+        """What attends over the blocks: the library that the engine has chosen, or "kvpage"."""
+        library = next(iter(self.cache.bound_layers.values())).library
+        return OURS if library is None else library.name
 
     def stats(self) -> EngineStats:
         """Return counters and the state now.

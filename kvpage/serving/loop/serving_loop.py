@@ -232,6 +232,7 @@ class ServingLoop:
         """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""
         begin = time.monotonic()
         chosen = self._choose(batch)
+        self._batch_runner.check_kernels()
         now = time.monotonic()
         if batch.prefills:
             self._learn_speed(batch, now - begin)

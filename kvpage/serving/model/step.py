@@ -106,6 +106,13 @@ class StepBlend(Protocol):
         """Write K and V of a layer's rows, and attend over the blocks: [rows, heads, value size]."""
 
 
+class StepArrival(Protocol):
+    """Blocks that are on their way to the device, or from it, while the step computes."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Order the current stream's further work after the moves of a layer. Raise their error."""
+
+
 class StepLatents(Protocol):
     """The work of a step whose blocks hold latents instead of heads' K and V."""
 
@@ -136,6 +143,7 @@ class Step:
         last ones. device_query_positions: the same on the caches' device.
     blend: the work on tokens that have K and V already; None where there are none.
     inputs: the model's arguments, where these came to the device with the step's own; else None.
+    arrival: the moves under way, for which each layer waits before it touches a block; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     sequences: block tables and lengths, made once for all layers.
@@ -158,6 +166,7 @@ class Step:
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
     inputs: ModelInputs | None = None
+    arrival: StepArrival | None = None
     latents: StepLatents | None = None
     threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
@@ -296,5 +305,13 @@ def _sequences(
     longest = 1 if is_decode else max(query_lens), max(seq_lens)
     num_tokens = len(query_lens) if is_decode else sum(query_lens)
     if cache.is_cuda:
-        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest)
+        return Sequences.of_step(
+            cache,
+            num_tokens,
+            block_tables,
+            device_seq_lens,
+            device_query_lens,
+            *longest,
+            host_lengths=(seq_lens, query_lens),
+        )
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)

@@ -13,6 +13,7 @@ import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch
@@ -44,6 +45,7 @@ class BatchRunner:
         self.num_passes = self.num_computed_tokens = 0
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
         self.graphs: DecodeGraphs | None = None
+        self._reports = ErrorReports(cache.gpu_cache[0].device)
 
     def check(self) -> None:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
@@ -52,6 +54,10 @@ class BatchRunner:
     def use_graphs(self, graphs: DecodeGraphs | None) -> None:
         """Replay captured decode steps from now on, where there is one; None for never."""
         self.graphs = graphs
+
+    def check_kernels(self) -> None:
+        """ValueError if kernels of a pass met a bad id. Nothing waits: call it once the pass's tokens are known."""
+        self._reports.check()
 
     def compute(self, batch: Batch) -> torch.Tensor:
         """Compute one forward pass; return the logits of each last token. Exceptions of the model come through.
@@ -104,6 +110,7 @@ class BatchRunner:
         if not any(item.reuse for item in items):
             return Computed(self._forward(self._step(rows, packed), packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
+        self._transfers.run()  # blending writes to all layers before the first one computes
         step = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
@@ -117,12 +124,15 @@ class BatchRunner:
         return logits
 
     def _step(self, rows: Rows, packed: PackedTokens) -> Step:
-        """Return the arguments of attention, once the due moves of blocks are done. rows: see SequenceSteps."""
-        self._transfers.run()
+        """Return the arguments of attention, once the due moves of blocks have begun. rows: see SequenceSteps."""
+        arrival = self._transfers.start()
         slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
-        return Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends, packed)
+        step = Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends, packed)
+        step.arrival = arrival
+        return step
 
     def _count(self, num_tokens: int) -> None:
+        self._reports.fetch()
         self.num_passes += 1
         self.num_computed_tokens += num_tokens
 

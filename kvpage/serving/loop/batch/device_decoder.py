@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.sequences import Rows
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.ops.cuda.uploads import Fetch
 from kvpage.serving.loop.batch.batch import Batch, Decodes
@@ -38,7 +37,7 @@ class Fetched(Protocol):
 class Decoding(Protocol):
     """Computes decodes; see BatchRunner."""
 
-    def decode(self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+    def decode(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Compute the last token of each sequence, and choose the next ones: int64 on the device."""
 
 

@@ -24,9 +24,8 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay
 from kvpage.serving.loop.graphs.fixed_model import FixedModel, why_not_fixed
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
+from kvpage.serving.loop.graphs.static_step import StaticStep
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.step import ModelInputs, Step
-from kvpage.serving.sampling.likeliest import likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +58,10 @@ class GraphStats:
 
 
 class _Captured(NamedTuple):
-    """A step of some number of rows. outputs: the logits that it has written."""
+    """A step and its capture."""
 
     replay: Replay
-    outputs: list[torch.Tensor]
+    step: StaticStep
 
 
 class DecodeGraphs:
@@ -89,6 +88,7 @@ class DecodeGraphs:
         self._num_blocks = num_blocks
         self._inputs: StaticInputs | None = None
         self._captured: dict[int, _Captured] = {}
+        self._fitting: list[int] = []  # the sizes that are captured, ascending
         self._model: FixedModel | None = None
         self._why_none = "Engine.warmup() was not called"
         self.num_replays, self.misses = 0, Counter[str]()
@@ -100,12 +100,7 @@ class DecodeGraphs:
 
     def stats(self) -> GraphStats:
         """Return the numbers so far."""
-        return GraphStats(tuple(self.captured_sizes), self.num_bytes, self.num_replays, dict(self.misses))
-
-    @property
-    def captured_sizes(self) -> list[int]:
-        """The numbers of rows that are captured, ascending."""
-        return sorted(self._captured)
+        return GraphStats(tuple(self._fitting), self.num_bytes, self.num_replays, dict(self.misses))
 
     @property
     def num_bytes(self) -> int:
@@ -126,10 +121,11 @@ class DecodeGraphs:
             self._refuse(reason)
             return
         try:
-            self._inputs = StaticInputs(self._sizes[-1], self._num_blocks, self._cache.device)
+            self._inputs = inputs = self._make_inputs()
             for size in reversed(self._sizes):
-                self._capture(size)
+                self._capture(inputs, size)
                 progress(1)
+            self._fitting = sorted(self._captured)
             self._model = FixedModel(self._runner, (cache.tensor for cache in self._cache.bound_caches))
             self._why_none = "cudagraph_max_bytes is too small"
         except Exception as error:
@@ -138,40 +134,29 @@ class DecodeGraphs:
             self.forget(self._why_none)
             raise
 
+    def _make_inputs(self) -> StaticInputs:
+        takes_empty = next(iter(self._cache.bound_layers.values())).library is None
+        return StaticInputs(self._sizes[-1], self._num_blocks, self._cache.device, 0 if takes_empty else 1)
+
     def forget(self, why: str) -> None:
         """Let go of all captures, and of their memory. why: the reason that later steps give."""
-        self._captured, self._inputs, self._model, self._why_none = {}, None, None, why
+        self._captured, self._fitting = {}, []
+        self._inputs, self._model, self._why_none = None, None, why
 
     def _refuse(self, reason: str) -> None:
         self.forget(reason)
         logger.warning("decode steps are not captured as graphs, because %s", reason)
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, inputs: StaticInputs, size: int) -> None:
         """Capture a step of so many rows, all of them padding; drop it if it takes too much memory."""
-        assert self._inputs is not None
-        self._inputs.clear()
-        outputs: list[torch.Tensor] = []
-
-        def work() -> None:
-            outputs[:] = [self._compute(size)]
-
+        inputs.clear()
+        step = StaticStep(self._runner, self._cache, inputs, size, self._max_seq_len)
         others = [*self._captured.values()]
-        replay = self._capturer.capture(work, others[-1].replay if others else None)
+        replay = self._capturer.capture(step.compute, others[-1].replay if others else None)
         if self.num_bytes + replay.num_bytes > self._max_bytes:
             logger.warning("decode steps of %d rows are not captured, because cudagraph_max_bytes is too small", size)
             return
-        self._captured[size] = _Captured(replay, outputs)
-
-    def _compute(self, size: int) -> torch.Tensor:
-        """Compute a step out of the static inputs; return its logits. Its likeliest tokens go to the static ones."""
-        assert self._inputs is not None
-        views = self._inputs.views(size)
-        token_ids = torch.where(views.token_ids < 0, views.newest_tokens.clamp(min=0), views.token_ids)
-        step = Step.of_static(self._cache, views.slots, views.tables, views.seq_lens, self._max_seq_len)
-        given = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
-        logits = self._runner.compute(step, given)
-        views.newest_tokens.copy_(likeliest(logits))
-        return logits
+        self._captured[size] = _Captured(replay, step)
 
     # --- replaying ---------------------------------------------------------------------------------------------------
 
@@ -185,16 +170,15 @@ class DecodeGraphs:
             self.miss(reason)
             return None
         num_seqs = len(inputs.seq_lens)
-        sizes = self.captured_sizes
-        size = sizes[bisect_left(sizes, num_seqs)]
-        captured = self._captured[size]
+        replay, step = self._captured[self._fitting[bisect_left(self._fitting, num_seqs)]]
         assert self._inputs is not None, "there is a capture"
         if isinstance(token_ids, torch.Tensor):
             self._inputs.keep_newest(token_ids)
-        self._inputs.fill(size, inputs, None if isinstance(token_ids, torch.Tensor) else token_ids)
-        captured.replay.replay()
+        self._inputs.fill(step.num_rows, inputs, None if isinstance(token_ids, torch.Tensor) else token_ids)
+        step.renew_plan(inputs.seq_lens.tolist())
+        replay.replay()
         self.num_replays += 1
-        return Replayed(captured.outputs[0][:num_seqs], self._inputs.newest_tokens[:num_seqs])
+        return Replayed(step.logits[:num_seqs], self._inputs.newest_tokens[:num_seqs])
 
     def miss(self, reason: str) -> None:
         """Count a step that no capture serves; tell of it if it is the first one for this reason."""
@@ -203,10 +187,10 @@ class DecodeGraphs:
         self.misses[reason] += 1
 
     def _why_not(self, inputs: StepInputs) -> str | None:
-        if not self._captured or self._model is None:
+        if not self._fitting or self._model is None:
             return self._why_none
-        if len(inputs.seq_lens) > max(self._captured):
-            return f"it has more than {max(self._captured)} sequences"
+        if len(inputs.seq_lens) > self._fitting[-1]:
+            return f"it has more than {self._fitting[-1]} sequences"
         if inputs.block_tables.shape[1] > self._num_blocks:
             return f"a sequence has more than {self._num_blocks} blocks"
         if (reason := self._model.why_never()) is not None:

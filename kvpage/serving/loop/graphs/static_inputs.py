@@ -38,11 +38,12 @@ class DecodeViews(NamedTuple):
 class StaticInputs:
     """Static memory on `device` for up to `num_rows` sequences of up to `num_blocks` blocks.
 
+    pad_len: the length of padding; 1 has it attend to a token that does not matter.
     newest_tokens: int64 [num_rows], the tokens that the last step chose; -1 for logits that are no numbers.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        self.num_rows, self.num_blocks, self._device = num_rows, num_blocks, device
+    def __init__(self, num_rows: int, num_blocks: int, device: torch.device, pad_len: int = 0) -> None:
+        self._device, self._pad_len = device, pad_len
         self._columns = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
         self._tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
         self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -58,6 +59,7 @@ class StaticInputs:
         """Make all rows padding."""
         self._columns.zero_()
         self._columns[2].fill_(PAD_SLOT)
+        self._columns[3].fill_(self._pad_len)
 
     def views(self, num_rows: int) -> DecodeViews:
         """Return the first rows."""
@@ -75,18 +77,19 @@ class StaticInputs:
 
         token_ids: of each sequence; None for the newest tokens, those that the last step chose row by row.
         """
-        columns = _columns(num_rows, inputs, token_ids)
+        columns = self._columns_of(num_rows, inputs, token_ids)
         sent, tables = upload([columns, inputs.block_tables], self._device)
         self._columns[:, :num_rows].copy_(sent)
         self._tables[: len(tables), : tables.shape[1]].copy_(tables)
 
-
-def _columns(num_rows: int, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int64]:
-    num_seqs = len(inputs.seq_lens)
-    columns = np.zeros((4, num_rows), np.int64)
-    columns[2, num_seqs:] = PAD_SLOT
-    columns[0, :num_seqs] = NEWEST if token_ids is None else token_ids
-    columns[1, :num_seqs] = inputs.seq_lens - 1
-    columns[2, :num_seqs] = inputs.slots
-    columns[3, :num_seqs] = inputs.seq_lens
-    return columns
+    def _columns_of(
+        self, num_rows: int, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | None
+    ) -> npt.NDArray[np.int64]:
+        num_seqs = len(inputs.seq_lens)
+        columns = np.zeros((4, num_rows), np.int64)
+        columns[2, num_seqs:], columns[3, num_seqs:] = PAD_SLOT, self._pad_len
+        columns[0, :num_seqs] = NEWEST if token_ids is None else token_ids
+        columns[1, :num_seqs] = inputs.seq_lens - 1
+        columns[2, :num_seqs] = inputs.slots
+        columns[3, :num_seqs] = inputs.seq_lens
+        return columns
