@@ -23,7 +23,7 @@ from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupte
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
-from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -244,7 +244,7 @@ class ServingLoop:
 
     def _choose(self, batch: Batch) -> ChosenTokens:
         if self._decoder is not None and self._decoder.takes(batch):
-            return self._decoder.choose(batch)
+            return chosen_of_decodes(batch, self._decoder.choose(batch))
         return choose_tokens(batch, self._run(batch))
 
     def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:

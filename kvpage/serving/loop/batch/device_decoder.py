@@ -23,7 +23,6 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.ops.cuda.uploads import Fetch
 from kvpage.serving.loop.batch.batch import Batch, Decodes
-from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, chosen_of_decodes
 from kvpage.serving.loop.request import Request, add_room
 
 
@@ -120,15 +119,18 @@ class DeviceDecoder:
         decodes.go_on()
         return Batch(decodes, [])
 
-    def choose(self, batch: Batch) -> ChosenTokens:
-        """Compute the batch, unless it was the step ahead, and begin the next step; then wait for the tokens."""
+    def choose(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Compute the batch, unless it was the step ahead, and begin the next step; then wait for the tokens.
+
+        Returns the next token of each decode; -1 where logits are no numbers.
+        """
         launched, self._ahead = self._ahead, None
         if launched is None:
             launched = self._launch(batch.decodes, batch.decodes.newest_tokens)
         try:
             if self._can_run_ahead(launched):
                 self._ahead = self._launch_ahead(launched)
-            return chosen_of_decodes(batch, launched.wait())
+            return launched.wait()
         except BaseException:
             self._wait_for_nothing(launched)
             raise
