@@ -142,7 +142,7 @@ def _program(name: str, paths: Iterable[Path], kind: str, link_flags: Iterable[s
 def library(name: str) -> Path:
     """native/<name>.cpp as a shared library, to be loaded before a program."""
     flags, source = [*FLAGS, "-fPIC", "-shared"], NATIVE / f"{name}.cpp"
-    digest = _digest(_version(), *flags, source.read_text())
+    digest = _digest(_version(), _headers(CSRC), *flags, source.read_text())
     return _made(CACHE / f"{name}-{digest}.so", [*flags, str(source), "-ldl"])
 
 
