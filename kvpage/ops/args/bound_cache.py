@@ -47,6 +47,12 @@ class AttentionOfOthers(Protocol):
     ) -> torch.Tensor | None:
         """Return attention over blocks, or None where kvpage's own is to compute it."""
 
+    def plan_for_graph(self, sequences: Any) -> bool:
+        """Plan decoding for a graph; return whether the graph may hold the library's calls."""
+
+    def plan_again(self, sequences: Any, seq_lens: list[int]) -> None:
+        """Renew these plans for other lengths, before a replay."""
+
 
 class BoundCache:
     """One layer's cache, bound to its layout and scales.
