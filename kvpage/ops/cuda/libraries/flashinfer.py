@@ -3,8 +3,8 @@
     decodes   BatchDecodeWithPagedKVCacheWrapper        the rest   BatchPrefillWithPagedKVCacheWrapper
     latents   BatchMLAPagedAttentionWrapper, for both
 
-A wrapper is kept for each set of options and each layout, since it owns 8 MiB on the device and as much pinned. Another step may have
-planned it meanwhile: then a run plans again.
+A wrapper is kept for each set of options and each layout, since it owns 8 MiB on the device and as much pinned. Another
+step may have planned it meanwhile: then a run plans again.
 """
 
 from collections.abc import Callable
