@@ -166,6 +166,10 @@ class Step:
         sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
         return cls(caches, engine.layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
 
+    def expect(self, arrival: StepArrival | None) -> None:
+        """Let each layer wait for these moves before it touches a block; None if there are none."""
+        self.arrival = arrival
+
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""
         self.threads = threads
