@@ -21,6 +21,10 @@ CASES = {
 }  # fmt: skip
 
 
+def opcodes_of(kernel):
+    return {instruction.opcode for instruction in kernel.entry.instructions}
+
+
 @every_case("multiprocessors, options", CASES)
 def test_attention(device, cpu_as_device, multiprocessors, options):
     options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
@@ -28,6 +32,8 @@ def test_attention(device, cpu_as_device, multiprocessors, options):
     before = device.launches["merge_splits_kernel"]
     check("interpreter", case, multiprocessors=multiprocessors, capability=device.arch, state=cpu_as_device)
     assert device.launches["merge_splits_kernel"] - before == (multiprocessors == SPLIT)
+    by_groups = device.arch == 90 and multiprocessors == WHOLE
+    assert ("wgmma" in opcodes_of(device.last["paged_attention_kernel"])) == by_groups
 
 
 def test_rows_at_positions(device, cpu_as_device):

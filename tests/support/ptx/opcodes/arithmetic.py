@@ -69,16 +69,20 @@ def remainder(instruction: Instruction, kind: str, a: np.ndarray, b: np.ndarray)
 
 def largest(instruction: Instruction, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if not is_float(kind):
-        return np.maximum(a, b)
+        return _at_least_zero(instruction, np.maximum(a, b))
     result = (np.maximum if "NaN" in instruction.parts else np.fmax)(a, b)
     return _signed_zeros(result, a, b, np.signbit(a) & np.signbit(b))
 
 
 def smallest(instruction: Instruction, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if not is_float(kind):
-        return np.minimum(a, b)
+        return _at_least_zero(instruction, np.minimum(a, b))
     result = (np.minimum if "NaN" in instruction.parts else np.fmin)(a, b)
     return _signed_zeros(result, a, b, np.signbit(a) | np.signbit(b))
+
+
+def _at_least_zero(instruction: Instruction, result: np.ndarray) -> np.ndarray:
+    return np.maximum(result, 0) if "relu" in instruction.parts else result
 
 
 def _signed_zeros(result: np.ndarray, a: np.ndarray, b: np.ndarray, is_negative: np.ndarray) -> np.ndarray:

@@ -4,50 +4,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from support.ptx.samples import small, values_of
 from support.ptx.snippet import run_snippet
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
-S32, S64, F16, F32, F64 = np.int32, np.int64, np.float16, np.float32, np.float64
-COUNT = 160
-SPECIAL = {
-    F32: [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        np.inf,
-        -np.inf,
-        np.nan,
-        1e-42,
-        3.4e38,
-        0.5,
-        1.5,
-        2.5,
-        -2.5,
-        300.0,
-        2.0**31,
-        -(2.0**31),
-    ],
-    F16: [0.0, -0.0, 1.0, -1.5, np.inf, np.nan, 6e-8, 65504.0, 0.5, 2.5],
-    F64: [0.0, -0.0, 1.0, np.inf, np.nan, 1e-300, 0.1],
-}
-
-
-def values_of(dtype, seed):
-    rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
-    if dtype.kind == "f":
-        special = np.array(SPECIAL[dtype.type], dtype)
-        plain = rng.standard_normal(COUNT) * 2.0 ** rng.integers(-12, 12, COUNT)
-    else:
-        info = np.iinfo(dtype)
-        special = np.array([info.min, info.max, 0, 1, 2, 7, 31, 32, 33, 64, info.max // 2], dtype)
-        plain = rng.integers(info.min, info.max, COUNT, dtype, endpoint=True)
-    chosen = rng.choice(special, COUNT)
-    return np.where(rng.random(COUNT) < 0.5, chosen, plain.astype(dtype)).astype(dtype)
-
-
-def small(seed, most):
-    return np.random.default_rng(seed).integers(0, most, COUNT).astype(U32)
+S16, S32, S64, F16, F32, F64 = np.int16, np.int32, np.int64, np.float16, np.float32, np.float64
 
 
 def each(function, dtype):
@@ -112,6 +73,19 @@ def bf16_of(numbers):
     return np.where(np.isnan(numbers), 0x7FFF, np.where(np.isinf(numbers), low, nearest)).astype(U16)
 
 
+def tf32_of(numbers):
+    """The nearer of two numbers with 10 bits of mantissa; of two as near the larger. A NaN's bits stay."""
+    words = numbers.view(U32)
+    low = words & U32(0xFFFFE000)
+    down, up = (np.abs(each.view(F32).astype(F64) - numbers) for each in (low, low + U32(0x2000)))
+    nearest = np.where((words & U32(0x1FFF)) == 0, low, np.where(down < up, low, low + U32(0x2000)))
+    return np.where(np.isnan(numbers), words, nearest)
+
+
+def flushed(numbers):
+    return np.where(np.abs(numbers) < 2.0**-126, np.copysign(F32(0), numbers), numbers)
+
+
 def saturated(numbers):
     return np.clip(np.nan_to_num(numbers.astype(F64), nan=0), -(2.0**31), 2.0**31 - 1).astype(S32)
 
@@ -122,6 +96,25 @@ def quiet(function):
             return function(*inputs)
 
     return call
+
+
+def widened(words):
+    """bf16 to fp32."""
+    return (words.astype(U32) << 16).view(F32)
+
+
+def fma_of_halves(a, b, c):
+    """Exact in fp64 but for the last rounding, as a product of halves has few bits."""
+    return (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(a.dtype)
+
+
+def larger(a, b):
+    """Of two zeros the positive one."""
+    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
+
+
+def smaller(a, b):
+    return -larger(-a, -b)
 
 
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -167,6 +160,7 @@ CASES = [
     ("ex2.approx.f32 %o0, %a;", F32, (F32,), lambda a: np.exp2(a.astype(F64)).astype(F32)),
     ("lg2.approx.f32 %o0, %a;", F32, (F32,), lambda a: np.log2(a.astype(F64)).astype(F32)),
     ("and.b32 %o0, %a, %b;", U32, (U32, U32), np.bitwise_and),
+    ("or.b32 %o0, %a, %b;", U32, (U32, U32), np.bitwise_or),
     ("or.b64 %o0, %a, %b;", U64, (U64, U64), np.bitwise_or),
     ("xor.b16 %o0, %a, %b;", U16, (U16, U16), np.bitwise_xor),
     ("not.b32 %o0, %a;", U32, (U32,), np.invert),
@@ -195,7 +189,48 @@ CASES = [
     ("setp.neu.f32 %p, %a, %b; selp.u32 %o0, 1, 0, %p;", U32, (F32, F32), lambda a, b: a != b),
     ("setp.nan.f32 %p, %a, %a; selp.u32 %o0, 1, 0, %p;", U32, (F32,), np.isnan),
     ("mov.u32 %o0, 3; setp.eq.u32 %p, %a, 7; @%p mov.u32 %o0, 5;", U32, (U32,), lambda a: np.where(a == 7, 5, 3)),
+    ("mul.lo.s16 %o0, %a, %b;", S16, (S16, S16), each(lambda a, b: a * b, S16)),
+    ("sub.s16 %o0, %a, %b;", S16, (S16, S16), np.subtract),
+    ("mul.hi.u64 %o0, %a, %b;", U64, (U64, U64), each(lambda a, b: a * b >> 64, U64)),
+    ("mad.lo.s64 %o0, %a, %b, %c;", S64, (S64, S64, S64), each(lambda a, b, c: a * b + c, S64)),
+    ("mad.wide.u32 %o0, %a, %b, %c;", U64, (U32, U32, U64), each(lambda a, b, c: a * b + c, U64)),
+    ("rem.s64 %o0, %a, %b;", S64, (S64, S64), each(lambda a, b: a - b * truncated(a, b) if b else a, S64)),
+    ("rem.u32 %o0, %a, %b;", U32, (U32, U32), each(lambda a, b: a % b if b else a, U32)),
+    ("min.s32 %o0, %a, %b;", S32, (S32, S32), np.minimum),
+    ("min.relu.s32 %o0, %a, %b;", S32, (S32, S32), lambda a, b: np.maximum(np.minimum(a, b), 0)),
+    ("add.f32 %o0, %a, %b;", F32, (F32, F32), np.add),
+    ("sub.f32 %o0, %a, %b;", F32, (F32, F32), np.subtract),
+    ("mul.f32 %o0, %a, %b;", F32, (F32, F32), np.multiply),
+    ("add.rn.f32 %o0, %a, %b;", F32, (F32, F32), np.add),
+    ("sub.rn.f32 %o0, %a, %b;", F32, (F32, F32), np.subtract),
+    ("mul.rn.f32 %o0, %a, %b;", F32, (F32, F32), np.multiply),
+    ("div.full.f32 %o0, %a, %b;", F32, (F32, F32), np.divide),
+    ("ex2.approx.ftz.f32 %o0, %a;", F32, (F32,), lambda a: flushed(np.exp2(a.astype(F64)).astype(F32))),
+    ("sin.approx.f32 %o0, %a;", F32, (F32,), lambda a: np.sin(a.astype(F64)).astype(F32)),
+    ("cos.approx.f32 %o0, %a;", F32, (F32,), lambda a: np.cos(a.astype(F64)).astype(F32)),
+    ("tanh.approx.f32 %o0, %a;", F32, (F32,), lambda a: np.tanh(a.astype(F64)).astype(F32)),
+    ("and.b16 %o0, %a, %b;", U16, (U16, U16), np.bitwise_and),
+    ("or.b16 %o0, %a, %b;", U16, (U16, U16), np.bitwise_or),
+    ("and.b64 %o0, %a, %b;", U64, (U64, U64), np.bitwise_and),
+    ("shl.b16 %o0, %a, %b;", U16, (U16, 20), each(lambda a, n: a << n, U16)),
+    ("shr.u16 %o0, %a, %b;", U16, (U16, 20), each(lambda a, n: a >> n, U16)),
+    ("shr.u64 %o0, %a, %b;", U64, (U64, 70), each(lambda a, n: a >> n, U64)),
+    ("shr.s64 %o0, %a, %b;", S64, (S64, 70), each(lambda a, n: a >> n, S64)),
+    ("mov.b32 %o0, %a;", U32, (U32,), np.array),
+    ("mov.u16 %o0, %a;", U16, (U16,), np.array),
+    ("mov.b32 %o0, {%a, %b};", U32, (U16, U16), each(lambda a, b: b << 16 | a, U32)),
     ("cvt.rn.bf16.f32 %o0, %a;", U16, (F32,), bf16_of),
+    ("cvt.rna.tf32.f32 %o0, %a;", U32, (F32,), tf32_of),
+    ("cvt.rn.f16.s16 %o0, %a;", F16, (S16,), lambda a: a.astype(F16)),
+    ("cvt.rn.f32.s16 %o0, %a;", F32, (S16,), lambda a: a.astype(F32)),
+    ("cvt.rn.f32.s8 %o0, %a;", F32, (U16,), lambda a: a.astype(U8).view(np.int8).astype(F32)),
+    ("cvt.s16.s8 %o0, %a;", S16, (U16,), lambda a: a.astype(U8).view(np.int8).astype(S16)),
+    ("cvt.s32.s16 %o0, %a;", S32, (S16,), lambda a: a.astype(S32)),
+    ("cvt.s8.s32 %u, %a; cvt.s32.s8 %o0, %u;", S32, (S32,), lambda a: a.astype(np.int8).astype(S32)),
+    ("cvt.u16.u64 %o0, %a;", U16, (U64,), lambda a: a.astype(U16)),
+    ("cvt.u32.u16 %o0, %a;", U32, (U16,), lambda a: a.astype(U32)),
+    ("cvt.u32.u64 %o0, %a;", U32, (U64,), lambda a: a.astype(U32)),
+    ("cvt.u64.u16 %o0, %a;", U64, (U16,), lambda a: a.astype(U64)),
     ("cvt.rn.f16.f32 %o0, %a;", U16, (F32,), to_bits16),
     ("cvt.rn.f16x2.f32 %o0, %a, %b;", U32, (F32, F32), lambda a, b: to_bits16(a).astype(U32) << 16 | to_bits16(b)),
     ("cvt.rn.bf16x2.f32 %o0, %a, %b;", U32, (F32, F32), lambda a, b: bf16_of(a).astype(U32) << 16 | bf16_of(b)),
@@ -226,15 +261,27 @@ def test_an_instruction_gives_what_numpy_gives(text, out, inputs, expected):
         np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(want)[~np.isnan(want)])
 
 
-PAIRS = {"add": np.add, "mul": np.multiply, "sub": np.subtract, "max": np.fmax, "min": np.fmin}
+PAIRS = {
+    "add.f16x2": np.add, "mul.f16x2": np.multiply, "sub.f16x2": np.subtract, "max.f16x2": larger,
+    "min.f16x2": smaller, "abs.f16x2": np.abs, "neg.f16x2": np.negative, "fma.rn.f16x2": fma_of_halves,
+    "add.bf16x2": np.add, "mul.bf16x2": np.multiply, "sub.bf16x2": np.subtract, "max.bf16x2": larger,
+    "min.bf16x2": smaller, "abs.bf16x2": np.abs, "neg.bf16x2": np.negative, "fma.rn.bf16x2": fma_of_halves,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_halves_of_a_register(name):
-    low, high = (np.stack([values_of(F16, 2 * i), values_of(F16, 2 * i + 1)], 1) for i in range(2))
-    (got,) = run_snippet(f"{name}.f16x2 %o0, %a, %b;", [low.view(U32)[:, 0], high.view(U32)[:, 0]], [U32])
-    want = quiet(PAIRS[name])(low, high)
-    np.testing.assert_array_equal(got.view(F16).reshape(-1, 2), want)
+    """bf16 is computed in fp32, and rounded once."""
+    count = {"abs": 1, "neg": 1, "fma": 3}.get(name[:3], 2)
+    is_bf16 = "bf16" in name
+    kind, decoded, rounded = (F32, widened, bf16_of) if is_bf16 else (F16, np.array, to_bits16)
+    sides = [[values_of(kind, 3 * side + i) for i in range(count)] for side in range(2)]
+    words = [[bf16_of(one) if is_bf16 else one.view(U16) for one in side] for side in sides]
+    given = [low.astype(U32) | high.astype(U32) << U32(16) for low, high in zip(*words, strict=True)]
+    (got,) = run_snippet(f"{name} %o0{''.join(f', %{letter}' for letter in 'abc'[:count])};", given, [U32])
+    for side, shift in zip(words, (0, 16), strict=True):
+        want = quiet(PAIRS[name])(*(decoded(each) if is_bf16 else each.view(F16) for each in side))
+        np.testing.assert_array_equal((got >> U32(shift)).astype(U16), rounded(want.astype(F32) if is_bf16 else want))
 
 
 def test_a_sum_of_zeros_and_the_smaller_zero():
@@ -250,16 +297,22 @@ def test_subnormals_are_flushed_where_asked():
     np.testing.assert_array_equal(got.view(U32), np.array([0.0, -0.0, 1.0, -0.0], F32).view(U32))
 
 
-@pytest.mark.parametrize("kind, torch_name", [("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")])
-def test_8_bit_floats(kind, torch_name):
+EIGHT = {
+    "float8_e4m3fn": ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32"),
+    "float8_e5m2": ("cvt.rn.f16x2.e5m2x2", "cvt.rn.satfinite.e5m2x2.f32"),
+}
+
+
+@pytest.mark.parametrize("torch_name", EIGHT)
+def test_8_bit_floats(torch_name):
     """Every code to fp16; every fp16 in a register's halves, saturated, to a code."""
-    torch = pytest.importorskip("torch")
+    torch, (widens, narrows) = pytest.importorskip("torch"), EIGHT[torch_name]
     codes = np.arange(256, dtype=U16)
-    (got,) = run_snippet(f"cvt.rn.f16x2.{kind}x2 %o0, %a;", [codes], [U32])
+    (got,) = run_snippet(f"{widens} %o0, %a;", [codes], [U32])
     want = torch.arange(256).to(torch.uint8).view(getattr(torch, torch_name)).half().numpy()
     np.testing.assert_array_equal((got & 0xFFFF).astype(U16).view(F16), want)
     numbers = np.linspace(-70000, 70000, 500, dtype=F32) * np.geomspace(1e-9, 1, 500, dtype=F32)
-    (codes,) = run_snippet(f"cvt.rn.satfinite.{kind}x2.f32 %o0, %b, %a;", [numbers, -numbers], [U16])
+    (codes,) = run_snippet(f"{narrows} %o0, %b, %a;", [numbers, -numbers], [U16])
     most = torch.finfo(getattr(torch, torch_name)).max
     for values, got in ((numbers, codes & 255), (-numbers, codes >> 8)):
         want = torch.from_numpy(values).clamp(-most, most).to(getattr(torch, torch_name)).view(torch.uint8)
