@@ -131,6 +131,10 @@ class Sequences:
             return self.seq_lens, [1] * len(self.seq_lens)
         return (self.seq_lens, self.query_lens) if isinstance(self.query_lens, list) else None
 
+    def forget_host_lengths(self) -> None:
+        """Let nothing be planned by lengths of the host from now on: those of the device will be others."""
+        self._host_lengths = None
+
     def check(self, cache: BoundCache, num_tokens: int) -> None:
         """Check that these sequences are for such a cache and query, and that the tables keep their memory.
 

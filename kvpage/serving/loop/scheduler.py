@@ -64,6 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
+        self.num_left = 0  # how often requests have left `running`
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._is_held = is_held
@@ -172,6 +173,7 @@ class Scheduler:
         self._give_back(youngest)
         self.num_preemptions += 1
         self.running.remove(youngest)
+        self.num_left += 1
         self._queue(youngest)
 
     # --- a request's blocks ------------------------------------------------------------------------------------------
@@ -182,6 +184,7 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
+        self.num_left += 1
         self.manager.release(request.seq_id)
         request.leave_blocks()
 

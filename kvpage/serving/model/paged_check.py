@@ -32,8 +32,8 @@ from kvpage.serving.model.probe import (
     relative_error,
     unquantized,
 )
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 _BOUNDS = tuple((0, cut, length) for cut, length in zip((6, 4), PROBE_LENGTHS, strict=True))  # of each sequence's steps
 
