@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpage.kernels.arguments import BAD_BLOCK
+from kvpage.kernels.attention_plan import MAX_SPLITS
 from kvpage.kernels.constants import Constants
 
 SEARCH = 128  # sequences at a time
+IDS = 128  # block ids at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,10 @@ class AttentionConstants(Constants):
     WINDOW, SOFTCAP: whether there is one.
     TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
     TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
+    BOUNDED: the window bounds the keys that a tile of queries reads: its queries follow each other.
     MIN_SPLIT_TILES: tiles of keys that a split has at least.
+    MAX_SPLITS: splits that a sequence has at most.
+    IDS: block ids that are checked at a time.
     SEARCH: sequences that are searched at a time.
     BIT: of the error word, for a block id out of range.
     """
@@ -55,7 +60,10 @@ class AttentionConstants(Constants):
     KEY_TILE: int
     KEY_TAIL: int
     VALUE_TILE: int
+    BOUNDED: bool
     MIN_SPLIT_TILES: int
+    MAX_SPLITS: int = MAX_SPLITS
+    IDS: int = IDS
     SEARCH: int = SEARCH
     BIT: int = BAD_BLOCK
 

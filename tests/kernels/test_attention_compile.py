@@ -1,5 +1,6 @@
 """The attention kernels without a GPU: compiled ahead of time for sm_80 and sm_90, as a launch would compile them."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -18,10 +19,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
-from kvpage.kernels.attention_constants import SEARCH  # noqa: E402
 from kvpage.kernels.attention_launch import Plan, Rows, constants_of, sizes_of  # noqa: E402
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
-from kvpage.kernels.attention_plan import Sizes, choose_splits, choose_tile, split_columns  # noqa: E402
+from kvpage.kernels.attention_plan import (  # noqa: E402
+    MAX_SPLITS,
+    Sizes,
+    choose_items,
+    choose_pieces,
+    choose_tile,
+    min_keys_of_split,
+    split_columns,
+)
 from kvpage.layout.attention import Attention  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -108,6 +116,15 @@ def specialised(signature, attributes, index, name, value):
     return {name: 1} if value == 1 else {}
 
 
+def attention_constants(arch, **case):
+    """The constants of the kernel that compile_attention compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            globals(), "compile_kernel", lambda kernel, arch, pointers, strides, constants, **launch: constants
+        )
+        return compile_attention(arch, **case)["A"]
+
+
 def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False):
     """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
     views = layout.views(torch.empty(layout.shape(2), dtype=layout.dtype, device="meta"))
@@ -119,7 +136,7 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
     sizes = sizes_of(query, value_size, key, value is None)
     tile = choose_tile(sizes, group * queries, arch)
     tile_tokens = tile.num_tokens(group, queries)
-    plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_splits=2 if split else 1)
+    plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_pieces=2 if split else 0, num_items=3)
     constants = {"A": constants_of(plan, query, key, value, options, arch)}
     stored = "*u8" if layout.dtype in (E4M3, E5M2) else TYPES[layout.dtype]
     scale_pointer = None if key.scales is None else "*fp32"
@@ -140,7 +157,7 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
         "error_ptr": "*i32",
     }
     value = value or key
-    strides = {"query_token": query.stride(0), "query_head": query.stride(1), "table": 128}
+    strides = {"query_token": query.stride(0), "query_head": query.stride(1)}
     strides |= {"out_token": layout.num_kv_heads * group * value_size, "out_head": value_size}
     for name, rows in (("key", key), ("value", value)):
         parts = ("block", "offset", "head", "run")
@@ -162,8 +179,10 @@ def compile_kernel(kernel, arch, pointers, strides, constants, **launch):
             signature[name] = pointers[name] or "constexpr"
             if pointers[name] is None:
                 constants[name] = None
-            elif name not in ("sink_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"):
+            elif name not in ("sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name == "table_stride":
+            signature[name] = "i32"
         elif name.endswith("_stride"):
             constants |= specialised(signature, attributes, i, name, strides[name.removesuffix("_stride")])
         else:
@@ -191,7 +210,7 @@ def test_in_the_interpreter(tmp_path):
 # Tiles are chosen by what the compiler of Triton 3.7 makes of them; others may keep a few registers in memory.
 MOST_STACK = 0 if triton.__version__.startswith("3.7.") else 256
 # Lines of the source in the machine code decide whether these products without tensor cores find room in registers.
-SMALL_STACK = {"prefill fp32, 256": 32}
+SMALL_STACK = {"prefill fp32, 256": 32, "prefill": 16}  # the latter's five stages are worth a word or two
 
 
 @ARCHS
@@ -233,8 +252,9 @@ def test_addresses_are_64_bits(name):
 
 @ARCHS
 def test_the_merging_kernel(arch, tmp_path):
-    constants = {"VALUE_SIZE": 512, "VALUE_TILE": 512, "SPLITS_TILE": 128, "MERGED": MERGED, "SEARCH": SEARCH}
-    pointers = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "sum_ptr": "*fp32", "query_len_ptr": "*i64"}
+    constants = {"MERGED": MERGED, "A": attention_constants(arch, **CASES["decode mla"])}
+    pointers = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "sum_ptr": "*fp32"}
+    pointers |= {"seq_len_ptr": "*i64", "query_len_ptr": "*i64"}
     strides = {"out_token": 4096, "out_head": 512}
     compiled = compile_kernel(merge_splits_kernel, arch, pointers, strides, constants, num_warps=4)
     usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
@@ -249,14 +269,84 @@ def test_tiles_hold_their_columns():
     assert split_columns(576) == (512, 64) and split_columns(80) == (64, 16) and split_columns(112) == (128, 0)
 
 
+LLAMA = Sizes(4, 128, 128, 2, 2, False, False)
+
+
+def splits_of(lengths, head_tiles, tile, multiprocessors, tiles=None):
+    """The splits of each sequence, as kvpage.kernels.attention_tiles adds them up on the device."""
+    tiles = tiles or [1] * len(lengths)
+    num_pieces = choose_pieces(sum(tiles), head_tiles, max(lengths), tile, multiprocessors)
+    if num_pieces == 0:
+        return [1] * len(lengths)
+    spans = [-(-length // tile.keys) for length in lengths]
+    total = sum(count * span for count, span in zip(tiles, spans, strict=True))
+    piece = max(-(-total // num_pieces), min_keys_of_split(tile) // tile.keys)
+    splits = [min(max(-(-span // piece), 1), MAX_SPLITS) for span in spans]
+    num_items = sum(count * split for count, split in zip(tiles, splits, strict=True))
+    assert num_items <= choose_items(sum(tiles), num_pieces, max(lengths), tile) <= sum(tiles) + num_pieces
+    return splits
+
+
 def test_splits_fill_the_device_and_no_more():
-    tile = choose_tile(Sizes(4, 128, 128, 2, 2, False, False), 4, 90)
+    tile = choose_tile(LLAMA, 4, 90)
     assert tile.rows == 16
-    one_long = choose_splits(8, 131072, 8 * 131072, tile, 132)
-    assert one_long == 128
-    assert choose_splits(64 * 8, 8192, 64 * 8 * 8192, tile, 132) in (2, 3, 4)
-    assert choose_splits(4096, 8192, 4096 * 8192, tile, 132) == 1
-    assert choose_splits(8, 100, 800, tile, 132) == 1  # too few keys for a second thread block
-    wide = choose_tile(Sizes(4, 128, 128, 2, 2, False, False), 4 * 512, 90)
-    assert wide.rows == 128 and choose_splits(512, 65536, 512 * 65536, wide, 132) == 1
-    assert 1 < choose_splits(64, 65536, 64 * 65536, wide, 132) <= 8
+    assert splits_of([131072], 8, tile, 132) == [128]
+    assert set(splits_of([8192] * 64, 8, tile, 132)) <= {2, 3, 4}
+    assert set(splits_of([8192] * 512, 8, tile, 132)) == {1}
+    assert splits_of([100], 8, tile, 132) == [1]  # too few keys for a second thread block
+    wide = choose_tile(LLAMA, 4 * 512, 90)
+    assert wide.rows == 128 and splits_of([65536], 8, wide, 132, [64]) == [1]
+    assert 1 < splits_of([65536], 8, wide, 132, [8])[0] <= 8
+
+
+def test_one_long_sequence_among_short_ones_is_split_alone():
+    """Thread blocks with work fill the device, and partial results have few rows."""
+    tile = choose_tile(LLAMA, 4, 90)
+    *short, long = splits_of([200] * 63 + [100_000], 8, tile, 132)
+    assert short == [1] * 63 and long >= 100 and 8 * (63 + long) > 8 * 132
+    rows = choose_items(64, choose_pieces(64, 8, 100_000, tile, 132), 100_000, tile)
+    assert rows * 32 * 128 * 4 < 4 * 2**20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_split_is_much_longer_than_the_others(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (2.0 ** (17 * torch.rand(1 + 13 * seed, generator=generator))).int().add(1).tolist()
+    tile = choose_tile(LLAMA, 4, 90)
+    splits = splits_of(lengths, 8, tile, 132)
+    longest = max(-(-length // split) for length, split in zip(lengths, splits, strict=True))
+    fair = max(sum(lengths) / 132, min_keys_of_split(tile), max(lengths) / MAX_SPLITS)
+    assert longest <= fair + 2 * tile.keys
+
+
+def test_a_kernel_is_compiled_for_few_sizes_of_tiles():
+    for capability in (80, 90):
+        assert len({choose_tile(LLAMA, rows, capability) for rows in range(1, 3000)}) <= 3
+
+
+def key_loops(ttgir):
+    """The bodies of the loops that multiply."""
+    lines, found = ttgir.splitlines(), []
+    for at, line in enumerate(lines):
+        if " scf.for " in line:
+            indent = re.match(" *", line)[0] + "}"
+            body = list(itertools.takewhile(lambda other, end=indent: not other.startswith(end), lines[at + 1 :]))
+            if any("tt.dot" in other or "warp_group_dot " in other for other in body):
+                found.append(body)
+    return found
+
+
+@ARCHS
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_loads_of_keys_and_values_are_under_way_while_others_are_multiplied(name, arch):
+    ttgir = compile_attention(arch, **CASES[name]).asm["ttgir"]
+    buffers = [int(n) for n in re.findall(r"ttg\.local_alloc\s*:.*memdesc<(\d+)x64x128x", ttgir)]
+    assert len(buffers) == (2 if name == "decode" else 4) and min(buffers) >= 2
+    if arch == 90 and name == "prefill":
+        assert max(buffers) == 3
+    loops = key_loops(ttgir)
+    assert len(loops) == len(buffers) // 2
+    for body in loops:
+        waits = [int(re.search(r"num = (\d+)", line)[1]) for line in body if "ttg.async_wait" in line]
+        assert waits and min(waits) > 0, waits
+        assert not any("tt.load " in line for line in body)

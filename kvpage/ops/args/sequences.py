@@ -34,6 +34,7 @@ class Sequences:
         "max_query_len",
         "max_seq_len",
         "native_tables",
+        "num_decodes",
         "num_tokens",
         "query_lens",
         "seq_lens",
@@ -72,6 +73,7 @@ class Sequences:
         counts = [1] if self.query_lens is None else self.query_lens
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
+        self.num_decodes = num_decodes(_listed(counts))
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     @classmethod
@@ -84,6 +86,7 @@ class Sequences:
         query_lens: list[int] | torch.Tensor | None,
         max_query_len: int,
         max_seq_len: int,
+        num_decodes: int = 0,
     ) -> "Sequences":
         """Return the sequences of a loop that has made these arguments itself. It checks none of them.
 
@@ -97,6 +100,7 @@ class Sequences:
             query_lens: Likewise. None: one each, on a CUDA device.
             max_query_len: The largest of them.
             max_seq_len: Likewise.
+            num_decodes: Sequences at the beginning that have one query each. Fewer may be named.
         """
         self = cls.__new__(cls)
         num_blocks, block_size, *_ = cache.shape
@@ -106,13 +110,8 @@ class Sequences:
         self.shape = cache.device, num_blocks, block_size
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
+        self.num_decodes = num_decodes
         return self
-
-    @property
-    def num_keys(self) -> int:
-        """The keys of all sequences, or a bound where the host does not know them."""
-        lengths = self.seq_lens
-        return sum(lengths) if isinstance(lengths, list) else len(self.block_tables) * self.max_seq_len
 
     def check(self, cache: BoundCache, num_tokens: int) -> None:
         """Check that these sequences are for such a cache and query, and that the tables keep their memory.
@@ -149,6 +148,17 @@ class Sequences:
             query_lens = next(copies) if isinstance(self.query_lens, list) else self.query_lens
             self._uploaded = seq_lens, query_lens
         return self._uploaded
+
+
+def num_decodes(query_lens: list[int] | None) -> int:
+    """Return the sequences at the beginning that have one query each; 0 where the host does not know.
+
+    Args:
+        query_lens: The queries of each sequence, or None.
+    """
+    if query_lens is None:
+        return 0
+    return next((seq for seq, count in enumerate(query_lens) if count != 1), len(query_lens))
 
 
 def _listed(lengths: list[int] | torch.Tensor) -> list[int] | None:

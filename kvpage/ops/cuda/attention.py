@@ -60,7 +60,7 @@ def attend(
                 query_lens,
                 sequences.max_seq_len,
                 sequences.max_query_len,
-                sequences.num_keys,
+                sequences.num_decodes,
             ),
             attention,
             launch.Device(token_ops_cuda._error_word(device), *_facts(device)),

@@ -22,6 +22,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
+from kvpage.ops.args.sequences import num_decodes
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
@@ -213,7 +214,8 @@ def _sequences(
     longest = max(query_lens), max(seq_lens)
     num_tokens = len(query_lens) if device_query_lens is None else sum(query_lens)
     if cache.is_cuda:
-        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest)
+        decodes = num_decodes(query_lens)
+        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest, decodes)
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)
 
 
