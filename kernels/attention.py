@@ -11,8 +11,8 @@ keeps a running maximum, a running sum and the weighted values in fp32 (online s
 each other.
 
 Unseen keys reach no sum: keys that no query of the tile sees are not read, and keys that only some queries see are made
-finite for the others. A block id out of range is reported, and its keys count as not there. The report has a loop of its
-own: in the loop over keys it would be a load that nothing hides.
+finite for the others. A block id out of range is reported, and its keys count as not there. The report has a loop of
+its own: in the loop over keys it would be a load that nothing hides.
 """
 
 import triton

@@ -3,7 +3,7 @@
 rows of a tile     TILE_TOKENS tokens of HEADS query heads of one KV head: token * HEADS + head of the group
                    a group of more heads than rows takes HEAD_TILES tiles, each of one token
 keys of a tile     TILE_KEYS at a time, of those that any of its rows sees
-pieces             few tiles over many keys would leave multiprocessors without work: all keys are cut into about so many
+pieces             few tiles over many keys would leave multiprocessors idle: all keys are cut into about so many
                    pieces, each sequence's into as many as its length asks for, and a second kernel merges partial sums
 """
 
