@@ -36,6 +36,7 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import CacheLayout, ops
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 from kvpage.benchmarks.vllm_attention import AttentionProcess
 
@@ -170,8 +171,8 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--vllm", type=Path, help="an interpreter with vLLM's CPU build")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -7,13 +7,16 @@ The result is checked before anything is timed, in fp64 by each pair's angle.
 
     turn        K turned                         turn+copy   K turned, V copied: what loads a segment into blocks
     blend       both, with fresh rows scattered, through CacheBlendImpl (new tensors, as it hands out)
+    in place    the same through CacheBlendImpl(in_place=True), which writes turned K and fresh rows alone
+    unturned    in place, of segments that are used where they were computed: nothing but fresh rows is written
     deviation   two tensors compared, against the copy's reading half
     eager       K un-turned and turned again by torch operations, V cloned, fresh rows put in by indices
 
 Layers follow each other as in a model, so that nothing but what one layer holds can stay in a cache. On a CPU the
-operations write past the cache, which copy_ of as little does not: turning and copying together may take less. Target:
-at most 2 copies for the whole blend on a CPU; at least 0.85 of the copy's speed on a GPU. There it is the
-device's time, behind a delay until all is launched (benchmarks/device_clock.py); `hidden` says where that failed.
+operations write past the cache, which copy_ of as little does not: turning and copying together may take less.
+Targets: on a CPU at most 2 copies for the whole blend, 0.6 of one unturned; on a GPU at least 0.85 of the copy's speed.
+There it is the device's time, behind a delay until all is launched (benchmarks/device_clock.py); `hidden` says where
+that failed.
 
     python benchmarks/bench_blend_ops.py [--device cpu|cuda] [--layers N] [--tokens N] [--threads N]
         [--seconds S] [--plot PATH]
@@ -59,9 +62,9 @@ class Prompt:
         self.fresh = rows(num_tokens)
         self.room = [(torch.empty_like(k), torch.empty_like(v)) for k, v in self.retrieved]
 
-        self.chosen: torch.Tensor | None = None
-        self.chosen_positions, self.chosen_fresh = self.positions, self.fresh
-        self.executor = CacheBlendImpl(RATIO, rotary=self.tables)
+        self.mixed = Blending(self, self.retrieved, self.original)
+        self.mixed_in_place = Blending(self, self.room, self.original, in_place=True)
+        self.unturned = Blending(self, self.room, self.positions, in_place=True)
 
     # Each does some layers, in order; what all layers share is made at layer 0.
 
@@ -87,21 +90,15 @@ class Prompt:
             ops.row_deviation(k[:, None], v[:, None], self.valid)
 
     def blend(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the last of the layers. Layer 1 chooses rows."""
-        output = None
-        for layer in layers:
-            chosen = None if layer <= self.executor.check_layer else self.chosen
-            positions, fresh = self.positions, self.fresh
-            if chosen is not None:
-                positions, fresh = self.chosen_positions, self.chosen_fresh
-            output = self.executor.blend(
-                layer, *self.retrieved[layer], self.valid, self.original, fresh, fresh, fresh, positions, self.bounds
-            )
-            if layer == self.executor.check_layer:
-                self.chosen, self.chosen_positions = output.local_indices, output.positions
-                self.chosen_fresh = self.fresh[self.chosen]
-        assert output is not None
-        return output.k, output.v
+        return self.mixed.run(layers)
+
+    def blend_in_place(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mix what the copies have left in `room`."""
+        return self.mixed_in_place.run(layers)
+
+    def blend_unturned(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mix what is in `room`, as if it had been computed at its positions."""
+        return self.unturned.run(layers)
 
     def eager(self, layers: range) -> None:
         if 0 in layers:
@@ -111,7 +108,45 @@ class Prompt:
             plain = eager_turn(heads(k).float(), self.old[0][:, None], -self.old[1][:, None])
             mixed_k = eager_turn(plain, *(part[:, None] for part in self.new)).to(k.dtype).view_as(k)
             mixed_v = v.clone()
-            mixed_k[self.chosen], mixed_v[self.chosen] = self.chosen_fresh, self.chosen_fresh
+            chosen, fresh = self.mixed.chosen, self.mixed.chosen_fresh
+            mixed_k[chosen], mixed_v[chosen] = fresh, fresh
+
+
+class Blending:
+    """The layers of a prompt through an executor.
+
+    retrieved: K and V of each layer; `in_place` overwrites them.
+    original: the positions where they were computed, [tokens].
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        retrieved: list[tuple[torch.Tensor, torch.Tensor]],
+        original: torch.Tensor,
+        in_place: bool = False,
+    ) -> None:
+        self.prompt, self.retrieved, self.original = prompt, retrieved, original
+        self.executor = CacheBlendImpl(RATIO, rotary=prompt.tables, in_place=in_place)
+        self.chosen: torch.Tensor | None = None
+        self.chosen_positions, self.chosen_fresh = prompt.positions, prompt.fresh
+
+    def run(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of the last of the layers. The check layer chooses rows."""
+        output, prompt = None, self.prompt
+        for layer in layers:
+            positions, fresh = prompt.positions, prompt.fresh
+            if layer > self.executor.check_layer:
+                positions, fresh = self.chosen_positions, self.chosen_fresh
+            k, v = self.retrieved[layer]
+            output = self.executor.blend(
+                layer, k, v, prompt.valid, self.original, fresh, fresh, fresh, positions, prompt.bounds
+            )
+            if layer == self.executor.check_layer:
+                self.chosen, self.chosen_positions = output.local_indices, output.positions
+                self.chosen_fresh = prompt.fresh[self.chosen]
+        assert output is not None
+        return output.k, output.v
 
 
 def heads(rows: torch.Tensor) -> torch.Tensor:
@@ -124,15 +159,22 @@ def eager_turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def check(prompt: Prompt) -> None:
-    """The last layer's blend compared with fp64: K must be equal within the precision of bf16."""
-    k, v = prompt.blend(range(len(prompt.retrieved)))
-    chosen = prompt.chosen
+    """The last layer's blends compared with fp64: K must be equal within the precision of bf16."""
+    layers = range(len(prompt.retrieved))
+    check_mixed(prompt, prompt.mixed, *prompt.blend(layers))
+    prompt.copy(layers)
+    check_mixed(prompt, prompt.mixed_in_place, *prompt.blend_in_place(layers))
+    prompt.copy(layers)
+    check_mixed(prompt, prompt.unturned, *prompt.blend_unturned(layers))
+
+
+def check_mixed(prompt: Prompt, mixed: Blending, k: torch.Tensor, v: torch.Tensor) -> None:
     last_k, last_v = prompt.retrieved[-1]
     pairs = torch.arange(0, SIZE, 2, dtype=torch.float64, device=k.device) / SIZE
-    angles = (prompt.positions - prompt.original)[:, None].double() * 500000.0**-pairs
+    angles = (prompt.positions - mixed.original)[:, None].double() * 500000.0**-pairs
     want = eager_turn(heads(last_k).double(), angles.cos()[:, None], angles.sin()[:, None]).view_as(last_k)
     want_v = last_v.clone()
-    want[chosen], want_v[chosen] = prompt.fresh[chosen].double(), prompt.fresh[chosen]
+    want[mixed.chosen], want_v[mixed.chosen] = (prompt.fresh[mixed.chosen].to(to.dtype) for to in (want, want_v))
     torch.testing.assert_close(k.double(), want, rtol=2**-8, atol=2e-2)
     assert torch.equal(v, want_v), "V is not what was retrieved and computed"
 
@@ -153,6 +195,8 @@ def measure(prompt: Prompt, device: str, rounds: int, most_seconds: float = math
         "turn": prompt.turn,
         "turn+copy": prompt.turn_and_copy,
         "blend": prompt.blend,
+        "in place": prompt.blend_in_place,
+        "unturned": prompt.blend_unturned,
         "deviation": prompt.deviation,
         "eager": prompt.eager,
     }

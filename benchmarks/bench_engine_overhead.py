@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.engine_stub import (
     NUM_ADMITTED,
     PARTS,
@@ -220,14 +221,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="sequences of a step")
-    parser.add_argument("--vocabs", type=int, nargs="+", default=[1024, 32000])
+    parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256], help="sequences of a step")
+    parser.add_argument("--vocabs", type=positive, nargs="+", default=[1024, 32000])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--rounds", type=int, default=15, help="a quarter of it for larger vocabularies")
+    parser.add_argument("--rounds", type=positive, default=15, help="a quarter of it for larger vocabularies")
     parser.add_argument(
-        "--steps", type=int, default=16, help="in a row, that make one measurement; 16 tokens are a block"
+        "--steps", type=positive, default=16, help="in a row, that make one measurement; 16 tokens are a block"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of torch; the thread's own time counts one")
+    parser.add_argument("--threads", type=positive, default=1, help="of torch; the thread's own time counts one")
     parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import ops
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
@@ -187,9 +188,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS))
     parser.add_argument("--vllm", metavar="PYTHON", help="the interpreter that has vLLM's CPU build")
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()

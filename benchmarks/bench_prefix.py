@@ -13,8 +13,8 @@ run, in the same state of the caches.
   tokens inserted at once.
 - evict: one block among 1,000 and 50,000 leaves of one parent, used in random order. Target: 2 x between them.
 
-- threads: 1, 2 and 4 threads of Python that share a tree or a pool: what they do together, to what one does. Target: as
-  much as one, for a prompt of 8,192 tokens; 0.95 of it passes for noise.
+- threads: 1, 2 and 4 threads of Python that share a tree or a pool: what they do together, to what one does that takes
+  turns at the work of all. Target: as much as one, for a prompt of 8,192 tokens; 0.95 of it passes for noise.
 
 All figures are medians, with the 25th and 75th percentile beside them. Single calls are timed by the wall clock, long
 loops by the thread's own time, which other processes on the machine disturb less.

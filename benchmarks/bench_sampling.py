@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps, seconds
 from kvpage.benchmarks.peer_process import PeerProcess
 from kvpage.serving import SamplingParams
@@ -135,11 +136,11 @@ def plot(rows: list[dict[str, Any]], names: list[str], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--vocabs", type=int, nargs="+", default=[1024, 32_000, 151_936])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--vocabs", type=positive, nargs="+", default=[1024, 32_000, 151_936])
     parser.add_argument("--rules", nargs="+", choices=list(cases()), default=list(cases()))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--vllm", type=Path, metavar="PYTHON")
     parser.add_argument("--plot", metavar="PATH")
     args = parser.parse_args()

@@ -40,11 +40,12 @@ from typing import Any
 import torch
 import transformers as tf
 
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
-from kvpage.benchmarks.serving_tokens import compare_answers
+from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
 from kvpage.benchmarks.serving_workloads import (
     DTYPES,
     MODELS,
@@ -82,14 +83,18 @@ def take_turns(runs: dict[str, Contender], rounds: int) -> dict[str, list[float]
 
 
 def measure(
-    model: tf.PreTrainedModel, workload: Workload, options: argparse.Namespace, peers: dict[str, ServingPeer]
+    model: tf.PreTrainedModel,
+    judge: TokenJudge,
+    workload: Workload,
+    options: argparse.Namespace,
+    peers: dict[str, ServingPeer],
 ) -> dict[str, Any]:
     runs = local_contenders(model, workload, options.tokens)
     for name, peer in peers.items():
         peer.prepare(workload, options.tokens)
         runs[name] = functools.partial(peer.serve, workload, options.tokens)
     runs = {name: run for name, run in runs.items() if name not in options.without}
-    compared = compare_answers(model, workload, {name: run() for name, run in runs.items()})
+    compared = compare_answers(judge, workload, {name: run() for name, run in runs.items()})
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
     runs = {"bound": functools.partial(run_bound, bound), **runs}
     times = take_turns(runs, options.rounds)
@@ -101,6 +106,7 @@ def measure(
         "kvpage_over": {name: Figure.ratio(taken, times["kvpage"]) for name, taken in times.items()},
         "parted": {name: one.num_parted for name, one in compared.items()},
         "max_gap": {name: one.max_gap for name, one in compared.items()},
+        "max_rounding": judge.max_rounding,
         "products": bound.chosen,
         "seconds": times,
     }
@@ -135,14 +141,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="small", help="33 million parameters, or 197 million")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--workload", nargs="+", choices=workloads, default=workloads[:2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=64, help="of a workload of one turn")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=64, help="of a workload of one turn")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared prefix")
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=384, help="new ones of each turn")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each request")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--conversations", type=positive, default=16)
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--turn-tokens", type=positive, default=384, help="new ones of each turn")
+    parser.add_argument("--tokens", type=positive, default=32, help="to generate for each request")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, beside the fastest peers")
     parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
@@ -161,12 +167,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     tf.logging.set_verbosity_error()
     model = make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB)
+    judge = TokenJudge(model)
     with serving_peers(model, options.threads, options.vllm, options.preload) as peers:
         results = []
         for name in options.workload:
             num = options.conversations if name == "multi-turn" else options.requests
             workload = make_workload(name, num, options.prefix, options.turn_tokens, options.turns, VOCAB)
-            results.append(measure(model, workload, options, peers))
+            results.append(measure(model, judge, workload, options, peers))
             show(results[-1])
         versions = {"vllm": peers["vllm"].hello["vllm"] if "vllm" in peers else None}
     if options.plot:

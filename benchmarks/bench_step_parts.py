@@ -28,6 +28,7 @@ import transformers as tf
 
 import kvpage._C as _C
 from kvpage import CacheConfig
+from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.engine_stub import random_prompt
 from kvpage.benchmarks.figure import Figure, dumps
 from kvpage.benchmarks.part_clock import PartClock
@@ -139,8 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     num_threads = torch.get_num_threads()

@@ -84,8 +84,41 @@ def store_bound(*operations: str) -> Callable[[Result], str]:
     return beside
 
 
+def manager(what: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
+    """Return the cells of bench_block_manager."""
+    beside = {"numpy copy": "a copy of the arrays", "numpy's conversion": "numpy's conversion of the list"}
+
+    def bound(result: Result) -> str:
+        row = row_of(result, "rows", what=what)
+        return f"{text(row['bound us'])} us: {beside.get(row['bound'], row['bound'])}"
+
+    return us("rows", what=what), bound
+
+
+def sampled(vocab: int, rules: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
+    """Return the cells of bench_sampling for 256 rows."""
+    names = {"torch": "by torch's operations", "vllm": "vLLM's sampler", "bound": "reading the logits once"}
+
+    def row(result: Result) -> Result:
+        return row_of(result, "rows", num_rows=256, vocab_size=vocab, rules=rules)
+
+    def beside(result: Result) -> str:
+        found = row(result)
+        return "; ".join(f"{text(found[name])} ms: {what}" for name, what in names.items() if name in found)
+
+    return lambda result: f"{text(row(result)['sample'])} ms", beside
+
+
+def mixed(operation: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
+    """Return the cells of bench_blend_ops: ms of all layers, and the time in copies."""
+    return (
+        lambda result: f"{text(row_of(result, 'results', operation=operation)['ms'], 1)} ms",
+        lambda result: f"{text(row_of(result, 'results', operation=operation)['copies'])} of a `copy_` of all K and V",
+    )
+
+
 MAX_ROUNDING = 0.25
-"""Of logits around 4 in bf16: serving_tokens.py."""
+"""Of logits around 4 in bf16, for results that do not say it."""
 
 
 def served(workload: str, name: str) -> Callable[[Result], str]:
@@ -122,7 +155,8 @@ def vllm_beside(row: Result) -> list[str]:
         return []
     speed, share = row["tokens_per_s"]["vllm"], row["kvpage_over"]["vllm"]
     gap = row.get("max_gap", {}).get("vllm", 0.0)
-    error = f", and whose tokens lie up to {gap:.2f} below the best logit" if gap > MAX_ROUNDING else ""
+    is_wrong = gap > row.get("max_rounding", MAX_ROUNDING)
+    error = f", and whose tokens lie up to {gap:.2f} below the best logit" if is_wrong else ""
     return [f"{text(speed, 0)}: vLLM's CPU build, of which kvpage has {text(share)}{error}"]
 
 

@@ -20,11 +20,14 @@ from kvpage.benchmarks.number_cells import (
     is_plain,
     losses,
     lost,
+    manager,
+    mixed,
     peers,
     pool_beside,
     pool_cell,
     right,
     row_of,
+    sampled,
     served,
     shares,
     slots_beside,
@@ -41,6 +44,7 @@ from kvpage.benchmarks.number_cells import (
 from kvpage.benchmarks.runs import RUNS
 
 Results = dict[str, Result]
+NOT_MEASURED = "not measured yet"
 
 
 class Number(NamedTuple):
@@ -85,18 +89,21 @@ def full_table(results: Results) -> str:
 
 
 def short_table(results: Results) -> str:
-    """Return the rows with a headline.
+    """Return the rows with a headline, also those whose run has no result.
 
     Args:
         results: the line of JSON of each run, by name.
     """
     lines = ["| measured | median (quartiles) | beside |", "|---|---|---|"]
-    for number in measured_numbers(results):
-        if number.headline is not None:
-            result = results[number.run]
-            beside = number.headline_beside or number.beside
-            lines.append(f"| {number.headline} | {number.measured(result)} | {beside(result)} |")
+    lines += [_short_row(number, results) for number in NUMBERS if number.headline is not None]
     return "\n".join(lines)
+
+
+def _short_row(number: Number, results: Results) -> str:
+    if number.run not in results:
+        return f"| {number.headline} | {NOT_MEASURED} | |"
+    result, beside = results[number.run], number.headline_beside or number.beside
+    return f"| {number.headline} | {number.measured(result)} | {beside(result)} |"
 
 
 def answers_table(results: Results) -> str:
@@ -126,7 +133,6 @@ NUMBERS: list[Number] = [
         pool_cell(100),
         pool_beside(100),
         "pool",
-        headline="allocate and release a block, in batches of 100",
     ),
     Number("pool: `allocate(1)` and release", pool_cell(1), pool_beside(1), "pool"),
     Number("pool: `allocate_one` and release", pool_cell("one"), pool_beside("one"), "pool"),
@@ -153,6 +159,14 @@ NUMBERS: list[Number] = [
         threads("match of 8,192", 4),
         "prefix",
     ),
+    Number(
+        "a decode step of 256 sequences in the block manager: append, slots, tables, commit; of each sequence",
+        *manager("step by rows"),
+        "block_manager",
+    ),
+    Number("the same by calls that name the sequences", *manager("step by names"), "block_manager"),
+    Number("allocate a prompt of 8,192 tokens, 6,144 cached, an array", *manager("allocate, array"), "block_manager"),
+    Number("the same, a list", *manager("allocate, list"), "block_manager"),
     Number(
         "whole-sequence slots: alloc and free",
         us("rows", what="alloc and free"),
@@ -223,11 +237,22 @@ NUMBERS: list[Number] = [
         "store_two_threads",
     ),
     Number("and back", stored("disk retrieve"), store_bound("disk retrieve"), "store_two_threads"),
+    *(
+        Number(f"{what}, {threads}", stored(f"tensors {operation}"), store_bound(f"tensors {operation}"), run)
+        for run, threads in (("store_tensors", "one thread"), ("store_tensors_two_threads", "two threads"))
+        for what, operation in (
+            ("K and V in tensors into the memory tier", "store"),
+            ("and back, in the store's memory", "retrieve"),
+            ("and back, into the caller's tensors", "out"),
+            ("the first into a tier that was just opened", "first store"),
+        )
+    ),
     Number(
         "a decode step of 256 sequences, greedy, the model left out; CPU time of one thread",
         step(seqs=256, mode="greedy"),
         step_beside(seqs=256, mode="greedy"),
         "engine_overhead",
+        headline="the engine's own time in a decode step of 256 sequences, greedy",
     ),
     Number("the same of 64", step(seqs=64, mode="greedy"), step_beside(seqs=64, mode="greedy"), "engine_overhead"),
     Number(
@@ -256,6 +281,11 @@ NUMBERS: list[Number] = [
     ),
     Number("admit a prompt of 8,192 tokens, 6,144 cached, an array", *admission("array"), "engine_overhead"),
     Number("the same, a list", *admission("list"), "engine_overhead"),
+    *(
+        Number(f"choose a token for each of 256 rows of {vocab:,} logits, {rules}", *sampled(vocab, rules), "sampling")
+        for vocab in (1024, 151_936)
+        for rules in ("greedy", "top-k 50", "top-p 0.9", "top-p 0.9, penalties")
+    ),
     Number(
         "a layer of a decode step of 16 sequences, besides its native calls, Llama-3-8B, bf16",
         *layer("llama 3 8B", "bfloat16", 16),
@@ -322,6 +352,15 @@ NUMBERS: list[Number] = [
     ),
     Number(
         "the same, nothing found", generated(128, "nothing found"), generated_beside(128, "generate"), "generate_cache"
+    ),
+    *(
+        Number(f"{what}, {threads}", *mixed(operation), run)
+        for run, threads in (("blend_ops_one_thread", "one thread"), ("blend_ops_two_threads", "two threads"))
+        for what, operation in (
+            ("blend 32 layers of 4,096 retrieved tokens, Llama-3-8B, bf16", "blend"),
+            ("the same in the memory of what was retrieved, K turned there", "in place"),
+            ("the same of segments that stay at their positions", "unturned"),
+        )
     ),
     Number(
         "first token of 2,080 tokens, 15 % of the reused ones computed again, Llama of 16 layers, fp32, one thread",

@@ -2,9 +2,16 @@
 
 The rows "control" run a loop of plain Python that calls nothing of kvpage. Python lets one thread run at a time (the
 GIL), and passing it on costs something. So the ratio of "control" is the bound for every call that keeps the GIL:
-allocate(1) keeps it, and a long match releases it. Each thread has prompts of its own: more threads touch more memory.
+allocate(1) keeps it, and a long match releases it.
+
+Each thread has prompts of its own. So what n threads do is compared with one thread that does the work of all n in
+turns, and touches as much memory:
+
+    threads    thread 0: [ work 0 | work 0 | ... ]     thread 1: [ work 1 | work 1 | ... ]
+    alone      thread 0: [ work 0 | work 1 | work 0 | work 1 | ... ]
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +29,16 @@ NUM_PROMPTS = 8  # each thread has its own
 CONTROL = "control"
 
 Work = Callable[[int], Callable[[], int]]  # makes the function that a thread repeats, which returns its number of calls
+
+
+def in_turns(work: Work, num_works: int) -> Work:
+    """Return the work of one thread that takes turns at what so many threads would do."""
+
+    def all_works(_: int) -> Callable[[], int]:
+        calls = itertools.cycle([work(thread) for thread in range(num_works)])
+        return lambda: next(calls)()
+
+    return all_works
 
 
 def rate(work: Work, num_threads: int, seconds: float) -> float:
@@ -143,24 +160,31 @@ CASES: dict[str, Callable[[], Work]] = {
 def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Return a row for each case and number of threads, those of the control first.
 
-    Ratios are taken within a round, in which all numbers of threads follow one another.
+    "alone": one thread that does all the work. Ratios are taken within a round, in which all of these follow one
+    another.
     """
     rows = []
     for name, make in CASES.items():
         work = make()
         rates: dict[int, list[float]] = {num: [] for num in NUM_THREADS}
+        alone: dict[int, list[float]] = {1: rates[1]} | {num: [] for num in NUM_THREADS if num > 1}
         for _ in range(rounds):
             for num in NUM_THREADS:
                 rates[num].append(rate(work, num, seconds))
+                if num > 1:
+                    alone[num].append(rate(in_turns(work, num), 1, seconds))
         for num in NUM_THREADS:
-            figures = {"calls_s": Figure.of(rates[num]), "ratio": Figure.ratio(rates[num], rates[1])}
+            figures = {"calls_s": Figure.of(rates[num]), "alone_calls_s": Figure.of(alone[num])}
+            figures["ratio"] = Figure.ratio(rates[num], alone[num])
             rows.append({"case": name, "threads": num, **figures})
     return rows
 
 
 def report_threads(rows: list[dict[str, Any]]) -> None:
-    print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'to one thread: median (quartiles)':>36}")
+    print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'alone':>12}{'ratio (quartiles)':>24}")
     for row in rows:
         ratio = f"{row['ratio']:.2f}"
-        print(f"{row['case']:27}{row['threads']:>8}{row['calls_s'].median:14,.0f}{ratio:>36}")
+        calls = f"{row['calls_s'].median:14,.0f}{row['alone_calls_s'].median:12,.0f}"
+        print(f"{row['case']:27}{row['threads']:>8}{calls}{ratio:>24}")
+    print("alone: one thread that does the work of all in turns")
     print("control: plain Python without a call of kvpage; its ratio is the bound that the GIL sets")

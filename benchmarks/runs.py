@@ -46,6 +46,7 @@ RUNS = {
     for run in (
         _run("pool", "bench_pool", has_plot=False),
         _run("prefix", "bench_prefix"),
+        _run("block_manager", "bench_block_manager"),
         _run("slots", "bench_slots"),
         _run("token_trie", "bench_token_trie", has_plot=False),
         _run("events", "bench_events"),
@@ -55,13 +56,16 @@ RUNS = {
             "bench_reshape_gather --threads 1 --tokens 32768 --chunk-tokens 8192 --rounds 9",
         ),
         _run("reshape_gather", "bench_reshape_gather --threads 2 --tokens 32768 --chunk-tokens 8192 --rounds 9"),
-        _run("store", "bench_store --threads 1"),
+        _run("store", "bench_store --threads 1 --parts memory disk redis lookups"),
         _run("store_two_threads", "bench_store --threads 2 --parts memory disk"),
+        _run("store_tensors", "bench_store --threads 1 --parts tensors"),
+        _run("store_tensors_two_threads", "bench_store --threads 2 --parts tensors"),
         _run("store_redis", "bench_store_redis"),
         _run("engine_overhead", "bench_engine_overhead"),
         # Measured once, while the model's own modules computed every product and norm: nothing makes it out of date.
         _run("step_parts_before", "bench_step_parts --threads 2", sources=()),
         _run("step_parts", "bench_step_parts --threads 2"),
+        _run("sampling", "bench_sampling --threads 2 --rows 256"),
         _run("layer_overhead", "bench_layer_overhead"),
         _run("attention_steps", "bench_attention_steps --dtypes float32 bfloat16 --threads 1 2"),
         _run("serving", "bench_serving --threads 2 --requests 32 --rounds 3"),
@@ -76,7 +80,7 @@ RUNS = {
         _run(
             "serving_large_bf16",
             "bench_serving --threads 2 --model large --dtype bf16 --requests 4 --rounds 3"
-            " --without generate generate_prefix generate_batch",
+            " --without generate generate_prefix generate_copies generate_batch",
         ),
         _run(
             "multi_turn", "bench_serving --threads 2 --workload multi-turn --rounds 3 --without generate generate_batch"
@@ -84,7 +88,8 @@ RUNS = {
         _run("generate_cache", "bench_generate_cache"),
         _run("linear", "bench_linear --threads 1 --rounds 5 --rows 1 8 32 256"),
         _run("linear_two_threads", "bench_linear --threads 2 --rounds 5 --rows 1 8 32 256"),
-        _run("blend_ops", "bench_blend_ops --threads 1"),
+        _run("blend_ops_one_thread", "bench_blend_ops --threads 1"),
+        _run("blend_ops_two_threads", "bench_blend_ops --threads 2"),
         _run("blend_speed_2048", "bench_blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1"),
         _run("blend_speed_4096", "bench_blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1"),
         _run("blend_quality", "bench_blend --part quality --threads 1", sources=BLENDING),

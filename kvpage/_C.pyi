@@ -1,6 +1,6 @@
 """The native core: it takes addresses, sizes and stream handles, and knows nothing of torch."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -1271,7 +1271,7 @@ class PrefixTree:
     def lose_changes(self) -> None:
         """Drop the log, so that the next take_changes returns all that is cached."""
 
-# Sequences on the device. Rows: numbers that `begin`, `add` and `fork` have returned, each named once a call.
+# Sequences on the device. Rows: numbers that `begin`, `add` and `fork` have given, each named once a call.
 
 @final
 class SequenceRows:
@@ -1292,11 +1292,21 @@ class SequenceRows:
     def num_rows(self) -> int:
         """Number of rows in use."""
     def begin(
-        self, tokens: _Integers, namespace: bytes, priority: int, num_left_over: int, share_parts: bool, /
-    ) -> tuple[int, int, int, int, int, npt.NDArray[np.int32]] | None:
+        self,
+        names: dict[Hashable, int],
+        seq_id: Hashable,
+        tokens: _Integers,
+        namespace: bytes,
+        priority: int,
+        num_left_over: int,
+        share_parts: bool,
+        /,
+    ) -> tuple[int, int, int, int, npt.NDArray[np.int32]] | None:
         """Begin a sequence: its longest cached prefix, and free blocks, for which others are evicted.
 
         Args:
+            names: Takes its row.
+            seq_id: Its key there, which is not in use.
             tokens: The prompt.
             namespace: Where to search.
             priority: As in PrefixTree.match.
@@ -1304,14 +1314,16 @@ class SequenceRows:
             share_parts: Whether a part of the next block is shared, too.
 
         Returns:
-            The row, the number of cached tokens, the number of blocks evicted for it, the pair of blocks to copy (-1:
-            none), and all block ids. None, and nothing is changed, if blocks are short.
+            The number of cached tokens, the number of blocks evicted for it, the pair of blocks to copy (-1: none),
+            and all block ids. None, and nothing is changed, if blocks are short.
 
         Raises:
             ValueError: As in PrefixTree.match, or the tree has a host tier, or there are no tokens.
         """
     def add(
         self,
+        names: dict[Hashable, int],
+        seq_id: Hashable,
         *,
         match: Match,
         own_ids: _Integers,
@@ -1325,6 +1337,8 @@ class SequenceRows:
         """Add a sequence that has its blocks, and take over its match and the references to its own blocks.
 
         Args:
+            names: Takes its row.
+            seq_id: Its key there, which is not in use.
             match: The cached blocks, all on the device.
             own_ids: The blocks after those that are given back.
             pending: Written tokens after the match.
@@ -1337,21 +1351,24 @@ class SequenceRows:
         Returns:
             The row.
         """
-    def fork(self, row: int, num_tokens: int) -> int:
+    def fork(self, names: dict[Hashable, int], seq_id: Hashable, row: int, num_tokens: int) -> int:
         """Return the row of a new sequence with the first tokens of another, in the same blocks.
 
         Args:
+            names: Takes its row.
+            seq_id: Its key there, which is not in use.
             row: A sequence whose tokens are all written.
-            num_tokens: How many tokens the new one has.
+            num_tokens: How many tokens the new one has. At least those of the blocks that are cached or given back.
 
         Raises:
             ValueError: num_tokens is out of range.
         """
-    def remove(self, row: int, /) -> None:
+    def remove(self, names: dict[Hashable, int], seq_id: Hashable, /) -> None:
         """End a sequence. Its own blocks and its match are released.
 
         Args:
-            row: The sequence.
+            names: Has its row, and loses it.
+            seq_id: Its key there.
         """
     def give_back_room(self, row: int) -> None:
         """Release the blocks after the written tokens.
@@ -1405,6 +1422,19 @@ class SequenceRows:
 
         Raises:
             ValueError: A row is named twice, or a number is negative or does not fit.
+        """
+    def append_if_free(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> bool:
+        """Make room for more tokens as `append` does, where that copies nothing and enough blocks are free.
+
+        Args:
+            rows: The sequences.
+            num_new_tokens: One number for each, or one for all.
+
+        Returns:
+            Whether there is room now. Else nothing is changed.
+
+        Raises:
+            ValueError: As in num_blocks_to_append.
         """
     def append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> npt.NDArray[np.int64]:
         """Make room for more tokens in each sequence. Shared blocks that would be written are replaced by copies.

@@ -1,6 +1,8 @@
 // Tokens drawn from rows of logits.
 #include "bindings/bindings.h"
 
+#include <limits>
+
 #include "bindings/addresses.h"
 #include "docs.h"
 #include "sampling/sample_rows.h"
@@ -37,13 +39,16 @@ class HeldRules {
   void hold(const py::object& rules, const py::object& tokens, const RowRules& numbers, size_t row) {
     if (rules.is_none()) return;
     auto* held = rules.cast<TokenRules*>();
+    check(numbers.position >= 0, "position must not be negative, got ", numbers.position, " in row ", row);
+    check(numbers.position <= std::numeric_limits<int64_t>::max() - held->num_prompt_tokens(),
+          "position must be at most 2**63 - 1 with num_prompt_tokens added, got ", numbers.position, " in row ", row);
     const int32_t* ids = nullptr;
     if (held->needs_tokens()) {
       check(Tokens::check_(tokens), "tokens must be a contiguous int32 array, got another in row ", row);
       const auto array = py::reinterpret_borrow<Tokens>(tokens);
       const int64_t num_tokens = held->num_prompt_tokens() + numbers.position;
-      check(array.ndim() == 1 && numbers.position >= 0 && array.size() >= num_tokens, "tokens must be at least ",
-            num_tokens, " in one dimension, got ", array.size(), " in row ", row);
+      check(array.ndim() == 1 && array.size() >= num_tokens, "tokens must be at least ", num_tokens,
+            " in one dimension, got ", array.size(), " in row ", row);
       ids = array.data();
     }
     check(held->take(), "rules must be those of one row of one call at a time, got them twice in row ", row);

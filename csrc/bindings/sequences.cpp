@@ -54,14 +54,47 @@ class OwnCounts {
   Counts counts_{0};
 };
 
+void remove_row(SequenceRows& rows, int64_t row) {
+  tree_of(rows).run(kQuick, [&] { rows.remove(row); });
+}
+
+// Rows by the ids of their sequences. Ctrl-C may come as soon as a call has ended, and its result is lost then. So the
+// call itself puts a new row into the dict, and takes it out.
+class NamedRows {
+ public:
+  NamedRows(SequenceRows& rows, PyObject* names) : rows_(rows), names_(names) {
+    if (!PyDict_CheckExact(names)) throw py::type_error("names must be a dict");
+  }
+
+  void add(PyObject* seq_id, int64_t row) const {
+    const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(row));
+    if (number && PyDict_SetItem(names_, seq_id, number.ptr()) == 0) return;
+    const py::error_already_set error;
+    remove_row(rows_, row);
+    throw error;
+  }
+
+  void remove(PyObject* seq_id) const {
+    const py::object number = object(PyDict_GetItemWithError(names_, seq_id));
+    if (!number && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, seq_id);
+    if (!number || PyDict_DelItem(names_, seq_id) != 0) throw py::error_already_set();
+    remove_row(rows_, int64_from(number, "row"));
+  }
+
+ private:
+  SequenceRows& rows_;
+  PyObject* names_;
+};
+
 PyObject* begin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  return of_rows(self, num_args, 5, [&](SequenceRows& rows) -> PyObject* {
-    const Integers integers(object(args[0]), "tokens");
+  return of_rows(self, num_args, 7, [&](SequenceRows& rows) -> PyObject* {
+    const NamedRows names(rows, args[0]);
+    const Integers integers(object(args[2]), "tokens");
     const TokenView tokens = integers.tokens();
-    const auto name = py::cast<py::bytes>(object(args[1]));
+    const auto name = py::cast<py::bytes>(object(args[3]));
     const std::string_view space(name);
-    const int64_t priority = int64_from(args[2], "priority"), left_over = int64_from(args[3], "num_left_over");
-    const bool shares_parts = flag(args[4]);
+    const int64_t priority = int64_from(args[4], "priority"), left_over = int64_from(args[5], "num_left_over");
+    const bool shares_parts = flag(args[6]);
     check(priority == static_cast<int>(priority), "priority must be between 0 and 7, got ", priority);
     py::object ids = new_ids((tokens.size() + tree_of(rows).block_size() - 1) / tree_of(rows).block_size());
     const auto begun = tree_of(rows).walk(
@@ -70,10 +103,8 @@ PyObject* begin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
     rows.look_at(begun->row, [&](const Sequence& sequence) {
       std::copy(sequence.ids.begin(), sequence.ids.end(), values_of<int32_t>(ids));
     });
-    PyObject* result = Py_BuildValue("LLLiiO", begun->row, begun->num_cached, begun->num_evicted, begun->part_from,
-                                     begun->part_to, ids.ptr());
-    if (!result) rows.remove(begun->row);
-    return result;
+    names.add(args[1], begun->row);
+    return Py_BuildValue("LLiiO", begun->num_cached, begun->num_evicted, begun->part_from, begun->part_to, ids.ptr());
   });
 }
 
@@ -86,6 +117,14 @@ PyObject* num_blocks_to_append(PyObject* self, PyObject* const* args, Py_ssize_t
 }
 
 // With the GIL: nothing that it waits for takes long, and no thread writes to the caller's arrays meanwhile.
+PyObject* append_if_free(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    Integers numbers(object(args[0]), "rows");
+    const OwnCounts counts(args[1]);
+    return PyBool_FromLong(rows.append_if_free(numbers.wide(), counts.get()));
+  });
+}
+
 PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
     Integers numbers(object(args[0]), "rows");
@@ -155,15 +194,21 @@ PyObject* slots(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
 }
 
 PyObject* remove(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  return of_rows(self, num_args, 1, [&](SequenceRows& rows) {
-    const int64_t row = int64_from(args[0], "row");
-    tree_of(rows).run(kQuick, [&] { rows.remove(row); });
+  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+    NamedRows(rows, args[0]).remove(args[1]);
     return py::none().release().ptr();
   });
 }
 
-int64_t add(SequenceRows& rows, Match& match, const py::object& own_ids, const py::object& pending, int64_t num_left,
-            int64_t num_tokens, int64_t num_written, const py::bytes& name, bool is_private) {
+int64_t fork(SequenceRows& rows, const py::dict& names, const py::object& seq_id, int64_t row, int64_t num_tokens) {
+  const int64_t child = tree_of(rows).run(kQuick, [&] { return rows.fork(row, num_tokens); });
+  NamedRows(rows, names.ptr()).add(seq_id.ptr(), child);
+  return child;
+}
+
+int64_t add(SequenceRows& rows, const py::dict& names, const py::object& seq_id, Match& match,
+            const py::object& own_ids, const py::object& pending, int64_t num_left, int64_t num_tokens,
+            int64_t num_written, const py::bytes& name, bool is_private) {
   Integers own(own_ids, "own_ids"), tokens(pending, "pending");
   check(&match.tree() == &rows.tree(), "match must be of this tree, got one of another tree");
   check(num_left >= 0, "num_left must not be negative, got ", num_left);
@@ -178,7 +223,9 @@ int64_t add(SequenceRows& rows, Match& match, const py::object& own_ids, const p
   sequence.num_written = num_written;
   sequence.name = std::string_view(name);
   sequence.is_private = is_private;
-  return rows.add(std::move(sequence), match);
+  const int64_t row = rows.add(std::move(sequence), match);
+  NamedRows(rows, names.ptr()).add(seq_id.ptr(), row);
+  return row;
 }
 
 // Python's objects are made without the rows' mutex: making one may run code of others.
@@ -199,28 +246,30 @@ py::tuple state(const SequenceRows& rows, int64_t row) {
 
 void add_fast_methods(py::handle type) {
   static const std::string texts[] = {
-      std::string("begin($self, tokens, namespace, priority, num_left_over, share_parts, /)\n--\n\n") +
+      std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, /)\n--\n\n") +
           doc("SequenceRows.begin"),
       std::string("num_blocks_to_append($self, rows, num_new_tokens, /)\n--\n\n") +
           doc("SequenceRows.num_blocks_to_append"),
+      std::string("append_if_free($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append_if_free"),
       std::string("append($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append"),
       std::string("commit($self, row, tokens, /)\n--\n\n") + doc("SequenceRows.commit"),
       std::string("commit_each($self, rows, tokens, /)\n--\n\n") + doc("SequenceRows.commit_each"),
       std::string("tables($self, rows, /)\n--\n\n") + doc("SequenceRows.tables"),
       std::string("last($self, rows, /)\n--\n\n") + doc("SequenceRows.last"),
       std::string("slots($self, rows, starts, ends, /)\n--\n\n") + doc("SequenceRows.slots"),
-      std::string("remove($self, row, /)\n--\n\n") + doc("SequenceRows.remove"),
+      std::string("remove($self, names, seq_id, /)\n--\n\n") + doc("SequenceRows.remove"),
   };
   static PyMethodDef methods[] = {
       {"begin", fast_call(&begin), METH_FASTCALL, texts[0].c_str()},
       {"num_blocks_to_append", fast_call(&num_blocks_to_append), METH_FASTCALL, texts[1].c_str()},
-      {"append", fast_call(&append), METH_FASTCALL, texts[2].c_str()},
-      {"commit", fast_call(&commit), METH_FASTCALL, texts[3].c_str()},
-      {"commit_each", fast_call(&commit_each), METH_FASTCALL, texts[4].c_str()},
-      {"tables", fast_call(&tables), METH_FASTCALL, texts[5].c_str()},
-      {"last", fast_call(&last), METH_FASTCALL, texts[6].c_str()},
-      {"slots", fast_call(&slots), METH_FASTCALL, texts[7].c_str()},
-      {"remove", fast_call(&remove), METH_FASTCALL, texts[8].c_str()},
+      {"append_if_free", fast_call(&append_if_free), METH_FASTCALL, texts[2].c_str()},
+      {"append", fast_call(&append), METH_FASTCALL, texts[3].c_str()},
+      {"commit", fast_call(&commit), METH_FASTCALL, texts[4].c_str()},
+      {"commit_each", fast_call(&commit_each), METH_FASTCALL, texts[5].c_str()},
+      {"tables", fast_call(&tables), METH_FASTCALL, texts[6].c_str()},
+      {"last", fast_call(&last), METH_FASTCALL, texts[7].c_str()},
+      {"slots", fast_call(&slots), METH_FASTCALL, texts[8].c_str()},
+      {"remove", fast_call(&remove), METH_FASTCALL, texts[9].c_str()},
   };
   for (PyMethodDef& method : methods) add_method(type, method);
 }
@@ -241,15 +290,11 @@ void bind_sequences(py::module_& m) {
     return std::make_unique<SequenceRows>(tree, is_caching);
   };
   rows.def(py::init(make), py::arg("tree").none(false), py::arg("is_caching"), doc("SequenceRows.__init__"))
-      .def("add", &add, py::kw_only(), py::arg("match"), py::arg("own_ids"), py::arg("pending"), py::arg("num_left"),
-           py::arg("num_tokens"), py::arg("num_written"), py::arg("namespace"), py::arg("is_private"),
-           doc("SequenceRows.add"))
-      .def(
-          "fork",
-          [](SequenceRows& rows, int64_t row, int64_t num_tokens) {
-            return tree_of(rows).run(kQuick, [&] { return rows.fork(row, num_tokens); });
-          },
-          py::arg("row"), py::arg("num_tokens"), doc("SequenceRows.fork"))
+      .def("add", &add, py::arg("names"), py::arg("seq_id"), py::kw_only(), py::arg("match"), py::arg("own_ids"),
+           py::arg("pending"), py::arg("num_left"), py::arg("num_tokens"), py::arg("num_written"), py::arg("namespace"),
+           py::arg("is_private"), doc("SequenceRows.add"))
+      .def("fork", &fork, py::arg("names"), py::arg("seq_id"), py::arg("row"), py::arg("num_tokens"),
+           doc("SequenceRows.fork"))
       .def("give_back_room", &SequenceRows::give_back_room, py::arg("row"), doc("SequenceRows.give_back_room"))
       .def("release_before", &SequenceRows::release_before, py::arg("row"), py::arg("num_tokens"),
            doc("SequenceRows.release_before"))

@@ -53,7 +53,9 @@ void mix_rows(const MixRows& args) {
   check_slots("out_slots", args.to, args.num_rows, -1);
   check_fresh_rows(args);
   const int64_t num_bytes = args.num_rows * args.num_heads * args.size * row_element_bytes(args.type, 0);
-  const bool streaming = streaming_threshold() < INT64_MAX && num_bytes >= kStreamingBytes;
+  // Rows that are rotated where they are have just come into the cache: past it each would be written on its own.
+  const bool is_in_place = args.from.base == args.to.base;
+  const bool streaming = streaming_threshold() < INT64_MAX && num_bytes >= kStreamingBytes && !is_in_place;
   parallel_for(args.num_rows, useful_threads(num_bytes, kGrainBytes, args.max_threads),
                [&](int64_t begin, int64_t end) {
                  for (int64_t i = begin; i < end; ++i)

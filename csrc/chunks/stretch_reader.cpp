@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kGrainBytes = 4 << 20;   // a thread: starting one costs as much as reading a twentieth of it
 constexpr int64_t kLeastRoom = 64 << 10;   // of a thread: smaller pieces cost more system calls
+constexpr int64_t kMostRoom = 512 << 10;   // of a thread: longer pieces leave the second level of cache
 constexpr int64_t kPartsPerThread = 8;     // threads take them as they come
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
@@ -31,12 +32,12 @@ class StretchReader {
     const int64_t most = std::min<int64_t>(args_.max_threads, std::max<int64_t>(args_.room_bytes / kLeastRoom, 1));
     const int num_threads = useful_threads(runs_.end(), kGrainBytes, static_cast<int>(most));
     const int64_t num_parts = num_threads == 1 ? 1 : std::min(num_stretches_, kPartsPerThread * num_threads);
-    const int64_t room_bytes = args_.room_bytes / num_threads;
+    const int64_t share_bytes = args_.room_bytes / num_threads, room_bytes = std::min(share_bytes, kMostRoom);
     std::atomic<int64_t> next = 0;
     run_shares(num_threads, [&](int share) {
       for (int64_t part = next++; part < num_parts; part = next++)
         read_and_hash(num_stretches_ * part / num_parts, num_stretches_ * (part + 1) / num_parts,
-                      args_.room + share * room_bytes, room_bytes);
+                      args_.room + share * share_bytes, room_bytes);
       end_streaming();
     });
   }

@@ -25,37 +25,33 @@ inline void finish_with(int64_t num_columns, T* to, const Values& values) {
       });
 }
 
-// Of a tile's four sums two are the gate's and two the other weight's: (g, g, u, u), (g, g, u, u) ...
-inline Vec gates(const float* sums) {
+// Of a tile's four sums two are the gate's and two the other weight's: (g, g, u, u), (g, g, u, u) ... Returns the pairs
+// that begin at kFirst: 0 for the gate's, 2 for the others.
+template <int kFirst>
+inline Vec pairs(const float* sums) {
+  constexpr int i = kFirst;
   const Vec a = load(sums), b = load(sums + kLanes);
 #if KVPAGE_LANES == 4
-  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5);
+  return KVPAGE_SHUFFLE(a, b, i, i + 1, i + 4, i + 5);
 #elif KVPAGE_LANES == 8
-  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13);
+  return KVPAGE_SHUFFLE(a, b, i, i + 1, i + 4, i + 5, i + 8, i + 9, i + 12, i + 13);
 #else
-  return KVPAGE_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
+  return KVPAGE_SHUFFLE(a, b, i, i + 1, i + 4, i + 5, i + 8, i + 9, i + 12, i + 13, i + 16, i + 17, i + 20, i + 21,
+                        i + 24, i + 25, i + 28, i + 29);
 #endif
 }
 
-inline Vec ups(const float* sums) {
-  const Vec a = load(sums), b = load(sums + kLanes);
-#if KVPAGE_LANES == 4
-  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7);
-#elif KVPAGE_LANES == 8
-  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
-#else
-  return KVPAGE_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-#endif
+// activate(gate) * up, of the results from a column on.
+template <typename T, typename Activate>
+inline void finish_gated(const float* sums, int64_t num_columns, T* to, const Activate& activate) {
+  finish_with(num_columns, to, [&](int64_t at) { return activate(pairs<0>(sums + 2 * at)) * pairs<2>(sums + 2 * at); });
 }
 
 template <typename T>
 void finish_row(Activation activation, const float* sums, const T* bias, int64_t num_columns, T* to) {
   switch (activation) {
-    case Activation::kSilu:
-      return finish_with(num_columns, to, [&](int64_t at) { return silu(gates(sums + 2 * at)) * ups(sums + 2 * at); });
-    case Activation::kGeluTanh:
-      return finish_with(num_columns, to,
-                         [&](int64_t at) { return gelu_tanh(gates(sums + 2 * at)) * ups(sums + 2 * at); });
+    case Activation::kSilu: return finish_gated(sums, num_columns, to, silu);
+    case Activation::kGeluTanh: return finish_gated(sums, num_columns, to, gelu_tanh);
     default: break;
   }
   if (!bias) return finish_with(num_columns, to, [&](int64_t at) { return load(sums + at); });

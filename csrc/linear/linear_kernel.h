@@ -25,6 +25,7 @@ constexpr int64_t kTileColumns = 4;    // rows of w
 constexpr int64_t kPanelColumns = 64;  // of w, whose sums are kept while K's blocks are added
 constexpr int64_t kMostK = 512;        // of a block
 constexpr int64_t kPaddedK = 32;       // blocks are multiples of this
+constexpr int64_t kRowGap = 32;        // elements after a row in scratch: rows lie in different sets of a cache
 
 enum class Activation { kNone, kSilu, kGeluTanh };  // with one: out = act(x @ w.T) * (x @ up.T)
 
@@ -37,6 +38,7 @@ struct KBlocks {
         block_size(k == 0 ? 0 : round_up(divide_up(k, divide_up(k, kMostK)))),
         num_blocks(k == 0 ? 0 : divide_up(k, block_size)) {}
 
+  int64_t row_size() const { return block_size + kRowGap; }  // in scratch
   int64_t begin(int64_t block) const { return block * block_size; }
   int64_t width(int64_t block) const { return block + 1 < num_blocks ? block_size : size - begin(block); }
 
@@ -45,7 +47,7 @@ struct KBlocks {
   static int64_t round_up(int64_t a) { return divide_up(a, kPaddedK) * kPaddedK; }
 };
 
-// Strides in bytes. `x` is scratch: [K block][num_rows][block_size], as `stage` writes it.
+// Strides in bytes. `x` is scratch: [K block][num_rows][row_size], as `stage` writes it.
 struct LinearTask {
   RowType type;  // of w, bias and out
   Activation activation;
@@ -65,7 +67,7 @@ struct LinearTask {
 // What a thread needs beside a task. Sizes in floats; starts are multiples of 64 bytes.
 struct LinearScratch {
   float* sums;  // [end_row - first_row, kPanelColumns]
-  float* tile;  // [kTileColumns, block_size]
+  float* tile;  // [kTileColumns, row_size]
 };
 
 struct LinearKernel {

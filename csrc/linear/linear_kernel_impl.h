@@ -38,7 +38,7 @@ void stage_typed(const LinearTask& task, const std::byte* x, int64_t x_stride) {
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
       const auto* const from = reinterpret_cast<const typename Dot::Weight*>(x + row * x_stride);
       stage_run(from + blocks.begin(block), blocks.width(block),
-                staged + (block * task.num_rows + row) * blocks.block_size);
+                staged + (block * task.num_rows + row) * blocks.row_size());
     }
 }
 
@@ -185,7 +185,7 @@ template <typename Dot>
 void multiply_tile(const LinearTask& task, const LinearScratch& scratch, int64_t block, const RowTiles& tiles,
                    const Columns<typename Dot::Weight>& columns, const Columns<typename Dot::Weight>& next,
                    const Sums& sums) {
-  const int64_t stride = task.blocks.block_size, size = task.blocks.width(block);
+  const int64_t stride = task.blocks.row_size(), size = task.blocks.width(block);
   const auto* const x = reinterpret_cast<const typename Dot::Staged*>(task.x);
   RowEnds<Dot> ends;
   Operands<Dot> operands{x + (block * task.num_rows + task.first_row) * stride,

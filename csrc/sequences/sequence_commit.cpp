@@ -81,12 +81,18 @@ int64_t SequenceRows::commit_each(std::span<const int64_t> rows, const TokenView
 
 // Without memory the tokens stay pending, for the next commit: those of other sequences are committed already.
 int64_t SequenceRows::cache_pending(Sequence& sequence) {
-  const int64_t num_full = static_cast<int64_t>(sequence.pending.size()) / block_size_;
   try {
-    cache_blocks(sequence, TokenView(sequence.pending.data(), num_full * block_size_));
+    return cache_full_blocks(sequence);
   } catch (const std::bad_alloc&) {
     return 0;
   }
+}
+
+// Returns how many blocks of pending tokens were full.
+int64_t SequenceRows::cache_full_blocks(Sequence& sequence) {
+  const int64_t num_full = static_cast<int64_t>(sequence.pending.size()) / block_size_;
+  if (num_full == 0) return 0;
+  cache_blocks(sequence, TokenView(sequence.pending.data(), num_full * block_size_));
   sequence.pending.erase(sequence.pending.begin(), sequence.pending.begin() + num_full * block_size_);
   return num_full;
 }

@@ -47,9 +47,20 @@ int64_t SequenceRows::num_forked(std::span<const int64_t> rows) const {
   return std::count_if(rows.begin(), rows.end(), [&](int64_t row) { return at(row).is_forked; });
 }
 
-std::vector<TierPair> SequenceRows::append(std::span<const int64_t> rows, const Counts& counts) {
+bool SequenceRows::append_if_free(std::span<const int64_t> rows, const Counts& counts) {
   std::lock_guard lock(mutex_);
   const Growth growth = this->growth(rows, counts);
+  if (!growth.copied.empty() || growth.num_added > pool_->num_free()) return false;
+  grow(rows, counts, growth);
+  return true;
+}
+
+std::vector<TierPair> SequenceRows::append(std::span<const int64_t> rows, const Counts& counts) {
+  std::lock_guard lock(mutex_);
+  return grow(rows, counts, growth(rows, counts));
+}
+
+std::vector<TierPair> SequenceRows::grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth) {
   if (growth.num_blocks() > pool_->num_blocks())  // no memory for what cannot be
     throw OutOfBlocks(static_cast<size_t>(growth.num_blocks()), static_cast<size_t>(pool_->num_free()));
   std::vector<TierPair> copies;

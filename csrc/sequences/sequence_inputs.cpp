@@ -28,6 +28,8 @@ void SequenceRows::fill_last(std::span<const int64_t> rows, int64_t* slots, int6
   for (const int64_t row : rows) {
     const Sequence& sequence = at(row);
     check(sequence.num_tokens > 0, "rows must have a token, row ", row, " has none");
+    check(sequence.num_given() < sequence.ids.size() || sequence.num_left == 0,
+          "rows must have the blocks of their last tokens, row ", row, " has given its own back");
     const int64_t in_block = sequence.num_tokens - 1 - (static_cast<int64_t>(sequence.ids.size()) - 1) * block_size_;
     *slots++ = sequence.ids.back() * block_size_ + in_block;
     *num_tokens++ = sequence.num_tokens;

@@ -152,8 +152,10 @@ int64_t SequenceRows::add(Sequence&& sequence, Match& match) {
 int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {
   std::lock_guard lock(mutex_);
   Sequence& parent = at(row);
-  check(num_tokens >= parent.match.num_tokens() && num_tokens <= parent.num_written, "num_tokens must be in [",
-        parent.match.num_tokens(), ", ", parent.num_written, "], got ", num_tokens);
+  cache_full_blocks(parent);  // the tree takes no block that two hold
+  const int64_t fewest = static_cast<int64_t>(parent.num_given()) * block_size_;
+  check(num_tokens >= fewest && num_tokens <= parent.num_written, "num_tokens must be in [", fewest, ", ",
+        parent.num_written, "], got ", num_tokens);
   Sequence child;
   child.name = parent.name;
   child.ids.assign(parent.ids.begin(), parent.ids.begin() + blocks_for(num_tokens));
@@ -162,13 +164,12 @@ int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {
     child.pending.assign(parent.pending.begin(), parent.pending.begin() + (num_tokens - parent.match.num_tokens()));
   }
   child.num_tokens = child.num_written = num_tokens;
-  const auto num_own = static_cast<int64_t>(child.ids.size()) - parent.match.num_blocks();
-  child.num_left = std::min(parent.num_left, num_own);  // it may end before the first block that is left
+  child.num_left = parent.num_left;
   child.is_private = parent.is_private;
   child.is_forked = true;
   reserve_row();
   HeldMatch match(tree_->pin(at(row).match));
-  pool_->share(std::span(child.ids).subspan(std::min(at(row).num_given(), child.ids.size())));
+  pool_->share(std::span(child.ids).subspan(at(row).num_given()));
   at(row).is_forked = true;
   child.match = match.take();
   return take_row(std::move(child));

@@ -74,6 +74,7 @@ class SequenceRows {
   int64_t add(Sequence&& sequence, Match& match);
 
   // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.
+  // InvalidArgument for fewer than are in cached blocks and in those given back.
   int64_t fork(int64_t row, int64_t num_tokens);
 
   // Ends a sequence: releases its own blocks and its match.
@@ -104,6 +105,10 @@ class SequenceRows {
 
   // Returns how many of them may share their last own block.
   int64_t num_forked(std::span<const int64_t> rows) const;
+
+  // Makes room for more tokens as `append` does, where that copies nothing and enough blocks are free. Otherwise
+  // returns false, and changes nothing.
+  bool append_if_free(std::span<const int64_t> rows, const Counts& counts);
 
   // Makes room for more tokens. Where the last block is partly filled and shared, all but its last holder get a copy:
   // the (from, to) pairs. OutOfBlocks if too few blocks are free.
@@ -152,10 +157,12 @@ class SequenceRows {
 
   bool make_room(int64_t num_blocks, int64_t* num_evicted);
   Growth growth(std::span<const int64_t> rows, const Counts& counts);
+  std::vector<TierPair> grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth);
   void reserve_ids(Sequence& sequence, int64_t count) const;
   int64_t commit_shared(Sequence& sequence, const TokenView& tokens);
   void cache_blocks(Sequence& sequence, const TokenView& tokens);
   int64_t cache_pending(Sequence& sequence);
+  int64_t cache_full_blocks(Sequence& sequence);
 
   const std::shared_ptr<PrefixTree> tree_;
   const std::shared_ptr<BlockPool> pool_;

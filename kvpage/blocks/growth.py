@@ -1,7 +1,7 @@
 """Growth of sequences: first blocks, and more blocks, with copies of shared ones (copy-on-write).
 
 begin     one native call where the blocks are on the device and there is room, else step by step through BlockSpace
-append    count the blocks ─► make room ─► one native call, which gives them to the sequences
+append    one native call where nothing is copied and there is room, else count the blocks ─► make room ─► another
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from kvpage.blocks.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
 
 
@@ -32,24 +33,25 @@ def begin(
     Raises:
         OutOfBlocks: The tokens do not fit. Nothing is changed.
     """
-    given = None
-    if not space.tree.has_host_tier:
-        given = sequences.rows.begin(tokens, namespace, priority, num_left_over, share_parts)
-    if given is None:
-        return _begin_by_moves(space, sequences, seq_id, tokens, namespace, priority, num_left_over, share_parts)
-    row, num_cached, num_evicted, part_from, part_to, block_ids = given
     try:
-        sequences.on_device[seq_id] = row
+        given = None
+        if not space.tree.has_host_tier:
+            given = sequences.rows.begin(
+                sequences.on_device, seq_id, tokens, namespace, priority, num_left_over, share_parts
+            )
+        if given is None:
+            return _begin_by_moves(space, sequences, seq_id, tokens, namespace, priority, num_left_over, share_parts)
+        num_cached, num_evicted, part_from, part_to, block_ids = given
         if part_from >= 0:
             space.add_move("copy", [(part_from, part_to)])
-    except BaseException:
-        sequences.rows.remove(row)
-        sequences.on_device.pop(seq_id, None)
+        space.count_begun(len(tokens), num_cached, num_cached % space.block_size, num_evicted)
+        return Allocation(num_cached, block_ids)
+    except BaseException:  # Ctrl-C, after the blocks were given
+        sequences.discard(seq_id)
         raise
-    space.count_begun(len(tokens), num_cached, num_cached % space.block_size, num_evicted)
-    return Allocation(num_cached, block_ids)
 
 
+@uninterrupted
 def _begin_by_moves(
     space: BlockSpace,
     sequences: Sequences,
@@ -73,6 +75,8 @@ def _begin_by_moves(
     num_matched = match.num_tokens
     num_cached = num_matched + num_part
     row = sequences.rows.add(
+        sequences.on_device,
+        seq_id,
         match=match,
         own_ids=taken,
         pending=tokens[num_matched:num_cached],
@@ -82,7 +86,6 @@ def _begin_by_moves(
         namespace=namespace,
         is_private=False,
     )
-    sequences.on_device[seq_id] = row
     space.count_query(len(tokens), num_part)
     return Allocation(num_cached, sequences.rows.ids(row))
 
@@ -121,5 +124,12 @@ def tokens_left_over(num_tokens: int, max_cached_tokens: int | None, num_left_ov
 
 def append(space: BlockSpace, sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
     """Make room for more tokens in each row. Raise OutOfBlocks, and change nothing, without blocks."""
+    if not sequences.rows.append_if_free(rows, counts):
+        _append_by_moves(space, sequences, rows, counts)
+
+
+@uninterrupted
+def _append_by_moves(space: BlockSpace, sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
+    """Do the same where blocks have to be evicted, or shared ones copied."""
     space.make_room(sequences.rows.num_blocks_to_append(rows, counts))
     space.add_copies(lambda: sequences.rows.append(rows, counts))

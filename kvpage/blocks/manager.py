@@ -135,7 +135,8 @@ class BlockManager:
         self._sequences.check_new(seq_id)
         tokens = _some_tokens(tokens)
         is_caching, parts = self.enable_prefix_caching, self.share_parts
-        num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
+        if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
+            num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
         return begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
@@ -207,7 +208,11 @@ class BlockManager:
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
         rows, row = self._sequences.rows, self._sequences.on_device[seq_id]
-        self._sequences.on_device[new_seq_id] = rows.fork(row, num_tokens)
+        try:
+            rows.fork(self._sequences.on_device, new_seq_id, row, num_tokens)
+        except BaseException:  # Ctrl-C, after the sequence was made
+            self._sequences.discard(new_seq_id)
+            raise
 
     def make_private(self, seq_id: SeqId) -> None:
         """Hide all further tokens of the sequence from others: its tokens alone do not determine their K and V."""

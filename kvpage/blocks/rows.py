@@ -71,7 +71,8 @@ class SequenceSteps:
             OutOfBlocks: The tokens do not fit.
             ValueError: Rows repeat, a number is negative, or there is another number of numbers.
         """
-        append(self._space, self._sequences, rows, _counts(num_new_tokens, len(rows)))
+        is_one = type(num_new_tokens) is int and num_new_tokens == 1
+        append(self._space, self._sequences, rows, 1 if is_one else _counts(num_new_tokens, len(rows)))
 
     def inputs(self, rows: Rows) -> StepInputs:
         """Return the arguments of a step that computes the last token of each sequence.
@@ -81,7 +82,7 @@ class SequenceSteps:
 
         Raises:
             RuntimeError: There are moves to make. They would overwrite tokens that are written now.
-            ValueError: A sequence has no token.
+            ValueError: A sequence has no token, or has given back the block of its last one.
         """
         self._check_moved()
         return StepInputs(*self._sequences.rows.last(rows))

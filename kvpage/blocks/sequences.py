@@ -49,8 +49,12 @@ class Sequences:
 
     def remove(self, seq_id: SeqId) -> None:
         """End a sequence on the device: release its own blocks and its match, and free its row."""
-        self.rows.remove(self.on_device[seq_id])
-        del self.on_device[seq_id]
+        self.rows.remove(self.on_device, seq_id)
+
+    def discard(self, seq_id: SeqId) -> None:
+        """End a sequence on the device if there is one of that id."""
+        if seq_id in self.on_device:
+            self.remove(seq_id)
 
     def write_out(self, space: BlockSpace, row: int) -> None:
         """Have the cached blocks of a row copied to the host."""

@@ -8,8 +8,10 @@ from kvpage._C import Match
 from kvpage.blocks.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, SwappedState
+from kvpage.checks.interrupts import uninterrupted
 
 
+@uninterrupted
 def swap_out(space: BlockSpace, sequences: Sequences, seq_id: SeqId) -> None:
     """Free the device blocks of a sequence. Raise OutOfBlocks, and change nothing, if the host lacks room."""
     seq = sequences.state(seq_id)
@@ -28,6 +30,7 @@ def swap_out(space: BlockSpace, sequences: Sequences, seq_id: SeqId) -> None:
     sequences.remove(seq_id)
 
 
+@uninterrupted
 def swap_in(
     space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, num_left_over: int, is_caching: bool
 ) -> int:
@@ -56,7 +59,9 @@ def swap_in(
         raise
     num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
     space.release_host(swapped.host_ids)
-    row = sequences.rows.add(
+    sequences.rows.add(
+        sequences.on_device,
+        seq_id,
         match=match,
         own_ids=taken,
         pending=pending,
@@ -67,7 +72,6 @@ def swap_in(
         is_private=swapped.is_private,
     )
     del sequences.swapped[seq_id]
-    sequences.on_device[seq_id] = row
     return num_written
 
 

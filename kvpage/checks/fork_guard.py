@@ -22,5 +22,5 @@ class ForkGuard:
 
     def check(self) -> None:
         """Raise RuntimeError in any other process."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise RuntimeError(f"{self._name} must be used in process {self._pid}, which made it, got {os.getpid()}")

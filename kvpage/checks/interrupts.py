@@ -40,18 +40,21 @@ class HeldInterrupts:
         self._handler: _Handler | None = None
 
     def __enter__(self) -> None:
-        if not _is_main_thread() or not _is_pythons(signals.getsignal(SIGINT)):
+        before = signals.getsignal(SIGINT)
+        if before is not signals.default_int_handler and not (isinstance(before, _Handler) and before.held is None):
             return
         handler = _Handler(self)
         try:
             signals.signal(SIGINT, handler)
-        except ValueError:  # another program has started Python in another thread
+        except ValueError:  # another thread than Python's main one
             return
         self._handler = handler
 
     def __exit__(self, *error: object) -> None:
-        self.let_go()
-        self.raise_pending()
+        if self._handler is not None:
+            self.let_go()
+        if self.is_pending:
+            self.raise_pending()
 
     def let_go(self) -> None:
         """Restore Python's own handler, unless another handler was set meanwhile."""
@@ -74,7 +77,7 @@ class _Handler:
     """
 
     def __init__(self, held: HeldInterrupts) -> None:
-        self._held, self._pid = weakref.ref(held), os.getpid()
+        self._held, self._pid, self.thread_id = weakref.ref(held), os.getpid(), threading.get_ident()
 
     @property
     def held(self) -> HeldInterrupts | None:
@@ -94,15 +97,16 @@ class interruptible:
     """A context manager for work that may end anywhere: Ctrl-C is raised at once, also one that has come before."""
 
     def __enter__(self) -> None:
-        self._handler = signals.getsignal(SIGINT) if _is_main_thread() else None
-        held = self._handler.held if isinstance(self._handler, _Handler) else None
+        self._handler: _Handler | None = None
+        handler = signals.getsignal(SIGINT)
+        held = handler.held if isinstance(handler, _Handler) and handler.thread_id == threading.get_ident() else None
         if held is None:
-            self._handler = None
             return
         held.raise_pending()
+        self._handler = handler
         signals.signal(SIGINT, signals.default_int_handler)
         if held.is_pending:  # it came between the two
-            signals.signal(SIGINT, self._handler)
+            signals.signal(SIGINT, handler)
             held.raise_pending()
 
     def __exit__(self, *error: object) -> None:
@@ -135,11 +139,3 @@ def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, 
             return function(*arguments, **named)
 
     return whole
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
-def _is_pythons(handler: object) -> bool:
-    return handler is signals.default_int_handler or (isinstance(handler, _Handler) and handler.held is None)

@@ -38,7 +38,7 @@ def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
     """
     if type(tokens) is list and (read := small_ints(tokens)) is not None:
         return read
-    array = as_array(tokens, name)
+    array: npt.NDArray[Any] = tokens if type(tokens) is np.ndarray else as_array(tokens, name)
     if array.dtype == _INT32 and array.ndim == 1:
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     _check_not_text(tokens, array, name)

@@ -330,7 +330,8 @@ class Engine(EngineCore):
 
     def _add(self, prompt: Prompt) -> Request:
         """Queue a prompt; see add_request."""
-        request = self._intake.request(prompt, self._loop.new_id(), self._loop.num_arrivals, self._blend_config)
+        request_id = self._loop.new_id() if prompt.request_id is None else prompt.request_id
+        request = self._intake.request(prompt, request_id, self._loop.num_arrivals, self._blend_config)
         self._loop.add(request)
         return request
 

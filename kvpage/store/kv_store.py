@@ -131,9 +131,9 @@ class KVStore:
             return_tuple: return (K, V) for each layer rather than one tensor.
             device: device of the result; None for that of `out`, or the CPU.
             namespace: the one that they were stored in.
-            out: memory for K and V of the wanted tokens, as in `store`, with any strides. Found tokens are written to
-                its beginning. The others stay as they are, but for up to 8 chunks after a record that turns out to be
-                damaged or gone while it is read: their tokens mean nothing then.
+            out: memory for K and V of the wanted tokens, as in `store`, with any strides. No two elements may share
+                memory. Found tokens are written to its beginning. The others stay as they are, but for up to 8 chunks
+                after a record that turns out to be damaged or gone while it is read: their tokens mean nothing then.
 
         Returns:
             (kv, ret_mask). kv: for each layer (K, V), or one tensor [layers, parts, ...]; () if nothing was found. With

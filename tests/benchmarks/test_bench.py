@@ -30,6 +30,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                         {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
               {"SEGMENT_TOKENS": {"quality": 8, "speed": 16}}),
+    "block_manager": (["--seqs", "3", *ONCE],
+                      {"PROMPT_TOKENS": 64, "CACHED_TOKENS": 32, "FEWEST_TOKENS": 20, "NUM_PROMPTS": 2}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
@@ -123,6 +125,18 @@ def test_a_device_that_is_not_there_is_said(name: str, smallest: pytest.MonkeyPa
 def test_too_few_layers_to_blend(num_layers: str, smallest: pytest.MonkeyPatch) -> None:
     done = bench("blend_ops", "--layers", num_layers)
     assert done.exit_code == 2 and "--layers must be at least 3" in done.output
+
+
+POSITIVE = ["attention_steps", "engine_overhead", "linear", "sampling", "serving", "step_parts"]
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--threads"])
+@pytest.mark.parametrize("name", POSITIVE)
+def test_a_number_that_is_not_positive_is_named(name: str, option: str, smallest: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "two"):
+        done = bench(name, option, text)
+        assert done.exit_code == 2
+        assert f"argument {option}: it must be a positive integer, got {text!r}" in done.output
 
 
 def test_a_package_that_is_not_there_is_named(smallest: pytest.MonkeyPatch) -> None:

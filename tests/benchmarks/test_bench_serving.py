@@ -71,7 +71,7 @@ def test_all_ways_answer_alike(name: str, model) -> None:
     ways = local_contenders(model, workload, max_tokens=3)
     ways.pop("generate_batch", None)
     found = {way: run() for way, run in ways.items()}
-    compared = serving_tokens.compare_answers(model, workload, found)
+    compared = serving_tokens.compare_answers(serving_tokens.TokenJudge(model), workload, found)
     assert compared.keys() == ways.keys() and all(one.max_gap < 1e-4 for one in compared.values())
     assert {way: run().answers for way, run in ways.items()} == {way: one.answers for way, one in found.items()}
 
@@ -92,10 +92,12 @@ def test_wrong_tokens_of_kvpage_are_refused_and_those_of_others_shown(dtype: tor
     best, worst = int(logits.argmax()), int(logits.argmin())
     right, wrong = Served([[[best], [5]]], 1.0), Served([[[worst], [5]]], 1.0)
     gap = float(logits.max() - logits.min())
-    compared = serving_tokens.compare_answers(model, workload, {"kvpage": right, "other": wrong})
+    judge = serving_tokens.TokenJudge(model)
+    assert 0 < judge.max_rounding < gap / 10
+    compared = serving_tokens.compare_answers(judge, workload, {"kvpage": right, "other": wrong})
     assert compared == {"kvpage": (0, 0.0), "other": (1, pytest.approx(gap, rel=1e-5))}
     with pytest.raises(SystemExit, match="kvpage is .* below the best logit"):
-        serving_tokens.compare_answers(model, workload, {"kvpage": wrong, "other": right})
+        serving_tokens.compare_answers(judge, workload, {"kvpage": wrong, "other": right})
 
 
 def test_later_turns_of_a_conversation_that_parted_are_not_compared() -> None:

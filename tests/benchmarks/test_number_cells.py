@@ -12,7 +12,7 @@ from kvpage.benchmarks.engine_cells import (
     step_beside,
     step_parts_table,
 )
-from kvpage.benchmarks.number_cells import Result, peers, served
+from kvpage.benchmarks.number_cells import Result, manager, mixed, peers, sampled, served
 
 
 def figure(median: float) -> dict[str, float]:
@@ -81,6 +81,29 @@ def test_a_step_of_attention_is_beside_its_bound() -> None:
     assert cells == ["600 (599-601) us", "2.00 (1.00-3.00) of the products' or reading's rate"]
 
 
+def test_a_managers_call_is_beside_its_bound() -> None:
+    row = {"what": "step by rows", "us": figure(2), "bound": "numpy copy", "bound us": figure(1)}
+    cells = [cell({"rows": [row]}) for cell in manager("step by rows")]
+    assert cells == ["2.00 (1.00-3.00) us", "1.00 (0.00-2.00) us: a copy of the arrays"]
+
+
+def test_sampled_rows_are_beside_the_peers_that_were_measured() -> None:
+    names = {"num_rows": 256, "vocab_size": 1024, "rules": "greedy"}
+    row = {**names, "sample": figure(2), "torch": figure(8), "bound": figure(1)}
+    measured, beside = sampled(1024, "greedy")
+    assert measured({"rows": [row]}) == "2.00 (1.00-3.00) ms"
+    others = ["8.00 (7.00-9.00) ms: by torch's operations", "1.00 (0.00-2.00) ms: reading the logits once"]
+    assert beside({"rows": [row]}).split("; ") == others
+    with_peer = beside({"rows": [row | {"vllm": figure(4)}]}).split("; ")
+    assert with_peer == [others[0], "4.00 (3.00-5.00) ms: vLLM's sampler", others[1]]
+
+
+def test_blending_is_counted_in_copies() -> None:
+    row = {"operation": "in place", "ms": figure(20), "copies": figure(2)}
+    cells = [cell({"results": [row]}) for cell in mixed("in place")]
+    assert cells == ["20.0 (19.0-21.0) ms", "2.00 (1.00-3.00) of a `copy_` of all K and V"]
+
+
 def test_vllm_comes_first_with_the_ratio_as_it_is() -> None:
     assert served("shared", "kvpage")(SERVING) == "300 (299-301) tokens/s"
     first, *others = peers("shared")(SERVING).split("; ")
@@ -121,7 +144,12 @@ def test_rows_without_a_result_are_left_out() -> None:
     only = number_table.full_table({"engine_overhead": ENGINE})
     names = {number.what for number in number_table.NUMBERS if number.run == "engine_overhead"}
     assert {line.split(" | ")[0].strip("| ") for line in only.splitlines()[2:]} == names
-    assert number_table.short_table({}).count("\n") == 1
+
+
+def test_a_headline_without_a_result_says_so() -> None:
+    headlines = [number.headline for number in number_table.NUMBERS if number.headline]
+    rows = number_table.short_table({}).splitlines()[2:]
+    assert rows == [f"| {headline} | not measured yet | |" for headline in headlines]
 
 
 def test_ten_rows_have_a_headline() -> None:

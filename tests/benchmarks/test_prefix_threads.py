@@ -12,11 +12,12 @@ def test_the_control_comes_first_with_all_numbers_of_threads(monkeypatch, capsys
     assert [(row["case"], row["threads"]) for row in rows] == [
         (case, num) for case in (CONTROL, "allocate(1)") for num in NUM_THREADS
     ]
-    assert {tuple(row) for row in rows} == {("case", "threads", "calls_s", "ratio")}
+    assert {tuple(row) for row in rows} == {("case", "threads", "calls_s", "alone_calls_s", "ratio")}
     assert all(row["ratio"].median == 1 for row in rows if row["threads"] == 1)
     report_threads(rows)
     printed = capsys.readouterr().out
     assert printed.count("\ncontrol ") == len(NUM_THREADS)
+    assert "alone: one thread that does the work of all in turns" in printed
     assert "control: plain Python without a call of kvpage; its ratio is the bound that the GIL sets" in printed
 
 
@@ -24,3 +25,14 @@ def test_the_control_calls_nothing_of_kvpage():
     names = prefix_threads.counting(3)(0).__code__
     assert set(names.co_names) == {"range"}
     assert prefix_threads.counting(3)(0)() == 20
+
+
+def test_one_thread_alone_takes_turns_at_the_work_of_all():
+    done = []
+
+    def work(thread):
+        return lambda: done.append(thread) or 1
+
+    call = prefix_threads.in_turns(work, 3)(0)
+    assert [call() for _ in range(7)] == [1] * 7
+    assert done == [0, 1, 2, 0, 1, 2, 0]

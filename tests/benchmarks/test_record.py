@@ -131,7 +131,7 @@ def test_short_numbers_are_in_the_full_table() -> None:
     results = record.read_results(ROOT)
     short, full = rows_of(number_table.short_table(results)), rows_of(number_table.full_table(results))
     assert len(full) == len(number_table.measured_numbers(results))
-    for _, measured, beside in short:
+    for _, measured, beside in (row for row in short if row[1] != number_table.NOT_MEASURED):
         (peers,) = (row[2].split("; ") for row in full if row[1] == measured and beside.split("; ")[0] in row[2])
         assert set(beside.split("; ")) <= set(peers)
 

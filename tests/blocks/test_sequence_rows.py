@@ -211,15 +211,22 @@ def test_lists_of_other_things_are_refused(wrong):
     assert manager.allocate(0, [2**31 - 1, -(2**31), True]).num_cached_tokens == 0
 
 
-def test_a_fork_that_ends_before_the_blocks_that_are_left() -> None:
+@pytest.mark.parametrize("num_tokens", [0, 1, B, 2 * B - 1])
+def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) -> None:
+    """What it then wrote would be in a block that is somebody else's by now."""
     manager = Manager(64, B, enable_prefix_caching=False)
     begun(manager, "a", [1] * (4 * B))
     rows = manager._sequences.rows
     (row,) = manager.rows.of(["a"])
-    assert rows.release_before(row, 3 * B) == 3
-    child = rows.fork(row, B)
-    assert rows.state(child)[3] == 1
-    rows.remove(child)
+    assert rows.release_before(row, 2 * B) == 2
+    before, names = seen(manager), dict[object, int]()
+    with pytest.raises(ValueError, match=rf"num_tokens must be in \[{2 * B}, {4 * B}\], got {num_tokens}"):
+        rows.fork(names, "b", row, num_tokens)
+    assert seen(manager) == before and names == {}
+    child = rows.fork(names, "b", row, 2 * B)
+    assert rows.state(child)[3] == 2 and names == {"b": child}
+    rows.remove(names, "b")
+    assert names == {}
     manager.check()
 
 
@@ -233,3 +240,19 @@ def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
     with pytest.raises((ValueError, TypeError)):
         manager.append(["a"], torch.tensor([0, 1, 2]))
     assert seen(manager) == before
+
+
+def test_a_last_token_whose_block_was_given_back_has_no_slot() -> None:
+    """Its entry in the table may be another sequence's block by now."""
+    manager = Manager(64, B, enable_prefix_caching=False)
+    begun(manager, "a", [1] * (2 * B))
+    rows = manager.rows.of(["a"])
+    assert manager.release_before("a", 2 * B - 1) == 1
+    assert manager.rows.inputs(rows).seq_lens.tolist() == [2 * B]
+    assert manager.release_before("a", 2 * B) == 1
+    with pytest.raises(ValueError, match="must have the blocks of their last tokens, row .* has given its own back"):
+        manager.rows.inputs(rows)
+    manager.rows.append(rows)
+    slots, tables, _ = manager.rows.inputs(rows)
+    assert slots.tolist() == [tables[0, 2] * B]
+    manager.check()

@@ -15,7 +15,7 @@ CASES = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if kernel != 
 STEP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of a rounding, with some of fp32's sums
 SIZES = (0, 1, 3, 15, 16, 17, 64, 511, 512, 513, 1100)  # K: around a vector, and around a block of 512
 COLUMNS = (0, 1, 3, 4, 5, 63, 64, 65, 130)  # N: around a tile of 4 and a panel of 64
-ROWS = (0, 1, 2, 3, 4, 7, 96, 97)  # M: around a tile of 3 or 6 and a block of 96
+ROWS = (0, 1, 2, 3, 4, 7, 96, 97, 191)  # M: around a tile of 3 or 6 and a block of 96; 191 are 31 tiles of 6 and 5
 
 
 @pytest.fixture(autouse=True)

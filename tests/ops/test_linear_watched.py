@@ -60,3 +60,29 @@ def test_a_result_takes_no_gradient() -> None:
         with pytest.raises(ValueError, match="out must not require a gradient"):
             call()
     assert not out.detach().any()
+
+
+CALLS_WITH_OUT = {
+    "linear": lambda out: linear(X, W, out=out),
+    "gated_linear": lambda out: gated_linear(X, W, W, "silu", out=out),
+    "rms_norm": lambda out: rms_norm(X, W[0], 1e-6, out=out),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OUT)
+def test_a_backward_pass_notices_that_a_saved_result_was_overwritten(name: str) -> None:
+    out, scale = torch.zeros_like(X), torch.ones(64, requires_grad=True)
+    total = (out * scale).sum()  # needs `out` for the gradient of `scale`
+    before = out._version
+    CALLS_WITH_OUT[name](out)
+    assert out._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_OUT)
+def test_results_of_inference_mode_are_written_to(name: str) -> None:
+    with torch.inference_mode():
+        out = torch.zeros_like(X)
+        assert CALLS_WITH_OUT[name](out) is out
+    assert torch.equal(CALLS_WITH_OUT[name](out), CALLS_WITH_OUT[name](torch.zeros_like(X)))

@@ -18,6 +18,7 @@ LIVES = [
     "naive_slots",
     "naive_tree",
     "pool_life",
+    "sequence_life",
     "slot_life",
     "tree_life",
 ]

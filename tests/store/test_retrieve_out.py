@@ -76,11 +76,48 @@ def test_dtypes(dtype: torch.dtype, kind: str) -> None:
         assert not (whole[..., 1::2] if kind == "gaps" else whole[..., D:]).contiguous().view(torch.uint8).any()
 
 
+def part_at(memory: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return a part that begins so many numbers into the memory; of the same strides if that is [n, H, D]."""
+    stride = memory.stride(0) if memory.dim() == 3 else H * D
+    return memory.as_strided((len(TOKENS), H, D), (stride, D, 1), memory.storage_offset() + begin)
+
+
+def parts_in(memory: torch.Tensor, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return parts that begin `step` numbers after one another."""
+    begins = torch.arange(2 * L) * step
+    return [(part_at(memory, int(k)), part_at(memory, int(v))) for k, v in begins.view(L, 2)]
+
+
+@pytest.mark.parametrize("kind", ["neighbours", "by token", "by head", "two strides"])
+def test_parts_between_one_another_are_written(kind: str) -> None:
+    """Their memory interleaves, and no element is of two."""
+    num_tokens = len(TOKENS)
+    if kind == "neighbours":
+        parts = list(torch.full((L, 2, num_tokens, H, D), NAN))
+    elif kind == "by token":
+        parts = list(torch.full((num_tokens, L, 2, H, D), NAN).permute(1, 2, 0, 3, 4))
+    elif kind == "by head":
+        parts = list(torch.full((num_tokens, H, L, 2, D), NAN).permute(2, 3, 0, 1, 4))
+    else:
+        room = torch.full((2 * L, num_tokens, 2, H, D), NAN)
+        wide = [(room[2 * at, :, 0], room[2 * at, :, 1]) for at in range(L)]
+        parts = [(k, room[2 * at + 1].flatten(0, 1)[:num_tokens]) for at, (k, _) in enumerate(wide)]
+    with make() as store:
+        store.store(TOKENS, KV)
+        store.retrieve(TOKENS, out=[tuple(layer) for layer in parts])
+    assert torch.equal(torch.stack([torch.stack(list(layer)) for layer in parts]), KV)
+
+
 def bad_outs() -> dict:
     num_tokens = len(TOKENS)
     good = torch.full_like(KV, NAN)
     part = torch.full((num_tokens, H, D), NAN)
     leaf = torch.full_like(KV, NAN).requires_grad_()
+    flat = torch.full((6 * L * KV.numel(),), NAN)
+    shifted = [(part.clone(), part.clone()) for _ in range(L - 1)]
+    room, count = bytearray(8 * part.numel()), part.numel()
+    halves = (torch.frombuffer(room, dtype=torch.float32, count=count, offset=at) for at in (2, 4 * count))
+    shifted.append(tuple(half.view(part.shape) for half in halves))
     return {
         "no tensor": (3, TypeError, "not iterable"),
         "four dimensions": (good[0], ValueError, "out must have 5 dimensions"),
@@ -91,6 +128,13 @@ def bad_outs() -> dict:
         "another head size": (good[..., :2], ValueError, "out must be of torch.float32, for K and V of"),
         "one row for all": (part[:1].expand(L, 2, num_tokens, H, D), ValueError, "out must have memory for each of"),
         "one part twice": ([(part, part)] * L, ValueError, "out must name each tensor once"),
+        "parts that overlap": (
+            parts_in(flat, (num_tokens - 1) * H * D),
+            ValueError,
+            "out must not share memory between",
+        ),
+        "rows that overlap": (parts_in(flat.view(-1, 2, H, D)[:, 0], H * D), ValueError, "out must not share memory"),
+        "bytes that overlap": (shifted, ValueError, "out must not share memory"),
         "a gradient": (leaf, ValueError, "out must not require a gradient"),
         "no memory": ([(part.to("meta"), part.to("meta"))] * L, ValueError, "out must have memory"),
         "two shapes": ([(part, part[1:])] * L, ValueError, "all parts of out must be of one shape"),

@@ -16,13 +16,17 @@ import torch
 
 import kvpage._C as _C
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.linear import NO_ROWS, has_fast_linear
+from kvpage.ops.cpu.linear import has_fast_linear
+from kvpage.ops.cpu.operands import NO_ROWS
 
 PARAMETERS = (torch.nn.Parameter, torch.Tensor)
 
 
 def is_host_weight(weight: Any, dtype: torch.dtype) -> bool:
-    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row."""
+    """Return whether it is a parameter of this dtype, of no subclass, that can be read row by row.
+
+    Sharded training takes the memory of parameters away between their uses.
+    """
     return (
         type(weight) in PARAMETERS
         and weight.dtype is dtype
@@ -30,6 +34,7 @@ def is_host_weight(weight: Any, dtype: torch.dtype) -> bool:
         and weight.layout is torch.strided
         and weight.is_contiguous()
         and not weight.is_neg()
+        and (weight.data_ptr() != 0 or weight.numel() == 0)
     )
 
 

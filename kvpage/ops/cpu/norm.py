@@ -11,7 +11,7 @@ import torch
 import kvpage._C as _C
 from kvpage.ops import reference
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.linear import NO_ROWS, _as_rows, _flat, _is_plain, _meets, _result, _written
+from kvpage.ops.cpu.operands import as_rows, flat, is_plain, meets, place_of, target_of, written
 
 
 def rms_norm(
@@ -43,12 +43,12 @@ def rms_norm(
     _check_tensors(x=x, weight=weight, **({} if out is None else {"out": out}))
     _check_weight(x, weight)
     if not _is_norm_native((x, weight)):
-        return _written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
-    if out is not None and _meets(out, (weight,) if _is_same(out, x) else (x, weight)):
-        return _written(rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
-    out = _result(x, x.shape[-1], out)
-    results = _as_rows(out)
-    _normalize(_as_rows(x), None, None, results, weight, eps, weight_offset, rounds_before_weight)
+        return written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
+    if out is not None and meets(out, (weight,) if _is_same(out, x) else (x, weight)):
+        return written(rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
+    out = target_of(x, x.shape[-1], out)
+    results = as_rows(out)
+    _normalize(as_rows(x), None, None, results, weight, eps, weight_offset, rounds_before_weight)
     return out if results.data_ptr() == out.data_ptr() else out.copy_(results.view(out.shape))
 
 
@@ -85,7 +85,7 @@ def add_rms_norm(
         total = x + residual
         return reference.rms_norm(total, weight, eps, weight_offset, rounds_before_weight), total
     out, total = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
-    rows = _as_rows(x), _as_rows(residual), _as_rows(total), _as_rows(out)
+    rows = as_rows(x), as_rows(residual), as_rows(total), as_rows(out)
     _normalize(*rows, weight, eps, weight_offset, rounds_before_weight)
     return out, total
 
@@ -100,12 +100,12 @@ def _normalize(
     weight_offset: float,
     rounds_before_weight: bool,
 ) -> None:
-    weight = _flat(weight)
+    weight = flat(weight)
     _C.rms_norm(
-        _place(x),
-        _place(residual),
-        _place(total),
-        _place(out),
+        place_of(x),
+        place_of(residual),
+        place_of(total),
+        place_of(out),
         weight.data_ptr(),
         (x.shape[0], x.shape[1]),
         ROW_TYPES[x.dtype],
@@ -116,17 +116,13 @@ def _normalize(
     )
 
 
-def _place(rows: torch.Tensor | None) -> tuple[int, int]:
-    return NO_ROWS if rows is None else (rows.data_ptr(), rows.stride(0) * rows.element_size())
-
-
 def _is_same(out: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether each element lies where that of `x` does: a row is read before it is written."""
     return out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
 
 
 def _is_norm_native(tensors: tuple[torch.Tensor, ...]) -> bool:
-    return _is_plain(tensors) and tensors[0].dtype in ROW_TYPES
+    return is_plain(tensors) and tensors[0].dtype in ROW_TYPES
 
 
 def _check_tensors(**given: object) -> None:

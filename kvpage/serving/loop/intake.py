@@ -64,7 +64,8 @@ class Intake:
         array = as_tokens(tokens)
         if len(array) == 0:
             raise ValueError("tokens must hold at least one token, got none")
-        if array.view(np.uint32).max() >= self.vocab_size:  # of a negative id it is more than any vocabulary
+        # Of a negative id it is more than any vocabulary. `reduce` is what `max` calls.
+        if np.maximum.reduce(array.view(np.uint32)) >= self.vocab_size:
             raise ValueError(
                 f"tokens must be ids in [0, {self.vocab_size}), got {int(array.min())} to {int(array.max())}"
             )
@@ -81,22 +82,22 @@ class Intake:
                 f"got {num_prompt_tokens} + {max_tokens}{why}"
             )
 
-    def request(self, prompt: Prompt, default_id: str, arrival: int, blend_config: BlendConfig | None) -> Request:
+    def request(self, prompt: Prompt, request_id: str, arrival: int, blend_config: BlendConfig | None) -> Request:
         """Make a request, once all of the prompt is checked.
 
-        default_id: for a prompt without one. arrival: how many requests came before. blend_config: how the engine
+        request_id: the prompt's own, or a new one. arrival: how many requests came before. blend_config: how the engine
         blends; None if it does not.
         """
         if prompt.params is not None:
             check_params(prompt.params)
-        if not isinstance(prompt.request_id, str | None):
-            raise TypeError(f"request_id must be a str, got {type(prompt.request_id).__name__}")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(prompt.namespace)
         check_flag("blend", prompt.blend)
         tokens = self.check_tokens(prompt.tokens)
         params = self._params(prompt.params, len(tokens))
-        request_id = default_id if prompt.request_id is None else prompt.request_id
-        blending = _blending(prompt, request_id, tokens, blend_config)
+        is_plain = not prompt.blend and prompt.segments is None
+        blending = None if is_plain else _blending(prompt, request_id, tokens, blend_config)
         return Request(request_id, tokens, params, arrival, self.eos_token_ids, prompt.namespace, prompt.sink, blending)
 
     def warming(self, tokens: Tokens, namespace: bytes, config: BlendConfig) -> Prompt:
@@ -116,7 +117,8 @@ class Intake:
         """
         if self._filled is not None and given == self._filled[0]:
             params = self._filled[1]
-            self.check_length(num_prompt_tokens, params.max_tokens or 0)
+            if num_prompt_tokens + (params.max_tokens or 0) > self.max_model_len:
+                self.check_length(num_prompt_tokens, params.max_tokens or 0)
             return params
         longest = min(self.max_model_len, self._num_slots + 1)  # the last token is never fed back
         params = self.defaults.sampling(given, num_prompt_tokens, longest)
@@ -148,8 +150,6 @@ def _blending(
 
 
 def _spans(prompt: Prompt, tokens: npt.NDArray[np.int32], config: BlendConfig | None) -> list[Span]:
-    if not prompt.blend and prompt.segments is None:
-        return []
     if config is None:
         raise ValueError("blend and segments need an engine with a BlendConfig")
     return config.spans(tokens) if prompt.segments is None else spans_of_lengths(prompt.segments, len(tokens))

@@ -92,17 +92,18 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.blending = blending
-        self.seed = params.seed or 0
-        if params.seed is None and not params.is_greedy:
-            self.seed = secrets.randbelow(MAX_SEED)
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        is_greedy = params.is_greedy
+        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and not is_greedy else params.seed or 0
+        self.stop_ids = frozenset() if params.ignore_eos else eos_token_ids
+        if params.stop_token_ids:
+            self.stop_ids = self.stop_ids.union(params.stop_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
         self._token_memory = self.tokens.data  # of which single tokens are read and written at once
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
-        if not params.is_greedy or params.changes_logits:
+        if not is_greedy or params.changes_logits:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
         self.num_computed = self.num_committed = self.num_room = 0
         self.finish_reason: FinishReason | None = None

@@ -100,11 +100,11 @@ class Scheduler:
         if others hold so much that not a single request fits.
         """
         decodes = self._room_for_decodes()
-        prefilling = self._prefilling() if len(decodes) < len(self.running) else []
-        if len(decodes):
+        prefilling = self._prefilling() if len(decodes.requests) < len(self.running) else []
+        if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
-        budget = self.max_num_batched_tokens - len(decodes)
+        budget = self.max_num_batched_tokens - len(decodes.requests)
         for request in prefilling:
             budget -= _add_portion(portions, request, budget)
         batch = Batch(decodes, portions)
@@ -218,7 +218,7 @@ class Scheduler:
         """Return the requests that decode, which have a slot for their newest tokens now."""
         while True:
             decodes = self._decoding()
-            if not len(decodes):
+            if not decodes.requests:
                 return decodes
             try:
                 self.manager.rows.append(decodes.rows)
@@ -246,7 +246,7 @@ class Scheduler:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
         prefills = _Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
         budget = self.max_num_batched_tokens - batch.num_tokens
-        num_seqs = len(self.running) + sum(request.num_forks_due for request in prefilling)
+        num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
         for request in self._first_waiting(tried):
             num_more = 1 + request.num_forks_due
@@ -382,7 +382,7 @@ def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> boo
     It then goes with the next step's decodes, beside no other prefill.
     """
     return (
-        request.may_blend and request.num_tokens > budget and any(portion.num_tokens > 1 for portion in batch.prefills)
+        request.num_tokens > budget and request.may_blend and any(portion.num_tokens > 1 for portion in batch.prefills)
     )
 
 

@@ -12,8 +12,8 @@ Everything happens inside `step` and `compute`: between two of them the caller's
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from kvpage.serving.loop.suspects import Suspects
 from kvpage.serving.model.step import BatchItem
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class ServingLoop:
@@ -162,14 +163,12 @@ class ServingLoop:
 
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
-        with self._step():
-            return self._batch_runner.run(items).logits
+        return self._in_step(lambda: self._batch_runner.run(items).logits)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """Hold other calls back: inside, requests leave the scheduler only as the step itself wants.
+    def _in_step(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`. Other calls are held back: requests leave the scheduler only as it wants.
 
         Ctrl-C is raised after it, too, but for one that comes while the model computes.
         """
@@ -177,18 +176,18 @@ class ServingLoop:
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
         with HeldInterrupts():
-            self._abort_dropped()
+            if self._dropped:
+                self._abort_dropped()
             self._is_stepping = True
             try:
-                yield
+                return work()
             finally:
                 self._is_stepping = False
-                self._abort_dropped()
+                if self._dropped:
+                    self._abort_dropped()
                 self._telemetry.tell()
 
     def _abort_dropped(self) -> None:
-        if not self._dropped:
-            return
         with HeldInterrupts():
             while self._dropped:
                 request = self._dropped.popleft()
@@ -197,12 +196,11 @@ class ServingLoop:
 
     def _try_batch(self) -> Exception | None:
         """Compute a batch; return its exception if that is worth a second try."""
-        with self._step():
-            if self.requests:
-                self._batch_runner.check()
-            return self._compute_batch()
+        return self._in_step(self._compute_batch)
 
     def _compute_batch(self) -> Exception | None:
+        if self.requests:
+            self._batch_runner.check()
         batch = self._schedule()
         if not len(batch):
             return None
@@ -223,7 +221,8 @@ class ServingLoop:
         begin = time.monotonic()
         chosen = choose_tokens(batch, self._run(batch))
         now = time.monotonic()
-        self._learn_speed(batch, now - begin)
+        if batch.prefills:
+            self._learn_speed(batch, now - begin)
         untaken += chosen.new_requests
         self._complete(chosen)
         self._hand_out(chosen, now, untaken)
@@ -253,7 +252,7 @@ class ServingLoop:
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
-        if not any(portion.request.reuse for portion in batch.prefills):
+        if not batch.prefills or not any(portion.request.reuse for portion in batch.prefills):
             return self._batch_runner.compute(batch)
         computed = self._batch_runner.run(batch.items(), self._connectors.blender)
         self._connectors.note_blended(batch.requests, computed.blended)
@@ -268,6 +267,9 @@ class ServingLoop:
             self._rule.saw_prefill(batch.num_tokens, seconds)
 
     def _complete(self, chosen: ChosenTokens) -> None:
+        if not chosen.prefilled:
+            self._scheduler.complete(chosen.batch)
+            return
         self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
@@ -279,14 +281,21 @@ class ServingLoop:
     def _hand_out(self, chosen: ChosenTokens, now: float, untaken: list[Request]) -> None:
         """Hand out the tokens: those of decodes that go on at once, then the others one by one. untaken: as above."""
         decodes, first = chosen.batch.decodes, [*chosen.prefilled, *chosen.new_requests]
-        tokens, first_ids = chosen.token_ids[: len(decodes)], chosen.token_ids[len(decodes) :].tolist()
+        num_decodes = len(decodes.requests)
+        tokens = chosen.token_ids[:num_decodes] if first else chosen.token_ids
         rows = decodes.last_rows(tokens)
         decodes.take(tokens, self._outputs, but=rows)
-        last = [decodes.requests[row] for row in rows]
+        last = [decodes.requests[row] for row in rows] if rows else []
         untaken[:] = [*chosen.failed, *first[::-1], *last[::-1]]
-        self.num_generated_tokens += len(decodes) - len(rows)
-        self._suspects.clear(*decodes.requests)
-        for request, token in zip([*last, *first], [*tokens[rows].tolist(), *first_ids], strict=True):
+        self.num_generated_tokens += num_decodes - len(rows)
+        self._suspects.clear(decodes.requests)
+        if untaken:
+            self._take_tokens(
+                [*last, *first], [*tokens[rows].tolist(), *chosen.token_ids[num_decodes:].tolist()], now, untaken
+            )
+
+    def _take_tokens(self, requests: list[Request], token_ids: list[int], now: float, untaken: list[Request]) -> None:
+        for request, token in zip(requests, token_ids, strict=True):
             self._take_token(request, token, now)
             untaken.pop()
 
@@ -295,7 +304,7 @@ class ServingLoop:
         if request.append(token, now):
             self._connectors.save_generated(request)
             self._end(request)
-        self._suspects.clear(request)
+        self._suspects.clear([request])
         self._tell(request, token)
 
     def _fail(self, request: Request, reason: str) -> None:
@@ -318,6 +327,6 @@ class ServingLoop:
         sink.append(StepOutput(request.request_id, token, *about))
 
     def _end(self, request: Request) -> None:
-        self._suspects.clear(request)
+        self._suspects.clear([request])
         self._scheduler.finish(request)
         self._connectors.forget(request)

@@ -43,7 +43,7 @@ class Suspects:
         self._groups += [list(requests[middle:]), list(requests[:middle])]
         return None
 
-    def clear(self, *requests: Request) -> None:
+    def clear(self, requests: Sequence[Request]) -> None:
         """Clear requests that have a token, or have ended."""
         if self._failed.isdisjoint(requests):
             return

@@ -17,6 +17,9 @@ from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.step import Positions, Step
 from kvpage.serving.model.view import ModelView
 
+NOTHING = nullcontext()
+"""A context that does nothing, for all that need one."""
+
 
 class PackedTokens(NamedTuple):
     """Tokens of several sequences, one sequence after the other.
@@ -56,6 +59,7 @@ class ModelRunner:
         self.model = model
         self._view = ModelView(model, native)
         self._threads = None if native is None else native.threads
+        self._no_grad = torch.no_grad()
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
@@ -88,7 +92,7 @@ class ModelRunner:
             inputs["logits_to_keep"] = 0 if wanted is None else wanted  # 0: all, without a copy
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         step.lift(self._threads)
-        with torch.no_grad(), self._hooks(step), self._view.one_thread_in_torch():
+        with self._no_grad, self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
         return logits if wanted is None or self._selects_logits else logits[wanted]
@@ -102,7 +106,7 @@ class ModelRunner:
         """Return the patches of a step that needs more than the arguments of the attention function."""
         if step.latents is not None:
             return step.latents.listening(self.view)
-        return step.blend.hooks() if step.blend else nullcontext()
+        return step.blend.hooks() if step.blend else NOTHING
 
     def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
         if self._passes_step:
@@ -132,5 +136,5 @@ class ModelRunner:
 
 
 def _row(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    row = torch.from_numpy(values.astype(np.int64, copy=False)[None])
+    row = torch.from_numpy(values[None] if values.dtype == np.int64 else values[None].astype(np.int64))
     return row if device.type == "cpu" else row.to(device)

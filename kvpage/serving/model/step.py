@@ -114,7 +114,7 @@ class Step:
     takes_all_rows: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        knows_cache = self.layout.is_quantized or self.layout.dtype in COMPUTE_DTYPES
+        knows_cache = self.layout.dtype in COMPUTE_DTYPES or self.layout.is_quantized
         self.attends_in_place = knows_cache and attends_in_place(self.slot_mapping.device)
         self.takes_all_rows = self.attends_in_place and self.query_positions is None
 
@@ -211,8 +211,9 @@ def _sequences(
 ) -> Sequences:
     """Return block tables and lengths as the operations take them: lengths on the device of the caches."""
     cache = next(iter(caches.values()))
-    longest = max(query_lens), max(seq_lens)
-    num_tokens = len(query_lens) if device_query_lens is None else sum(query_lens)
+    is_decode = device_query_lens is None
+    longest = 1 if is_decode else max(query_lens), max(seq_lens)
+    num_tokens = len(query_lens) if is_decode else sum(query_lens)
     if cache.is_cuda:
         decodes = num_decodes(query_lens)
         return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest, decodes)

@@ -34,8 +34,17 @@ ROW_TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, tor
 
 
 def can_sample(logits: torch.Tensor) -> bool:
-    """Whether `sample_rows` takes such logits: on a CPU, in fp32, bf16 or fp16."""
-    return logits.device.type == "cpu" and logits.dtype in ROW_TYPES
+    """Whether `sample_rows` takes such logits: numbers in host memory as they are, in fp32, bf16 or fp16.
+
+    A view may stand for their negatives, and a tensor of a subclass may keep its numbers elsewhere.
+    """
+    return (
+        type(logits) is torch.Tensor
+        and logits.is_cpu
+        and logits.dtype in ROW_TYPES
+        and logits.layout is torch.strided
+        and not logits.is_neg()
+    )
 
 
 def sample_rows(

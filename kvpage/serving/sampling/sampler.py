@@ -49,17 +49,18 @@ def sample(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[i
 class Sampler:
     """Sequences that are sampled together, with the records of `sample_rows`: for as long as they stay the same.
 
-    A row that needs torch is taken as a greedy one first.
+    A row that needs torch is taken as a greedy one first. is_greedy: whether all take the likeliest token, for which
+    the positions do not count.
     """
 
     def __init__(self, sequences: Sequence[SampledSequence]) -> None:
         self._sequences = sequences
         sampled = [sequence.sampled_row for sequence in sequences]
-        self._is_greedy = not any(sampled)
+        self.is_greedy = not any(sampled)
         self._by_torch: list[int] = []
         self._rules: list[_C.TokenRules | None] = []
         self._tokens: list[npt.NDArray[np.int32] | None] = []
-        if self._is_greedy:
+        if self.is_greedy:
             self._records = np.frombuffer(GREEDY * len(sequences), ROW)
             return
         packed = [GREEDY if row is None else row.packed for row in sampled]
@@ -76,13 +77,13 @@ class Sampler:
         if not self._sequences:
             return np.empty(0, np.int32)
         tokens = self._native(logits, positions) if can_sample(logits) else self._torch(logits, self._sequences)
-        if tokens.min() < 0:
+        if np.minimum.reduce(tokens) < 0:
             bad: list[int] = np.flatnonzero(tokens < 0).tolist()
             raise LogitsNotFinite(bad, [self._sequences[row].request_id for row in bad])
         return tokens
 
     def _native(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        if self._is_greedy:
+        if self.is_greedy:
             return sample_rows(logits, self._records)
         self._records["position"] = positions
         tokens = sample_rows(logits, self._records, self._rules, self._tokens)

@@ -17,8 +17,8 @@ from kvpage.store.load.call_gate import CallGate
 from kvpage.store.records.codec import Codec
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import CorruptRecord
-from kvpage.store.records.record_io import check_kind, check_raw, decode, read_head, read_piece
-from kvpage.store.tiers.stretches import digests_of
+from kvpage.store.records.record_io import check_kind, check_raw, decode, read_head, read_into_runs, read_piece
+from kvpage.store.tiers.stretches import Runs, digests_of
 from kvpage.store.tiers.tier import Reader
 
 
@@ -34,13 +34,21 @@ class OpenChunk:
         self._head, self._digests = read_head(reader, kind.meta)
         self._codec: Codec | None = check_kind(self._head, kind)
         self._decoded: memoryview | None = None
+        self._runs: Runs | None = None  # of all layers, for a reader that reads straight into them
         if self._codec is None:
             check_raw(self._head, chunk)
+            self._runs = chunk.runs() if reader.takes_runs else None
 
     def take(self, layer: int) -> bool:
         """Load a layer and return True. After CorruptRecord or TierError no layer of this chunk counts."""
         size = self._chunk.stretch_bytes
         begin, end = layer * size, (layer + 1) * size
+        if self._runs is not None:
+            each = len(self._runs) // self._chunk.shape[0]
+            runs = self._runs[layer * each : (layer + 1) * each]
+            read_into_runs(self.reader, self._head, self._digests, begin, end, runs)
+            self.reader.release_piece()
+            return True
         if self._codec is None:
             read_piece(self.reader, self._head, self._digests, begin, end, self._chunk)
             self.reader.release_piece()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvpage.checks.shared_memory import share_memory
 from kvpage.checks.tensors import check_writable
 from kvpage.store.load.result_pool import ResultPool
 from kvpage.store.records.kv_tensors import KVTensors, as_parts, as_tuple, chunk_shape, token_dim, tokens_of
@@ -40,7 +41,8 @@ class NewResult:
 class TensorOut:
     """A caller's tensors, for `num_tokens`. dtype: of K and V; None if it is not known yet.
 
-    Raises ValueError or TypeError unless they can be written to, are of one shape and device, for as many tokens.
+    Raises ValueError or TypeError unless they can be written to, share no memory, are of one shape and device, for as
+    many tokens.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class TensorOut:
             raise ValueError(f"out must be of {num_tokens} tokens, got {num_given}")
         if num_given and len({part.data_ptr() for part in flat}) < len(flat):
             raise ValueError("out must name each tensor once, got one twice")
+        if num_given and not isinstance(out, torch.Tensor) and share_memory(flat):
+            raise ValueError("out must not share memory between its tensors, got two that overlap")
         if not return_tuple and not isinstance(out, torch.Tensor):
             raise ValueError("out must be one tensor where return_tuple is False, got several")
 

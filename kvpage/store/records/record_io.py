@@ -25,7 +25,7 @@ from kvpage.store.records.record import (
     Shape,
     UnreadableRecord,
 )
-from kvpage.store.tiers.stretches import digest_of
+from kvpage.store.tiers.stretches import Runs, digest_of
 from kvpage.store.tiers.tier import Reader, Writer
 
 PIECE_BYTES = 1 << 20
@@ -110,8 +110,7 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
         check_raw(head, chunk)
         runs = chunk.runs() if reader.takes_runs and head.payload_bytes >= MIN_RUNS_BYTES else None
         if runs is not None:
-            if reader.read_runs(head.payload_begin, runs, head.stretch_bytes, num_threads) != digests:
-                raise CorruptRecord("a digest is wrong")
+            read_into_runs(reader, head, digests, 0, head.payload_bytes, runs, num_threads)
             return
         for begin, end in pieces(head, reader.is_in_memory):
             read_piece(reader, head, digests, begin, end, chunk, num_threads)
@@ -133,6 +132,15 @@ def read_piece(
     found = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
     first = begin // head.stretch_bytes * DIGEST_BYTES
     if found != digests[first : first + len(found)]:
+        raise CorruptRecord("a digest is wrong")
+
+
+def read_into_runs(
+    reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, runs: Runs, num_threads: int = 1
+) -> None:
+    """Read the payload's bytes [begin, end), whole stretches, into their runs. Raises CorruptRecord as read_piece."""
+    first, last = (-(-place // head.stretch_bytes) * DIGEST_BYTES for place in (begin, end))
+    if reader.read_runs(head.payload_begin + begin, runs, head.stretch_bytes, num_threads) != digests[first:last]:
         raise CorruptRecord("a digest is wrong")
 
 

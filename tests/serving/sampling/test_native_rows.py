@@ -1,5 +1,6 @@
 """Rows sampled natively: the tokens of a float64 oracle and of torch's way, unless the draw is at a border."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -245,6 +246,16 @@ def test_numbers_out_of_range_are_refused(changed: dict, message: str) -> None:
         sample_rows(torch.zeros(2, 5), records(2, **changed))
 
 
+@pytest.mark.parametrize("fields", [{"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}])
+def test_a_position_that_overflows_with_the_prompt_is_refused(fields: dict) -> None:
+    rules = make_request(0, **fields).sampled_row.token_rules
+    logits, tokens, out = torch.zeros(1, 5), np.zeros(64, np.int32), np.zeros(1, np.int32)
+    place = (logits.data_ptr(), 20, 0, 1, 5)
+    for position, message in ((2**63 - 1, "position must be at most 2[*][*]63"), (-1, "position must not be negative")):
+        with pytest.raises(ValueError, match=message):
+            _C.sample_rows(place, records(1, position=position), [rules], [tokens], out, 1)
+
+
 def test_arrays_of_other_shapes_are_refused() -> None:
     logits, tokens = torch.zeros(2, 5), np.zeros(2, np.int32)
     place = (logits.data_ptr(), 20, 0, 2, 5)
@@ -264,3 +275,27 @@ def test_arrays_of_other_shapes_are_refused() -> None:
     out = np.full(2, 9, np.int32)
     _C.sample_rows(place, records(2), [None, rules], [None, tokens], out, 1)  # the refused calls gave them back
     assert out.tolist() == [0, 0]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor whose numbers are those of another, as sharded and quantised ones are: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> "Elsewhere":
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype, device=numbers.device)
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        return operation(*[each.numbers if isinstance(each, Elsewhere) else each for each in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("form", [Elsewhere, torch._neg_view])
+def test_logits_whose_memory_holds_other_numbers(form: Callable, temperature: float) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    requests = [make_request(row, temperature=temperature) for row in range(3)]
+    expected = sample(-logits if form is torch._neg_view else logits, requests)
+    assert sample(form(logits), requests) == expected

@@ -1,5 +1,6 @@
 """Blocks on the disk: records of many runs, and blocks that change while they are stored."""
 
+import itertools
 import tempfile
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import DiskTier
+from kvpage.store.disk.reader_writer import DiskReader
 from kvpage.store.load.block_chunks import BlockChunks
 from kvpage.store.tiers.memory_tier import MemoryTier
 from kvpage.store.tiers.stretches import write_stretches
@@ -41,6 +43,15 @@ def disk(path: Path) -> DiskTier:
     return DiskTier([path], 32 << 20, segment_bytes=16 << 20, retry_seconds=0)
 
 
+def load_blocks(store: KVStore, engine: CacheEngine) -> int:
+    return store.load_blocks(TOKENS, engine, TABLE)
+
+
+def load_layers(store: KVStore, engine: CacheEngine) -> int:
+    with store.load_layers(TOKENS, engine, TABLE) as load:
+        return load.result()
+
+
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("layer_layout", ["separate", "packed"])
 @pytest.mark.parametrize("backend, kv_layout", LAYOUTS)
@@ -58,10 +69,10 @@ def test_the_same_records_as_in_memory(
     found = [[read(reader) for reader in tier.open(names)] for tier in tiers]
     assert found[0] == found[1]
     dim = next(dim for dim, size in enumerate(before[0].shape) if size == 10)
-    for store in stores:
+    for store, load in itertools.product(stores, (load_blocks, load_layers)):
         for layer in engine.gpu_cache:
             layer[:] = 0
-        assert store.load_blocks(TOKENS, engine, TABLE) == len(TOKENS)
+        assert load(store, engine) == len(TOKENS)
         full = torch.tensor(TABLE[:-1])  # the last one's end was never stored
         for layer, saved in zip(engine.gpu_cache, before, strict=True):
             pair = (part.index_select(dim, full).view(torch.int32) for part in (layer, saved))
@@ -170,3 +181,41 @@ def test_blocks_that_change_all_the_time(tmp_path: Path) -> None:
     assert store.load_blocks(TOKENS[:C], engine, [2, 3]) == C
     assert torch.equal(engine.gpu_cache[0][:, 2:4].view(torch.int32), engine.gpu_cache[0][:, :2].view(torch.int32))
     tier.check()
+
+
+@pytest.mark.parametrize("start, is_straight", [(0, True), (1, False)])
+def test_layers_are_read_straight_into_blocks(tmp_path: Path, monkeypatch, start: int, is_straight: bool) -> None:
+    """A chunk whose first tokens are not wanted comes by way of a piece."""
+    engine, straight, read_runs = make_engine(), [], DiskReader.read_runs
+
+    def counted(reader: DiskReader, begin: int, runs, *others) -> bytes:
+        straight.append(begin)
+        return read_runs(reader, begin, runs, *others)
+
+    monkeypatch.setattr(DiskReader, "read_runs", counted)
+    with make_store(engine, disk(tmp_path)) as store:
+        store.store_blocks(TOKENS[:C], engine, TABLE)
+        with store.load_layers(TOKENS[:C], engine, TABLE, start) as load:
+            assert load.result() == C
+    assert len(straight) == (L if is_straight else 0)
+
+
+@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("layer", range(L))
+def test_a_damaged_layer_ends_the_tokens_from_there_on(tmp_path: Path, chunk: int, layer: int) -> None:
+    """Of a layer that is read straight into blocks."""
+    engine, tier = make_engine(), disk(tmp_path)
+    with make_store(engine, tier) as store:
+        store.store_blocks(TOKENS, engine, TABLE)
+        (reader,) = tier.open([store.keys_of(TOKENS)[chunk]])
+        assert isinstance(reader, DiskReader)
+        layer_bytes = 2 * min(C, len(TOKENS) - chunk * C) * 2 * 256 * 4
+        begin = reader.num_bytes - 16 - 16 * L - (L - layer) * layer_bytes
+        wrong = bytes([reader.piece(begin, begin + 1)[0] ^ 1])
+        run = reader._entry.run
+        reader._entry.space.segment.write(run, disk_segment.HEADER_BYTES + begin, memoryview(wrong))
+        reader.close()
+        with store.load_layers(TOKENS, engine, TABLE) as load:
+            found = [load.wait(one) for one in range(L)]
+        assert found == [len(TOKENS)] * layer + [chunk * C] * (L - layer)
+        assert store.lookup(TOKENS) == chunk * C and store.stats().corrupt_records == 1

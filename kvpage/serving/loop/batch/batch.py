@@ -55,6 +55,8 @@ class Decodes:
         self.requests, self.rows = requests, rows
         self.ends, self.newest_tokens = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int32)
         self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
+        self._num_left = 0  # tokens that the one with the fewest can still get
+        self._all = np.arange(len(requests))
         self._request_ids = [request.request_id for request in requests]
         self._sample_indices = [request.sample_index for request in requests]
         self._limits = np.array([len(request.tokens) for request in requests], np.int64)
@@ -71,12 +73,16 @@ class Decodes:
     def begin(self) -> None:
         """Take room for the newest tokens, which the block manager has given: a step begins."""
         add_room(self.requests)
-        self.ends, self.newest_tokens = self._next or self._read()
-        self._next = None
+        if self._next is None:
+            self._read()
+            return
+        (self.ends, self.newest_tokens), self._next = self._next, None
+        self._num_left -= 1
 
-    def _read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        ends = [request.num_tokens for request in self.requests]
-        return np.array(ends, np.int64), np.array([request.newest_token for request in self.requests], np.int32)
+    def _read(self) -> None:
+        self.ends = np.array([request.num_tokens for request in self.requests], np.int64)
+        self.newest_tokens = np.array([request.newest_token for request in self.requests], np.int32)
+        self._num_left = int((self._limits - self.ends).min())
 
     def set_computed(self) -> None:
         """Note that K and V of the newest tokens are in blocks."""
@@ -90,15 +96,16 @@ class Decodes:
 
     def packed(self) -> PackedTokens:
         """Return the newest tokens in one row. All are wanted."""
-        return PackedTokens(self.newest_tokens, self.ends - 1, self.ends, np.arange(len(self)), is_decode=True)
+        return PackedTokens(self.newest_tokens, self.ends - 1, self.ends, self._all, is_decode=True)
 
     def sample(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         """Return the next token of each. logits: [len(self), vocab_size]. Raise LogitsNotFinite as `Sampler` does."""
-        return self._sampler.sample(logits, self.ends - self._num_prompt_tokens)
+        sampler = self._sampler
+        return sampler.sample(logits, self.ends if sampler.is_greedy else self.ends - self._num_prompt_tokens)
 
     def last_rows(self, tokens: npt.NDArray[np.int32]) -> list[int]:
         """Return the rows of those for whom the next token is the last one. tokens: the next ones, int32."""
-        rows: list[int] = (self.ends + 1 == self._limits).nonzero()[0].tolist()
+        rows: list[int] = (self.ends + 1 == self._limits).nonzero()[0].tolist() if self._num_left <= 1 else []
         if not self._all_stop_ids or self._all_stop_ids.isdisjoint(token_ids := tokens.tolist()):
             return rows
         pairs = zip(token_ids, self._stop_ids, strict=True)
@@ -126,7 +133,7 @@ class Decodes:
         gone = set(requests)
         left = [index for index, request in enumerate(self.requests) if request not in gone]
         others = Decodes([self.requests[index] for index in left], self.rows[left])
-        others.ends, others.newest_tokens = self.ends[left], self.newest_tokens[left]
+        others.ends, others.newest_tokens, others._num_left = self.ends[left], self.newest_tokens[left], self._num_left
         return others
 
 
@@ -138,12 +145,12 @@ class Batch:
     prefills: list[Portion]
 
     def __len__(self) -> int:
-        return len(self.decodes) + len(self.prefills)
+        return len(self.decodes.requests) + len(self.prefills)
 
     @property
     def requests(self) -> list[Request]:
         """The requests, in the order of their tokens."""
-        return [*self.decodes.requests, *(portion.request for portion in self.prefills)]
+        return self.decodes.requests + [portion.request for portion in self.prefills]
 
     @property
     def portions(self) -> list[Portion]:
@@ -154,7 +161,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """How many tokens all portions have."""
-        return len(self.decodes) + sum(portion.num_tokens for portion in self.prefills)
+        return len(self.decodes.requests) + sum([portion.end - portion.start for portion in self.prefills])
 
     def without(self, requests: Sequence[Request]) -> "Batch":
         """Return the portions of the other requests."""

@@ -32,7 +32,7 @@ class ChosenTokens:
     @property
     def new_requests(self) -> list[Request]:
         """The forks, in order."""
-        return [fork for each in self.forks.values() for fork in each]
+        return [fork for each in self.forks.values() for fork in each] if self.forks else []
 
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:

@@ -29,7 +29,8 @@ SCALES = (1e-2, 1.0, 10.0, 1e3)  # of rows: a limit anywhere between shows
 
 
 class GatedForward:
-    """The forward of one copy. Its class's own forward computes all but plain calls.
+    """The forward of one copy. Its class's own forward computes all but plain calls, as do forwards that it or the
+    activation's class gets later.
 
     is_factor: whether a layer is a product without bias, that nothing watches: see linear.is_factor.
     """
@@ -40,6 +41,8 @@ class GatedForward:
         self._copy, self._is_factor, self._threads = copy, is_factor, threads
         self._activation, _ = NUMBERED[activation]
         self._own: Any = type(copy).forward
+        modules: dict[str, Any] = copy._modules
+        self._own_activation: Any = type(modules["act_fn"]).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts: dict[str, Any] = self._copy._modules
@@ -56,6 +59,7 @@ class GatedForward:
             type(self._copy).forward is self._own
             and self._is_factor(parts["gate_proj"])
             and self._is_factor(parts["up_proj"])
+            and type(parts["act_fn"]).forward is self._own_activation
             and is_unwatched(parts["act_fn"])
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
-from kvpage.serving.model.native.linear import NativeLinear, is_factor
+from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
 from kvpage.serving.model.native.norm import NormKinds, is_native_norm
 from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds
 from kvpage.serving.model.native.torch_threads import TorchThreads
@@ -32,6 +32,7 @@ class NativeLayers:
     def __init__(self) -> None:
         self.threads = TorchThreads()
         self._layers: dict[nn.Module, nn.Module | None] = {}
+        self._product = product_of_torch()
         self._norms, self._rotary = NormKinds(self.threads), RotaryKinds()
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
@@ -57,7 +58,9 @@ class NativeLayers:
         return {child: layer for child, layer in self._layers.items() if layer is not None}
 
     def _make(self, module: nn.Module) -> nn.Module | None:
-        return NativeLinear.of(module, self.threads) if type(module) is nn.Linear else self._norms.stand_in(module)
+        if type(module) is not nn.Linear:
+            return self._norms.stand_in(module)
+        return None if self._product is None else NativeLinear.of(module, self.threads, self._product)
 
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""

@@ -13,27 +13,39 @@ from torch import get_num_threads, nn
 from kvpage.ops.cpu.host_layers import host_product
 from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
 from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
+
+MAX_ERROR = 1e-5  # of fp32 rows, relative
+SIZE = 8  # of rows, in the trial
 
 
 class NativeLinear(nn.Linear):
-    """Stand in for a layer of exactly the class nn.Linear. See NativeLinear.of."""
+    """Stand in for a layer of exactly the class nn.Linear. See NativeLinear.of.
 
-    __slots__ = ("_source", "_threads")  # not in the shared dict
+    It is native for as long as torch computes a linear layer by the function that was tried out: see product_of_torch.
+    """
+
+    __slots__ = ("_product", "_source", "_threads")  # not in the shared dict
+    _product: Any
     _source: nn.Linear
     _threads: TorchThreads
 
     @classmethod
-    def of(cls, source: nn.Linear, threads: TorchThreads) -> "NativeLinear":
-        """Return the layer that stands in for `source`. Whatever is done to one is done to both."""
+    def of(cls, source: nn.Linear, threads: TorchThreads, product: Any) -> "NativeLinear":
+        """Return the layer that stands in for `source`. Whatever is done to one is done to both.
+
+        product: that of product_of_torch.
+        """
         layer = cls.__new__(cls)
         object.__setattr__(layer, "__dict__", vars(source))
+        object.__setattr__(layer, "_product", product)
         object.__setattr__(layer, "_source", source)
         object.__setattr__(layer, "_threads", threads)
         return layer
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return x W^T + b. The model's own class computes all but plain calls over plain weights."""
-        if not args and not kwargs and type(self._source) is nn.Linear and is_plain_call(input):
+        if not args and not kwargs and is_torchs(self) and is_plain_call(input):
             held: dict[str, Any] = self._parameters  # torch's lookup of attributes takes a microsecond
             output = host_product(
                 input, held.get("weight"), held.get("bias", self), None, 0, self._threads.caller or get_num_threads()
@@ -45,11 +57,35 @@ class NativeLinear(nn.Linear):
         return own
 
 
+def product_of_torch() -> Any:
+    """Return nn.Linear's forward and the function that it calls, if a trial shows a product; None if it shows another.
+
+    Libraries put functions of their own in their places, for all models of the process.
+    """
+    layer = nn.Linear(SIZE, SIZE, bias=True, device="meta")
+    weight, bias, rows = torch.split(random_rows(2 * SIZE * SIZE + SIZE), [SIZE * SIZE, SIZE, SIZE * SIZE])
+    weight, rows = weight.reshape(SIZE, SIZE), rows.reshape(SIZE, SIZE)
+    found = own_forward(layer, rows, _parameters={"weight": weight, "bias": bias})
+    if found is not None and relative_error(found, rows @ weight.T + bias) <= MAX_ERROR:
+        return nn.Linear.forward, nn.functional.linear
+    return None
+
+
+def is_torchs(layer: Any) -> bool:
+    """Return whether a native layer still stands in for an nn.Linear that computes as it did when it was tried out."""
+    forward, product = layer._product
+    return (
+        type(layer._source) is nn.Linear  # else it has got a parametrisation since
+        and nn.Linear.forward is forward
+        and nn.functional.linear is product
+    )
+
+
 def is_factor(layer: Any) -> bool:
     """Return whether the layer is a product without bias and nothing else, and nothing watches it."""
     return (
         type(layer) is NativeLinear
-        and type(layer._source) is nn.Linear  # else it has got a parametrisation since
+        and is_torchs(layer)
         and layer._parameters.get("bias", layer) is None
         and is_unwatched(layer)
     )

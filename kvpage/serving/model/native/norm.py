@@ -51,7 +51,7 @@ class NormKinds:
             self._classes[kind] = _native_class(kind)
         norm: nn.Module = self._classes[kind].__new__(self._classes[kind])
         object.__setattr__(norm, "__dict__", vars(source))
-        object.__setattr__(norm, "_native", (source, formula, self._threads))
+        object.__setattr__(norm, "_native", (source, formula, kind.forward, self._threads))
         return norm
 
 
@@ -90,11 +90,15 @@ def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float
 
 
 def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a class of norms whose forward is native for plain calls."""
+    """Return the subclass of a class of norms whose forward is native for plain calls.
+
+    A forward that the class gets after the trial is called instead.
+    """
 
     def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        source, formula, threads = norm._native
-        if len(args) == 1 and not kwargs and type(source) is kind and is_plain_call(args[0]):
+        source, formula, tried, threads = norm._native
+        is_as_tried = type(source) is kind and kind.forward is tried
+        if len(args) == 1 and not kwargs and is_as_tried and is_plain_call(args[0]):
             epsilon, offset, rounds = formula
             held = vars(norm)
             weight, num_threads = held["_parameters"].get("weight"), threads.caller or get_num_threads()

@@ -1,12 +1,13 @@
 """Whether torch would do nothing with a call but compute it: then an operation of kvpage may stand in for it.
 
-no gradient, no tracing, no mode of torch, no autocast
+no gradient, no tracing, no mode of torch, no autocast, no transform of torch.func, no forward-mode derivative
 tensors of no subclass, in host memory, of one float dtype
 no hooks, no forward of its own, no compiled call        of modules that a fused operation leaves out
 """
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as of_all
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -26,6 +27,8 @@ def is_plain_call(rows: torch.Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 

@@ -1,0 +1,54 @@
+"""Memory that two tensors have in common, found from addresses and strides. No byte of it is read.
+
+[ K K K ]   [ V V V ]           neighbours
+[ K   K   K ]                   between one another: their bounds meet, their elements do not
+  [ V   V   V ]
+[ K K K ]                       two that share memory
+    [ V V V ]
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class _Place:
+    """A tensor's memory, as numpy's array interface. The address may be of a device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.begin = tensor.data_ptr()
+        self.strides = tuple(size * stride for stride in tensor.stride())
+        reach = sum(stride * (count - 1) for stride, count in zip(self.strides, tensor.shape, strict=True))
+        self.end = self.begin + reach + size
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (self.begin, True),
+            "shape": tuple(tensor.shape),
+            "strides": self.strides,
+            "typestr": f"|V{size}",
+        }
+
+    def array(self) -> npt.NDArray[np.void]:
+        return np.asarray(self)
+
+
+def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two of the tensors have a byte in common.
+
+    Args:
+        tensors: of one shape and device, with elements.
+    """
+    places = sorted(map(_Place, tensors), key=lambda place: place.begin)
+    told_apart = set()  # of tensors with the same strides the distance alone matters
+    for at, place in enumerate(places):
+        for other in places[at + 1 :]:
+            if other.begin >= place.end:
+                break
+            pair = other.begin - place.begin, place.strides, other.strides
+            if pair not in told_apart and np.shares_memory(place.array(), other.array()):
+                return True
+            told_apart.add(pair)
+    return False
