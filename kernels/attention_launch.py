@@ -89,7 +89,11 @@ def plan_of(
     sequences: DeviceSequences,
     device: Device,
 ) -> Plan:
-    """Choose tiles and splits from the shapes and the bounds, without waiting for the device."""
+    """Choose tiles and splits from the shapes and the bounds, without waiting for the device.
+
+    The plan depends on shapes, max_seq_len, max_query_len and num_decodes alone, and so do the grids and the sizes of
+    partial results. A graph that is captured with a bucket's bounds may be replayed with any lengths up to them.
+    """
     num_tokens, num_seqs = len(query), len(sequences.seq_lens)
     max_query_len = min(sequences.max_query_len, num_tokens)
     sizes = sizes_of(query, value_size, key, shares_rows)

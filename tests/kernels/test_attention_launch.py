@@ -20,6 +20,7 @@ from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
 from kvpage.kernels.attention_merge import merge_splits_kernel  # noqa: E402
 from kvpage.layout.attention import Attention  # noqa: E402
+from kvpage.ops import BoundCache, Sequences  # noqa: E402
 from kvpage.ops.args.sequences import num_decodes  # noqa: E402
 
 LAYOUT = CacheLayout(16, 8, 128, torch.bfloat16)  # Qwen3-0.6B's
@@ -37,13 +38,16 @@ def fake():
         driver.reset_active()
 
 
-def launch(queries, width, max_seq_len, all_decode=False):
-    """One layer of a step with these queries of each sequence, and block tables of `width` columns."""
+def launch(queries, width, max_seq_len, all_decode=False, device="cpu"):
+    """One layer of a step with these queries of each sequence, and block tables of `width` columns.
+
+    On the device "meta", reading a length or a block id would raise.
+    """
     key, value = (Rows(view.rows, None) for view in LAYOUT.views(torch.empty(LAYOUT.shape(2), dtype=LAYOUT.dtype)))
     query = torch.empty(sum(queries), 16, 128, dtype=torch.bfloat16)
-    lengths = torch.ones(len(queries), dtype=torch.int64)
+    lengths = torch.ones(len(queries), dtype=torch.int64, device=device)
     sequences = DeviceSequences(
-        torch.zeros(len(queries), width, dtype=torch.int32),
+        torch.zeros(len(queries), width, dtype=torch.int32, device=device),
         lengths,
         None if all_decode else lengths,
         max_seq_len,
@@ -87,3 +91,21 @@ def test_a_mixed_batch_is_two_launches(fake):
 def test_other_batches_are_one_launch(fake, queries):
     launch(queries, 4, 64)
     assert len(launches_of(fake, paged_attention_kernel)) == 1
+
+
+def test_a_bucket_of_a_graph_is_cut_by_its_bounds_alone(fake):
+    """No length is read, and partial results have the size that the bounds ask for."""
+    launch([1] * 64, 512, 8192, all_decode=True, device="meta")
+    attention, merge = (arguments(launches_of(fake, kernel)[0], kernel) for kernel in KERNELS)
+    assert attention["seq_len_ptr"].is_meta and attention["num_pieces"] == 132
+    assert attention["num_items"] == merge["num_items"] == 64 + 132
+    assert [call[1] for call in fake.launches] == [((64 + 132) * 8, 1, 1), (64 * 16, 1, 1)]
+    assert attention["partial_ptr"].shape == (64 + 132, 16, 128) and attention["sum_ptr"].shape == (64 + 132, 16, 2)
+
+
+def test_sequences_of_one_query_each_are_no_mixed_batch():
+    cache = BoundCache(torch.zeros(LAYOUT.shape(2), dtype=LAYOUT.dtype), LAYOUT)
+    cache.is_cuda = True
+    tables, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
+    assert Sequences(cache, 3, tables, lengths).num_decodes == 0
+    assert Sequences(cache, 5, tables, lengths, [1, 1, 3], max_seq_len=32).num_decodes == 2

@@ -23,6 +23,9 @@ class Sequences:
         max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
         max_seq_len: A bound of seq_lens. Default: the largest, or as many as fit into a table.
 
+    Attention on a CUDA device is cut by num_tokens, the tables' shape and the two bounds, not by the lengths. A graph
+    that is captured with lengths on the device may be replayed with any others up to the bounds, 0 among them.
+
     Raises:
         TypeError: An argument is of another type.
         ValueError: A shape, a dtype, a device, a length or a bound is wrong. Block ids are checked at each call.
@@ -73,7 +76,7 @@ class Sequences:
         counts = [1] if self.query_lens is None else self.query_lens
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
-        self.num_decodes = num_decodes(_listed(counts))
+        self.num_decodes = num_decodes(_listed(self.query_lens))
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     @classmethod
