@@ -33,11 +33,30 @@ def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def blocks_of_keys(table_row, key, inside, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Return block id and offset of each key, int64, and whether there is such a block."""
-    block_id = tl.load(table_row + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    offset = (key % BLOCK_SIZE).to(tl.int64)
-    return block_id, offset, (block_id >= 0) & (block_id < num_blocks)
+def entries_of_tile(key_tile, low, last, table_row, A: tl.constexpr):
+    """Return the table's entry for each key of a tile, or one for all; 0 where no key is in [low, last]."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    begin = key_tile * TILE_KEYS
+    if BLOCK_SIZE % TILE_KEYS == 0:
+        return tl.load(table_row + begin // BLOCK_SIZE, mask=(begin <= last) & (begin + TILE_KEYS > low), other=0)
+    else:
+        key = begin + tl.arange(0, TILE_KEYS)
+        return tl.load(table_row + key // BLOCK_SIZE, mask=(key >= low) & (key <= last), other=0)
+
+
+@triton.jit
+def offsets_of_tile(key_tile, A: tl.constexpr):
+    """Return each key's offset in its block, int64. It is the same in all tiles that begin with a block."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    if TILE_KEYS % BLOCK_SIZE == 0:
+        offset = tl.arange(0, TILE_KEYS) % BLOCK_SIZE
+    elif BLOCK_SIZE % TILE_KEYS == 0:
+        offset = key_tile * TILE_KEYS % BLOCK_SIZE + tl.arange(0, TILE_KEYS)
+    else:
+        offset = (key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)) % BLOCK_SIZE
+    return offset.to(tl.int64)
 
 
 @triton.jit
@@ -242,20 +261,23 @@ def paged_attention_kernel(
             before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
         else:
             before, num_steps, jump = 0, full_end - full_begin, full_begin - begin
+        entry = entries_of_tile(begin + tl.where(before > 0, 0, jump), low, last, table_row, A)
         for step in range(0, num_steps):
             key_tile = begin + step + tl.where(step >= before, jump, 0)
             key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-            inside = (key >= low) & (key <= last)
-            block_id, offset, known = blocks_of_keys(table_row, key, inside, num_blocks, A.value.BLOCK_SIZE)
+            following = begin + step + 1 + tl.where(step + 1 >= before, jump, 0)
+            entry_after = entries_of_tile(following, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
+            known = (entry >= 0) & (entry < num_blocks) & (key >= low) & (key <= last)
             largest, total, values = attend(
                 largest, total, values, q, q_tail, row_factor, position, window, softcap,
-                key, inside & known, block_id, offset, kv_head,
+                key, known, entry.to(tl.int64), offsets_of_tile(key_tile, A), kv_head,
                 key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
                 value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
                 value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
                 phase == 1, A,
             )  # fmt: skip
+            entry = entry_after
 
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
