@@ -33,16 +33,40 @@ def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def tile_of_step(step, begin, before, jump):
+    """Return the tile of keys of a step of the loop, which leaves `jump` tiles out after the first `before`."""
+    return begin + step + tl.where(step >= before, jump, 0)
+
+
+@triton.jit
+def are_wanted(key, low, last, A: tl.constexpr):
+    """Return whether any row may see the keys."""
+    if A.value.WINDOW:
+        return (key >= low) & (key <= last)
+    else:
+        return key <= last
+
+
+@triton.jit
+def are_known(entry, key, low, last, num_blocks, A: tl.constexpr):
+    """Return whether the keys are wanted, and their block ids are in range. A negative id is large without its sign."""
+    known = entry.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32)
+    if A.value.BLOCK_SIZE % A.value.TILE_KEYS == 0:  # one entry for all keys
+        known = known & are_wanted(key, low, last, A)
+    return known
+
+
+@triton.jit
 def entries_of_tile(key_tile, low, last, table_row, A: tl.constexpr):
-    """Return the table's entry for each key of a tile, or one for all; 0 where no key is in [low, last]."""
+    """Return the table's entry for each key of a tile, or one for all; -1 where no key is in [low, last]."""
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
     begin = key_tile * TILE_KEYS
     if BLOCK_SIZE % TILE_KEYS == 0:
-        return tl.load(table_row + begin // BLOCK_SIZE, mask=(begin <= last) & (begin + TILE_KEYS > low), other=0)
+        return tl.load(table_row + begin // BLOCK_SIZE, mask=(begin <= last) & (begin + TILE_KEYS > low), other=-1)
     else:
         key = begin + tl.arange(0, TILE_KEYS)
-        return tl.load(table_row + key // BLOCK_SIZE, mask=(key >= low) & (key <= last), other=0)
+        return tl.load(table_row + key // BLOCK_SIZE, mask=are_wanted(key, low, last, A), other=-1)
 
 
 @triton.jit
@@ -137,7 +161,7 @@ def store_partial(
 @triton.jit
 def attend(
     largest, total, values, q, q_tail, row_factor, position, window, softcap,
-    key, wanted, block_id, offset, kv_head,  # of a tile of keys
+    key_tile, entry, low, last, num_blocks, kv_head,  # entry: of the table, for each key of the tile
     key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,  # key_head: offset of the KV head
     value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
     key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
@@ -148,6 +172,10 @@ def attend(
     """Return the running maximum, sum and weighted values with one more tile of keys."""
     KEY_ALIGN: tl.constexpr = A.value.KEY_ALIGN
     VALUE_ALIGN: tl.constexpr = A.value.VALUE_ALIGN
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    wanted = are_known(entry, key, low, last, num_blocks, A)
+    block_id, offset = entry.to(tl.int64), offsets_of_tile(key_tile, A)
     kv_head = kv_head.to(tl.int64)
     # The compiler learns what divides the result of an operation, but not that of a call.
     key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
@@ -162,8 +190,11 @@ def attend(
     if A.value.SHARED:
         v = k
     else:
-        value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
-        value_row = tl.multiple_of(value_row, VALUE_ALIGN)
+        if A.value.SAME_STRIDES:
+            value_row = key_row
+        else:
+            value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
+            value_row = tl.multiple_of(value_row, VALUE_ALIGN)
         v = load_values(value_ptr, value_row, wanted, value_run_stride, A)
     value_scales = None
     if A.value.TOKEN_SCALES:
@@ -229,7 +260,6 @@ def paged_attention_kernel(
     value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     A: tl.constexpr,  # AttentionConstants
 ):  # fmt: skip
-    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     TOKEN_SCALES: tl.constexpr = A.value.TOKEN_SCALES
     QUERY_ALIGN: tl.constexpr = A.value.QUERY_ALIGN
     NUM_PHASES: tl.constexpr = A.value.NUM_PHASES
@@ -261,16 +291,14 @@ def paged_attention_kernel(
             before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
         else:
             before, num_steps, jump = 0, full_end - full_begin, full_begin - begin
-        entry = entries_of_tile(begin + tl.where(before > 0, 0, jump), low, last, table_row, A)
+        entry = entries_of_tile(tile_of_step(0, begin, before, jump), low, last, table_row, A)
         for step in range(0, num_steps):
-            key_tile = begin + step + tl.where(step >= before, jump, 0)
-            key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-            following = begin + step + 1 + tl.where(step + 1 >= before, jump, 0)
-            entry_after = entries_of_tile(following, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
-            known = (entry >= 0) & (entry < num_blocks) & (key >= low) & (key <= last)
+            key_tile = tile_of_step(step, begin, before, jump)
+            tile_after = tile_of_step(step + 1, begin, before, jump)
+            entry_after = entries_of_tile(tile_after, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
             largest, total, values = attend(
                 largest, total, values, q, q_tail, row_factor, position, window, softcap,
-                key, known, entry.to(tl.int64), offsets_of_tile(key_tile, A), kv_head,
+                key_tile, entry, low, last, num_blocks, kv_head,
                 key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
                 value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,

@@ -24,6 +24,7 @@ class AttentionConstants(Constants):
     TOKEN_SCALES: scales are of a token's head, not of a head.
     SCALE_VALUES: V is multiplied by them, not the weights: in fp16.
     SHARED: V is the first VALUE_SIZE elements of each key, all within its tile.
+    SAME_STRIDES: a row of V is as far from V's beginning as K's from K's.
     WINDOW, SOFTCAP: whether there is one.
     TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
     TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
@@ -51,6 +52,7 @@ class AttentionConstants(Constants):
     TOKEN_SCALES: bool
     SCALE_VALUES: bool
     SHARED: bool
+    SAME_STRIDES: bool
     WINDOW: bool
     SOFTCAP: bool
     TILE_ROWS: int

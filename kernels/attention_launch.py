@@ -85,7 +85,7 @@ def plan_of(
     query: torch.Tensor,
     value_size: int,
     key: Rows,
-    shares_rows: bool,
+    value: Rows | None,
     sequences: DeviceSequences,
     device: Device,
 ) -> Plan:
@@ -96,7 +96,7 @@ def plan_of(
     """
     num_tokens, num_seqs = len(query), len(sequences.seq_lens)
     max_query_len = min(sequences.max_query_len, num_tokens)
-    sizes = sizes_of(query, value_size, key, shares_rows)
+    sizes = sizes_of(query, value_size, key, value)
     tile = choose_tile(sizes, sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs)), device.capability)
     tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
     num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
@@ -144,7 +144,7 @@ def _launch(
     num_tokens, num_heads, value_size = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return
-    plan = plan_of(query, value_size, key, value is None, sequences, device)
+    plan = plan_of(query, value_size, key, value, sequences, device)
     constants = constants_of(plan, query, key, value, attention, device.capability)
     partial = sums = None
     if plan.num_pieces:
@@ -177,10 +177,14 @@ def _launch(
         )
 
 
-def sizes_of(query: torch.Tensor, value_size: int, key: Rows, shares_rows: bool) -> Sizes:
+def sizes_of(query: torch.Tensor, value_size: int, key: Rows, value: Rows | None) -> Sizes:
     group_size = query.shape[1] // key.data.shape[2]
     stored, computed = key.data.element_size(), query.element_size()
-    return Sizes(group_size, query.shape[2], value_size, stored, computed, shares_rows, key.data.dtype == torch.int8)
+    is_scattered = value is not None and value.data.shape[3] > 1 and value.data.shape[4] == 1
+    has_token_scales = key.data.dtype == torch.int8
+    return Sizes(
+        group_size, query.shape[2], value_size, stored, computed, value is None, has_token_scales, is_scattered
+    )
 
 
 def constants_of(
@@ -213,6 +217,7 @@ def constants_of(
         TOKEN_SCALES=dtype == torch.int8,
         SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
         SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
+        SAME_STRIDES=value is not None and key.data.stride() == value.data.stride(),
         WINDOW=attention.sliding_window is not None,
         SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,

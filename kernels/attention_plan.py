@@ -12,7 +12,7 @@ from typing import NamedTuple
 MIN_ROWS = 16  # of a tensor core's product
 MAX_SPLITS = 128  # of a sequence
 MIDDLE_ROWS = 64
-FEW_BYTES = 20_000  # of a tile of keys: more than one has to be under way to keep memory busy
+NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
 
 
 class Sizes(NamedTuple):
@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
     compute_bytes: int
     shares_rows: bool  # V is the first part of K
     has_token_scales: bool
+    is_scattered: bool = False  # neighbours of a row of V lie apart: each element has an address
 
 
 class Tile(NamedTuple):
@@ -67,24 +68,11 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
     rows = _rows(rows_wanted, _most_rows(widest, sizes, capability))
     row_bytes = (key_tile + key_tail + (0 if shares else value_tile)) * sizes.compute_bytes
     bytes_wanted = 2**14 if sizes.compute_bytes == 4 and rows > MIN_ROWS else 2**15
+    if sizes.is_scattered and rows == MIN_ROWS:
+        bytes_wanted //= 2
     keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_ROWS), 128 if rows == MIN_ROWS else 64)
     num_warps = 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
-    stored_tile = keys * row_bytes // sizes.compute_bytes * sizes.stored_bytes
-    num_stages = _stages(rows, widest, sizes, stored_tile)
-    return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, num_stages, _precision(widest))
-
-
-def _stages(rows: int, widest: int, sizes: Sizes, stored_tile: int) -> int:
-    """Return the stages of the loop over keys. K and V are loaded by block ids that are loaded themselves.
-
-    The compiler gives half of the stages to the ids. With five it keeps two tiles of K and V under way, or three where
-    the tensor cores read them from shared memory; with fewer it keeps one, and waits for it.
-    """
-    if sizes.stored_bytes == 2 and widest <= 128:
-        return 5
-    if rows * widest >= 2**14:
-        return 2
-    return 5 if rows == MIN_ROWS and stored_tile < FEW_BYTES else 3
+    return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
 
 
 def _rows(wanted: int, most: int) -> int:
