@@ -150,9 +150,15 @@ class Transfer:
         return None if seconds is None else self.num_bytes / max(seconds, 1e-9) / 1e9
 
     def _start(
-        self, open_stream: Callable[[], TransferStream], steps: Sequence[Callable[[], None]], by_layer: bool
+        self,
+        open_stream: Callable[[], TransferStream],
+        steps: Sequence[Callable[[], None]],
+        layers_each: Sequence[int] | None,
     ) -> None:
-        """Submit the steps, each followed by an event. If the stream refuses, the pins go back and this raises."""
+        """Submit the steps, each followed by an event. If the stream refuses, the pins go back and this raises.
+
+        layers_each: The layers that each step copies; None if no layer can be waited for.
+        """
         self._steps = steps
         try:
             stream = open_stream()
@@ -163,7 +169,9 @@ class Transfer:
                 stream.submit(partial(self._run, step))
                 self._end = stream.record()
                 events.append(self._end)
-            self._layers = events if by_layer else None
+            if layers_each is not None:
+                layers = zip(events, layers_each, strict=True)
+                self._layers = [event for event, num_layers in layers for _ in range(num_layers)]
         except BaseException:
             self._settled = self._error_seen = True
             self._pins.release()
@@ -243,9 +251,14 @@ class TransferQueue:
         self._in_flight: dict[Transfer, None] = {}  # in order
         self._pid = os.getpid()
 
-    def start(self, transfer: Transfer, steps: Sequence[Callable[[], None]], by_layer: bool = False) -> Transfer:
-        """Have the steps done one after the other, after all earlier transfers and the caller's current stream."""
-        transfer._start(self._open, steps, by_layer)
+    def start(
+        self, transfer: Transfer, steps: Sequence[Callable[[], None]], layers_each: Sequence[int] | None = None
+    ) -> Transfer:
+        """Have the steps done one after the other, after all earlier transfers and the caller's current stream.
+
+        layers_each: The layers that each step copies, to be waited for by layer; None if they are not.
+        """
+        transfer._start(self._open, steps, layers_each)
         self._in_flight[transfer] = None
         return transfer
 

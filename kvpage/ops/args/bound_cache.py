@@ -7,11 +7,12 @@ A step of a model calls the operations once a layer. To derive the layout of the
 calls takes longer than a small step's work.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvpage.checks.tensors import check_writable
+from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
@@ -34,6 +35,25 @@ class NativeCache(NamedTuple):
     codec: int
 
 
+class AttentionOfOthers(Protocol):
+    """Attention by a library, see kvpage.ops.cuda.libraries."""
+
+    @property
+    def name(self) -> str:
+        """The library's name."""
+
+    def attend(
+        self, query: torch.Tensor, cache: "BoundCache", sequences: Any, attention: Attention
+    ) -> torch.Tensor | None:
+        """Return attention over blocks, or None where kvpage's own is to compute it."""
+
+    def plan_for_graph(self, sequences: Any) -> bool:
+        """Plan decoding for a graph; return whether the graph may hold the library's calls."""
+
+    def plan_again(self, sequences: Any, seq_lens: list[int]) -> None:
+        """Renew these plans for other lengths, before a replay."""
+
+
 class BoundCache:
     """One layer's cache, bound to its layout and scales.
 
@@ -44,20 +64,26 @@ class BoundCache:
         layout: How the tensor is to be read.
         scales: Scales of 8-bit floats; None means 1.
 
+    Attributes:
+        library: Attends in place of kvpage's kernel; None where nothing does.
+
     Raises:
         TypeError: An argument is of another type.
         ValueError: The tensor is not of this layout, or not on a CPU or a CUDA device, or the scales do not fit.
     """
 
     __slots__ = (
+        "_addresses",
         "_geometry",
         "_place",
+        "_scale_numbers",
         "device",
         "host_forms",
         "is_cuda",
         "is_writable",
         "key",
         "layout",
+        "library",
         "native",
         "row_dtypes",
         "scales",
@@ -79,6 +105,25 @@ class BoundCache:
         self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
         self.is_writable = False  # not known yet
         self._geometry: tuple[Any, ...] | None = None
+        self._addresses: Numbers | None = None
+        self._scale_numbers: tuple[float, float] | None = None
+        self.library: AttentionOfOthers | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of all blocks."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def addresses(self) -> Numbers:
+        """Those of K's and V's elements, then of their scales, the cache's own or the given; 0 for a missing one."""
+        if self._addresses is None:
+            scales = [None if view is None else view.scales for view in self.views]
+            if self.scales is not None:
+                scales = [self.scales.key, self.scales.value]
+            parts = *(None if view is None else view.rows for view in self.views), *scales
+            self._addresses = tuple(0 if part is None else part.data_ptr() for part in parts)
+        return self._addresses
 
     @property
     def views(self) -> tuple[KVView, KVView | None]:
@@ -87,13 +132,28 @@ class BoundCache:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All but addresses: two caches that are equal in it are read and written by the same launches."""
+        """All but addresses: two caches that are equal in it take the same rows, in the same launches."""
         if self._geometry is None:
             tensors = [tensor for view in self.views if view is not None for tensor in (view.rows, view.scales)]
             scales = () if self.scales is None else (self.scales.key, self.scales.value)
             described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
-            self._geometry = self.device, *described
+            self._geometry = self.device, self.shape, self.row_dtypes, *described
         return self._geometry
+
+    @property
+    def scale_numbers(self) -> tuple[float, float] | None:
+        """The scales of K and V as numbers, read once; None where there are none. They must be one for all heads."""
+        if self._scale_numbers is None and self.scales is not None:
+            self._scale_numbers = self.scales.key.item(), self.scales.value.item()
+        return self._scale_numbers
+
+    def use_library(self, library: AttentionOfOthers | None) -> None:
+        """Let a library attend in place of kvpage's kernels from now on.
+
+        Args:
+            library: Takes caches of this layout. None: kvpage's kernels attend.
+        """
+        self.library = library
 
     def check(self) -> None:
         """Check that the tensor has the memory, shape and strides that it was bound with.

@@ -1,5 +1,7 @@
 """Sequences: the blocks and lengths that one call of attention is about, checked once for all layers of a step."""
 
+from typing import Any
+
 import torch
 
 from kvpage.checks.tensors import readable
@@ -32,6 +34,7 @@ class Sequences:
     """
 
     __slots__ = (
+        "_host_lengths",
         "_uploaded",
         "block_tables",
         "max_query_len",
@@ -39,6 +42,7 @@ class Sequences:
         "native_tables",
         "num_decodes",
         "num_tokens",
+        "plans",
         "query_lens",
         "seq_lens",
         "shape",
@@ -78,6 +82,8 @@ class Sequences:
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
         self.num_decodes = num_decodes(_listed(self.query_lens))
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._host_lengths: tuple[list[int], list[int]] | None = None
+        self.plans: dict[Any, Any] = {}
 
     @classmethod
     def of_step(
@@ -90,6 +96,7 @@ class Sequences:
         max_query_len: int,
         max_seq_len: int,
         num_decodes: int = 0,
+        host_lengths: tuple[list[int], list[int]] | None = None,
     ) -> "Sequences":
         """Return the sequences of a loop that has made these arguments itself. It checks none of them.
 
@@ -104,6 +111,7 @@ class Sequences:
             max_query_len: The largest of them.
             max_seq_len: Likewise.
             num_decodes: Sequences at the beginning that have one query each. Fewer may be named.
+            host_lengths: seq_lens and query_lens as the host knows them, where the others are on the device.
         """
         self = cls.__new__(cls)
         num_blocks, block_size, *_ = cache.shape
@@ -114,7 +122,20 @@ class Sequences:
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
         self.num_decodes = num_decodes
+        self._host_lengths, self.plans = host_lengths, {}
         return self
+
+    def host_lengths(self) -> tuple[list[int], list[int]] | None:
+        """Return seq_lens and query_lens as the host knows them; None where it does not."""
+        if not isinstance(self.seq_lens, list):
+            return self._host_lengths
+        if self.query_lens is None:
+            return self.seq_lens, [1] * len(self.seq_lens)
+        return (self.seq_lens, self.query_lens) if isinstance(self.query_lens, list) else None
+
+    def forget_host_lengths(self) -> None:
+        """Let nothing be planned by lengths of the host from now on: those of the device will be others."""
+        self._host_lengths = None
 
     def check(self, cache: BoundCache, num_tokens: int) -> None:
         """Check that these sequences are for such a cache and query, and that the tables keep their memory.

@@ -13,7 +13,7 @@ import torch
 
 from kvpage.ops import reference
 from kvpage.ops.args.bound_cache import BoundCache
-from kvpage.ops.cuda.launches import Launches, Rows
+from kvpage.ops.cuda.launches import Launches
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
 _ERRORS = {
@@ -44,10 +44,24 @@ def check_device(device: torch.device | str = "cuda") -> None:
     torch.cuda.synchronize(device)
     word = int(_error_words[device].item())
     if word:
-        _error_words[device].zero_()
-        raise ValueError(
-            "; ".join(text for bit, text in _ERRORS.items() if word & bit) + f" on {device}; it was skipped"
-        )
+        clear_error_word(device)
+        raise_errors(word, device)
+
+
+def find_error_word(device: torch.device) -> torch.Tensor | None:
+    """Return the error word of a device, int32 [1] there; None while no kernel has run on it."""
+    return _error_words.get(device)
+
+
+def clear_error_word(device: torch.device) -> None:
+    """Forget what the kernels of a device have reported, after the work of its current stream."""
+    _error_words[device].zero_()
+
+
+def raise_errors(word: int, device: torch.device) -> None:
+    """Raise ValueError for the bits of an error word that is not 0."""
+    texts = "; ".join(text for bit, text in _ERRORS.items() if word & bit)
+    raise ValueError(f"{texts} on {device}; it was skipped")
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -58,13 +72,17 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _error_word(device: torch.device) -> torch.Tensor:
     """Return the device's error word, made at its first use and zero for every stream from then on."""
-    if device not in _error_words:
+    word = _error_words.get(device)
+    return _make_error_word(device) if word is None else word
+
+
+def _make_error_word(device: torch.device) -> torch.Tensor:
+    with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"an operation must have run once on {device} before a graph captures one")
         word = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
-        _error_words[device] = word
-    return _error_words[device]
+    return _error_words.setdefault(device, word)
 
 
 def _check_if_debugging(device: torch.device) -> None:
@@ -80,23 +98,27 @@ def _has_triton() -> bool:
     return False
 
 
+def repeat_reshape(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> bool:
+    """Write rows into slots and return True, if rows of their kind were checked and written before."""
+    error = _error_words.get(cache.device)
+    if error is None or _DEBUG or torch.cuda.current_device() != cache.device.index:
+        return False
+    return _launches.repeat(key, value, cache, slots, error)
+
+
 def reshape_and_cache(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> None:
     """Write rows into slots; all but the values of the slots is checked."""
     if not _has_triton():
         _check_slots(slots, cache.shape[0] * cache.shape[1])
         reference.reshape_and_cache(key, value, cache.tensor, slots, cache.layout, cache.scales)
         return
-    error, rows = _error_word(cache.device), Rows(key, value, cache, slots)
-    is_current = torch.cuda.current_device() == cache.device.index
-    if is_current and not _DEBUG and _launches.repeat(rows, error):
-        return
     from kvpage.kernels import reshape
 
     with torch.cuda.device(cache.device):
-        launched = reshape.reshape_and_cache(key, value, cache.views, slots, cache.scales, error)
+        launched = reshape.reshape_and_cache(key, value, cache.views, slots, cache.scales, _error_word(cache.device))
         _check_if_debugging(cache.device)
     if launched is not None:
-        _launches.keep(rows, launched)
+        _launches.keep(key, value, cache, slots, launched)
 
 
 def gather_cache(
