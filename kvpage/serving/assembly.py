@@ -21,6 +21,7 @@ from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.sharding import check_sharded_size, of_this_rank, scales_of_this_rank
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
@@ -57,11 +58,24 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class ServableModel:
-    """A model that was tried out over blocks. window: of the attention of all layers; None if one sees everything."""
+    """A model that was tried out over blocks. window: of the attention of all layers; None if one sees everything.
+
+    config: with the KV heads of this rank. num_all_heads: those of all ranks.
+    """
 
     runner: ModelRunner
     config: ModelConfig
     window: int | None
+    num_all_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """The parts of an engine that every rank has, see EngineParts."""
+
+    cache: CacheEngine
+    defaults: ParamDefaults
+    max_model_len: int
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -75,20 +89,20 @@ def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
 def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     cache_config = config.cache_config
-    model_config = _model_config(model, cache_config)
-    runner = ModelRunner(model, _native_layers(model, config))
+    check_sharded_size(model, config.tensor_parallel_size)
+    of_all = _model_config(model, cache_config)
+    model_config = of_this_rank(model, of_all, config.tensor_parallel_size)
+    runner = ModelRunner(model, _native_layers(model, config), holds_interrupts=config.tensor_parallel_size > 1)
     if model_config.use_mla:
         verify_latents(runner, cache_config, model_config)
-    return ServableModel(runner, model_config, verify_model(runner, cache_config, model_config))
+    window = verify_model(runner, cache_config, model_config)
+    return ServableModel(runner, model_config, window, of_all.num_kv_heads)
 
 
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     """Make the parts. Raises as Engine.from_model does."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    model = runner.model
-    defaults = ParamDefaults.of_model(model, config.generation_config)
-    max_model_len = limited_model_len(model, config.max_model_len)
-    cache = make_cache(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
+    parts = assemble_rank(servable, config)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
     manager = make_manager(config, rule)
     blender = None
@@ -96,8 +110,27 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         blender = checked_blender(config.blend, runner, cache_config, model_config)
     telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
     return EngineParts(
-        runner, cache, manager, telemetry, defaults, max_model_len, servable.window, rule, store_rule, blender
+        runner,
+        parts.cache,
+        manager,
+        telemetry,
+        parts.defaults,
+        parts.max_model_len,
+        servable.window,
+        rule,
+        store_rule,
+        blender,
     )
+
+
+def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
+    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
+    model, own = servable.runner.model, servable.config
+    defaults = ParamDefaults.of_model(model, config.generation_config)
+    max_model_len = limited_model_len(model, config.max_model_len)
+    scales = scales_of_this_rank(config.kv_scales, own.num_kv_heads, servable.num_all_heads)
+    cache = make_cache(servable.runner, config.cache_config, own, scales, config.calibration_tokens)
+    return RankParts(cache, defaults, max_model_len)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:

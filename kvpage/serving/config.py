@@ -17,6 +17,9 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
 
+MAX_RANK_TIMEOUT = 86_400.0
+"""Seconds: a day."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -49,6 +52,10 @@ class EngineConfig:
         native_layers: On a CPU, compute the model's linear layers, RMS norms and gated MLPs with kvpage's operations,
             over the model's weights. The model does not change. Layers of other kinds compute as ever. False means
             that all do.
+        tensor_parallel_size: Processes that share the heads of a model that transformers has sharded over them
+            (`from_pretrained(..., tp_plan="auto")`, started by torchrun). Rank 0 makes the engine, and each other one
+            calls `Engine.follow`. It excludes `blend`.
+        rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
 
     Raises:
         TypeError: A value is of another type.
@@ -73,6 +80,8 @@ class EngineConfig:
     blend: BlendConfig | None = None
     generation_config: GenerationDefaults = "model"
     native_layers: bool = True
+    tensor_parallel_size: int = 1
+    rank_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -91,6 +100,8 @@ class EngineConfig:
             )
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
+        if self.blend is not None and self.tensor_parallel_size > 1:
+            raise ValueError("blend must be None with tensor_parallel_size of 2 or more: one rank chooses tokens alone")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
 
@@ -101,13 +112,16 @@ class EngineConfig:
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
         check_at_least("pin_quota", self.pin_quota, 0)
-        for name in ("residency_sample_rate", "store_deadline"):
+        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        for name in ("residency_sample_rate", "store_deadline", "rank_timeout"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):
                 raise TypeError(f"{name} must be a number, got {type(getattr(self, name)).__name__}")
         if not 0 <= self.residency_sample_rate <= 1:
             raise ValueError(f"residency_sample_rate must be in [0, 1], got {self.residency_sample_rate!r}")
         if not self.store_deadline >= 0:
             raise ValueError(f"store_deadline must not be negative, got {self.store_deadline!r}")
+        if not 0 < self.rank_timeout <= MAX_RANK_TIMEOUT:
+            raise ValueError(f"rank_timeout must be in (0, {MAX_RANK_TIMEOUT}], got {self.rank_timeout!r}")
 
     def _check_scales(self) -> None:
         """Check the scales and their tokens, and keep both as tuples, which nothing can change."""

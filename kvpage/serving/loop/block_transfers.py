@@ -6,13 +6,14 @@ manager.due_moves() ─► CacheEngine.swap_out, swap_in, copy ─► the bytes 
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.moves import Kind
+from kvpage.blocks.moves import Kind, Pairs
 from kvpage.cache.cache_engine import CacheEngine
 
 KINDS: tuple[Kind, ...] = ("swap_out", "swap_in", "copy")
@@ -51,10 +52,17 @@ class BlockTransfers:
 
     rule: learns how fast the host is, from moves of a CPU's cache; None if nothing asks. On a GPU nothing waits for a
     move: events on the stream take its time, and are read at a later call.
+    tell: called with each move that was made, for other ranks; None if there are none.
     """
 
-    def __init__(self, cache: CacheEngine, manager: BlockManager, rule: LoadOrCompute | None = None) -> None:
-        self._cache, self._manager, self._rule = cache, manager, rule
+    def __init__(
+        self,
+        cache: CacheEngine,
+        manager: BlockManager,
+        rule: LoadOrCompute | None = None,
+        tell: Callable[[Kind, Pairs], object] | None = None,
+    ) -> None:
+        self._cache, self._manager, self._rule, self._tell = cache, manager, rule, tell
         num_bytes = sum(layer.numel() * layer.element_size() for layer in cache.gpu_cache)
         self._block_bytes = num_bytes // max(cache.num_gpu_blocks, 1)
         self._stats = {kind: TransferStats() for kind in KINDS}
@@ -77,6 +85,8 @@ class BlockTransfers:
             begin = self._begin()
             getattr(self._cache, kind)(torch.from_numpy(pairs))
             self._count(kind, len(pairs), begin)
+            if self._tell is not None:
+                self._tell(kind, pairs)
             moved[kind] += len(pairs)
         if self._rule and self._cache.device.type == "cpu" and moved["swap_in"]:
             self._rule.saw_transfer(moved.total() * self._rule.block_bytes, time.monotonic() - start)

@@ -26,6 +26,7 @@ from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.suspects import Suspects
@@ -211,7 +212,7 @@ class ServingLoop:
             for request in untaken:
                 request.take_back()
             self._scheduler.requeue(untaken)
-            if not isinstance(error, Exception):
+            if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
             return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
         return None

@@ -4,14 +4,16 @@ items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRu
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Ids, Slots
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
@@ -33,13 +35,31 @@ class Computed(NamedTuple):
     blended: list[BlendCounts]
 
 
+class OtherRanks(Protocol):
+    """The ranks that compute the other heads of the model."""
+
+    def computing(
+        self, packed: PackedTokens, slots: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]
+    ) -> AbstractContextManager[None]:
+        """Let the others compute the same step; inside, this rank does."""
+
+
 class BatchRunner:
-    """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far."""
+    """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
+
+    others: the ranks that compute with this one; None where it has the whole model.
+    """
 
     def __init__(
-        self, runner: ModelRunner, cache: CacheEngine, manager: BlockManager, transfers: BlockTransfers
+        self,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        manager: BlockManager,
+        transfers: BlockTransfers,
+        others: OtherRanks | None = None,
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
+        self._others = others
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
 
     def check(self) -> None:
@@ -50,11 +70,10 @@ class BatchRunner:
         """Compute one forward pass; return the logits of each last token. Exceptions of the model come through."""
         if not batch.prefills:
             self._transfers.run()
-            step = Step.of_newest(self._cache, self._manager.rows.inputs(batch.decodes.rows))
-            return self._forward(step, batch.packed())
+            inputs = self._manager.rows.inputs(batch.decodes.rows)
+            return self._forward(Step.of_newest(self._cache, inputs), batch.packed(), inputs.slots, inputs.block_tables)
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        packed = batch.packed()
-        return self._forward(self._step(np.concatenate([batch.decodes.rows, rows]), packed), packed)
+        return self._compute(np.concatenate([batch.decodes.rows, rows]), batch.packed())
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -63,25 +82,34 @@ class BatchRunner:
         """
         rows, packed = self._manager.rows.of([item.seq_id for item in items]), _packed(items)
         if not any(item.reuse for item in items):
-            return Computed(self._forward(self._step(rows, packed), packed), [])
+            return Computed(self._compute(rows, packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
-        step = self._step(rows, packed)
+        step = Step.make(self._cache, *self._places(rows, packed), packed.starts, packed.ends)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
         blended = blend.counts()
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _forward(self, step: Step, packed: PackedTokens) -> torch.Tensor:
-        logits = self._runner.forward(packed, step)
+    def _compute(self, rows: Rows, packed: PackedTokens) -> torch.Tensor:
+        slots, tables = self._places(rows, packed)
+        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends)
+        return self._forward(step, packed, slots, tables)
+
+    def _forward(self, step: Step, packed: PackedTokens, slots: Slots, tables: Ids) -> torch.Tensor:
+        if self._others is None:
+            logits = self._runner.forward(packed, step)
+        else:
+            self._runner.check()
+            with self._others.computing(packed, slots, tables):
+                logits = self._runner.forward(packed, step)
         self._count(len(packed.token_ids))
         return logits
 
-    def _step(self, rows: Rows, packed: PackedTokens) -> Step:
-        """Return the arguments of attention, once the due moves of blocks are done. rows: see SequenceSteps."""
+    def _places(self, rows: Rows, packed: PackedTokens) -> tuple[Slots, Ids]:
+        """Return slots and block tables, once the due moves of blocks are done. rows: see SequenceSteps."""
         self._transfers.run()
-        slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
-        return Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends)
+        return self._manager.rows.slots(rows, packed.starts, packed.ends), self._manager.rows.tables(rows)
 
     def _count(self, num_tokens: int) -> None:
         self.num_passes += 1
