@@ -91,8 +91,9 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
     cache_config = config.cache_config
     check_sharded_size(model, config.tensor_parallel_size)
     of_all = _model_config(model, cache_config)
-    model_config = of_this_rank(model, of_all, config.tensor_parallel_size)
-    runner = ModelRunner(model, _native_layers(model, config), holds_interrupts=config.tensor_parallel_size > 1)
+    size = config.tensor_parallel_size
+    runner = ModelRunner(model, _native_layers(model, config), holds_interrupts=size > 1)
+    model_config = of_this_rank(runner, cache_config, of_all, size)
     if model_config.use_mla:
         verify_latents(runner, cache_config, model_config)
     window = verify_model(runner, cache_config, model_config)
