@@ -79,17 +79,17 @@ class RankParts:
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
-    """TypeError for others than a model and an EngineConfig, ValueError for a compiled model."""
+    """TypeError for others than a model and an EngineConfig, ValueError for a model that is compiled or ill sharded."""
     check_model(model)
     if not isinstance(config, EngineConfig):
         hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
+    check_sharded_size(model, config.tensor_parallel_size)
 
 
 def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     cache_config = config.cache_config
-    check_sharded_size(model, config.tensor_parallel_size)
     of_all = _model_config(model, cache_config)
     size = config.tensor_parallel_size
     runner = ModelRunner(model, _native_layers(model, config), holds_interrupts=size > 1)

@@ -7,6 +7,7 @@ The calls for requests and tokens are here, those for the engine as a whole in E
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from transformers import PreTrainedModel
 
@@ -105,7 +106,8 @@ class Engine(EngineCore):
         lead: Lead | None,
     ) -> "Engine":
         """Make an engine. lead: the side of the other ranks; None where there are none."""
-        with names_alternative(model, config.cache_config):
+        # To name another way it computes, which ranks only do together.
+        with names_alternative(model, config.cache_config) if lead is None else nullcontext():
             servable = check_servable(model, config)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:

@@ -19,6 +19,16 @@ from kvpage.serving.loop.ranks.rank_lost import RankLost
 
 FIRST = 1 << 14  # bytes: a decode step of 64 sequences with 48 blocks each
 MAX_BYTES = 1 << 32
+JOIN_SECONDS = 300.0
+"""For how long a rank waits for the others to make their engines."""
+
+
+def connected_group(seconds: float) -> Any:
+    """Return a group of gloo of all ranks. All call it at once. RankLost if not all come within so many seconds."""
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise RankLost(f"not all ranks have come within {seconds:g} s: {error}") from error
 
 
 class Channel:
@@ -27,7 +37,7 @@ class Channel:
     def __init__(self, seconds: float) -> None:
         """Connect. All ranks call it at once. seconds: after which an operation fails."""
         self._seconds, self._number = seconds, 0
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._group: Any = connected_group(JOIN_SECONDS)
         self._first = np.zeros(8 + FIRST, np.uint8)
 
     def send(self, kind: Kind, *parts: Part, seconds: float | None = None) -> None:

@@ -15,7 +15,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.loop.ranks.message import Kind, Message
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.ranked_store import STORE_CALLS, StoreFollower
-from kvpage.serving.loop.ranks.ranks import SETTLE_SECONDS, Ranks
+from kvpage.serving.loop.ranks.ranks import Ranks
 from kvpage.serving.model.runner import ModelRunner, PackedTokens
 from kvpage.serving.model.step import Step
 
@@ -78,9 +78,9 @@ class Follower:
     def _await_settlement(self, error: Exception) -> None:
         """Wait for rank 0 to ask about an error. Raise it if this rank had it alone."""
         try:
-            message = self._receive(SETTLE_SECONDS)
+            message = self._receive(self._ranks.settle_seconds)
             while self._do_beside(message):
-                message = self._receive(SETTLE_SECONDS)
+                message = self._receive(self._ranks.settle_seconds)
         except RankLost as lost:
             raise RankLost(f"a step failed, and the ranks cannot go on: {error}") from lost
         if message.kind is not Kind.SETTLE:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvpage.blocks.moves import Kind as MoveKind
 from kvpage.serving.loop.ranks.message import Kind, Part
 from kvpage.serving.loop.ranks.rank_lost import RankLost
-from kvpage.serving.loop.ranks.ranks import SETTLE_SECONDS, Ranks
+from kvpage.serving.loop.ranks.ranks import Ranks
 from kvpage.serving.model.runner import PackedTokens
 
 CLOSE_SECONDS = 5.0
@@ -98,7 +98,7 @@ class Lead:
             yield
         except Exception as error:
             try:
-                self.tell(Kind.SETTLE, seconds=SETTLE_SECONDS)
+                self.tell(Kind.SETTLE, seconds=self.ranks.settle_seconds)
                 is_settled = self.ranks.all_failed_alike(True)
             except RankLost as lost:
                 raise RankLost(f"a step failed, and the ranks cannot go on: {error}; {lost}") from error

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kvpage.serving.loop.ranks.channel import connected_group
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 
 BYE, BEAT, FAILED = 0, 1, 2
@@ -58,7 +58,7 @@ class RankWatch:
         self.beat = min(BEAT_SECONDS, timeout / 4)
         self._is_waiting = False
         self._leaving, self._farewell = threading.Event(), BYE
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group = connected_group(timeout)
         others = range(1, size) if rank == 0 else (0,)
         self._threads = [
             threading.Thread(target=self._watch, args=(other,), name=f"kvpage-rank-{other}", daemon=True)

@@ -17,15 +17,11 @@ from kvpage.checks.fork_guard import ForkGuard
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
-from kvpage.serving.loop.ranks.sharding import check_sharded_size
 from kvpage.serving.loop.store_connector import BlockStore
 
-SETTLE_SECONDS = 10.0
-"""For how long the others are waited for after an error: whether all had it, so that they can go on."""
+MAX_SETTLE_SECONDS = 10.0
 STORE_SECONDS = 86_400.0
 """For how long a rank waits for another's store: a slow one costs misses, no rank."""
-JOIN_SECONDS = 300.0
-"""For how long a rank waits for the others to make their engines."""
 
 
 class Role(IntEnum):
@@ -43,16 +39,18 @@ class Role(IntEnum):
 class Ranks:
     """The connections of one rank. rank: the number of this one; 0 decides. size: how many there are.
 
+    settle_seconds: for how long the others are waited for after an error: whether all had it, so that they can go on.
     control: rank 0's decisions. finds, keeps: the answers of the stores. watch: whether the others live.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         """Connect. All ranks call it at once."""
         self._model = model
+        self.settle_seconds = min(config.rank_timeout / 4, MAX_SETTLE_SECONDS)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.watch = RankWatch(self.rank, self.size, config.rank_timeout, model.device)
-        self.control = Channel(config.rank_timeout)
+        self.control = Channel(config.rank_timeout)  # the first one waits for all ranks
         self.finds, self.keeps = Channel(STORE_SECONDS), Channel(STORE_SECONDS)
+        self.watch = RankWatch(self.rank, self.size, config.rank_timeout, model.device)
         self.process = ForkGuard("the engine")
 
     @classmethod
@@ -62,7 +60,6 @@ class Ranks:
         Raises ValueError, on all ranks: they have other models, configs or roles. RankLost if not all come.
         """
         size = config.tensor_parallel_size
-        check_sharded_size(model, size)
         if size == 1:
             raise ValueError("follow needs tensor_parallel_size of 2 or more, got 1")
         if store is not None:
@@ -77,7 +74,7 @@ class Ranks:
 
     def _agree(self, config: EngineConfig, role: Role, has_store: bool) -> None:
         values = [role, has_store, _digest(_settings(config)), _digest(_shape(self._model))]
-        for rank, (theirs, with_store, settings, shape) in enumerate(self.control.gather(values, JOIN_SECONDS)):
+        for rank, (theirs, with_store, settings, shape) in enumerate(self.control.gather(values)):
             expected = Role.FOLLOWS if rank else Role.LEADS
             if theirs != expected:
                 raise ValueError(f"rank {rank} must call {expected.call}, it called {Role(theirs).call}")
@@ -111,7 +108,7 @@ class Ranks:
 
     def all_failed_alike(self, has_failed: bool) -> bool:
         """Whether all ranks had an error at the same place, so that the next step can follow. All call it at once."""
-        told = self.control.gather([has_failed, _num_collectives(self._model)], SETTLE_SECONDS)
+        told = self.control.gather([has_failed, _num_collectives(self._model)], self.settle_seconds)
         return all(failed for failed, _ in told) and len({number for _, number in told}) == 1
 
 
