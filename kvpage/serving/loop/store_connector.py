@@ -376,16 +376,12 @@ class StoreConnector:
 
     def _stream(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return a context for a thread: on a GPU a stream of its own, after all that this thread has started."""
-        return side_stream(self._cache.device)
-
-
-def side_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context for a thread: on a GPU a stream of its own, after all that the calling thread has started."""
-    if device.type != "cuda":
-        return nullcontext
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
-    ready.record(torch.cuda.current_stream(device))
-    return lambda: _SideStream(device, ready)
+        device = self._cache.device
+        if device.type != "cuda":
+            return nullcontext
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+        ready.record(torch.cuda.current_stream(device))
+        return lambda: _SideStream(device, ready)
 
 
 class _SideStream:
