@@ -70,7 +70,8 @@ class Channel:
         """Return the values of all ranks, by rank. All call it at once, with equally many."""
         rows, options = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64), dist.AllreduceOptions()
         rows[dist.get_rank()] = torch.tensor(values, dtype=torch.int64)
-        self._run(lambda group: group.allreduce([rows], options), options, seconds)  # their sum
+        options.timeout = self._timeout(seconds)
+        self._run(lambda group: group.allreduce([rows], options))  # their sum
         found: list[list[int]] = rows.tolist()
         return found
 
@@ -87,14 +88,17 @@ class Channel:
     def _broadcast(self, data: Bytes, seconds: float | None) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._run(lambda group: group.broadcast([torch.from_numpy(data)], options), options, seconds)
+        options.timeout = self._timeout(seconds)
+        self._run(lambda group: group.broadcast([torch.from_numpy(data)], options))
 
-    def _run(self, start: Callable[[Any], Any], options: Any, seconds: float | None) -> None:
+    def _timeout(self, seconds: float | None) -> timedelta:
+        return timedelta(seconds=self._seconds if seconds is None else seconds)
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
         """Run a collective to its end."""
         group = self._group
         if group is None:
             raise RankLost("the ranks have been let go")
-        options.timeout = timedelta(seconds=self._seconds if seconds is None else seconds)
         try:
             start(group).wait()
         except RuntimeError as error:  # gloo's, for a closed socket or a timeout

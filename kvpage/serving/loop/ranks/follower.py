@@ -16,8 +16,8 @@ from kvpage.serving.loop.ranks.message import Kind, Message
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.ranked_store import STORE_CALLS, StoreFollower
 from kvpage.serving.loop.ranks.ranks import Ranks
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 logger = logging.getLogger(__name__)
 MOVES = {Kind.SWAP_OUT: "swap_out", Kind.SWAP_IN: "swap_in", Kind.COPY: "copy"}
@@ -68,7 +68,7 @@ class Follower:
 
     def _compute(self, message: Message) -> None:
         packed, slots, tables = step_of(message)
-        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends)
+        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
         try:
             with self._ranks.watch.waiting():
                 self._runner.forward(packed, step)

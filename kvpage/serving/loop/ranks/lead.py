@@ -19,7 +19,7 @@ from kvpage.blocks.moves import Kind as MoveKind
 from kvpage.serving.loop.ranks.message import Kind, Part
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.ranks import Ranks
-from kvpage.serving.model.runner import PackedTokens
+from kvpage.serving.model.step import PackedTokens
 
 CLOSE_SECONDS = 5.0
 MOVES: dict[MoveKind, Kind] = {"swap_out": Kind.SWAP_OUT, "swap_in": Kind.SWAP_IN, "copy": Kind.COPY}

@@ -135,7 +135,15 @@ def _num_collectives(model: PreTrainedModel) -> int:
 
 
 def _settings(config: EngineConfig) -> str:
-    return repr((config.cache_config, config.native_layers, config.generation_config, config.calibration_tokens))
+    return repr(
+        (
+            config.cache_config,
+            config.native_layers,
+            config.generation_config,
+            config.calibration_tokens,
+            config.attention_backend,
+        )
+    )
 
 
 def _shape(model: PreTrainedModel) -> str:

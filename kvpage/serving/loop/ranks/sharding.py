@@ -18,8 +18,8 @@ from kvpage.layout.attention import Attention
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.model.probe import unquantized
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 
 def sharded_size(model: PreTrainedModel) -> int:
@@ -84,8 +84,8 @@ def _num_heads_of_attention(runner: ModelRunner, cache_config: CacheConfig, conf
     one_block = replace(unquantized(cache_config, config), num_gpu_blocks=1, num_cpu_blocks=0)
     engine = CacheEngine(one_block, config, device_config=DeviceConfig(runner.model.device))
     nothing, counted = np.zeros(1, np.int64), _CountedHeads()
-    step = Step.make(engine, nothing, np.zeros((1, 1), np.int32), [0], [1])
     packed = PackedTokens(np.zeros(1, np.int32), [0], [1], nothing)
+    step = Step.make(engine, nothing, np.zeros((1, 1), np.int32), [0], [1], packed)
     runner.forward(packed, replace(step, blend=counted))
     return counted.num_heads
 
