@@ -152,7 +152,7 @@ class BatchRunner:
         arrival = self._transfers.start()
         slots, tables = self._manager.rows.slots(rows, packed.starts, packed.ends), self._manager.rows.tables(rows)
         step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
-        step.arrival = arrival
+        step.expect(arrival)
         return step, slots, tables
 
     def _count(self, num_tokens: int) -> None:

@@ -68,7 +68,8 @@ class Channel:
 
     def gather(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
         """Return the values of all ranks, by rank. All call it at once, with equally many."""
-        rows, options = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64), dist.AllreduceOptions()
+        options = dist.AllreduceOptions()
+        rows = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64)
         rows[dist.get_rank()] = torch.tensor(values, dtype=torch.int64)
         options.timeout = self._timeout(seconds)
         self._run(lambda group: group.allreduce([rows], options))  # their sum
