@@ -47,7 +47,7 @@ class AttentionOfOthers(Protocol):
     ) -> torch.Tensor | None:
         """Return attention over blocks, or None where kvpage's own is to compute it."""
 
-    def plan_for_graph(self, sequences: Any) -> bool:
+    def plan_for_graph(self, sequences: Any, cache: "BoundCache") -> bool:
         """Plan decoding for a graph; return whether the graph may hold the library's calls."""
 
     def plan_again(self, sequences: Any, seq_lens: list[int]) -> None:
