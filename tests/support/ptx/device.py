@@ -19,15 +19,13 @@ NUM_MULTIPROCESSORS = {80: 108, 90: 132}
 
 
 class Device:
-    """arch: 80 or 90. pick, finds_races: as of Kernel.launch. change: makes the PTX that runs of the compiled one.
+    """arch: 80 or 90. pick, finds_races: as of Kernel.launch.
 
     launches: how often each kernel ran. last: what each was compiled to when it ran the last time.
     """
 
-    def __init__(
-        self, arch: int, pick: Pick | None = None, finds_races: bool = True, change: Callable[[str], str] | None = None
-    ) -> None:
-        self.arch, self.pick, self.finds_races, self.change = arch, pick, finds_races, change
+    def __init__(self, arch: int, pick: Pick | None = None, finds_races: bool = True) -> None:
+        self.arch, self.pick, self.finds_races = arch, pick, finds_races
         self.number = 1000 + arch  # kernels keep by it what they have compiled
         self.launches: Counter[str] = Counter()
         self.last: dict[str, Kernel] = {}
@@ -54,8 +52,7 @@ class Device:
 
         def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
             if not made:
-                ptx = ptx_of(source, metadata)
-                made.append(Kernel(self.change(ptx) if self.change else ptx))
+                made.append(Kernel(ptx_of(source, metadata)))
             self.run(made[0], metadata, source.signature, (x, y, z), rest[3:])
 
         return launch
