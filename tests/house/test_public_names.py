@@ -43,6 +43,7 @@ PRIVATE = {
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
+    "kvpage.serving.loop.ranks.lead.Lead": "made by Engine.from_model",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.model.step.BatchItem": "of a step, which the engine makes",
