@@ -4,6 +4,8 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -88,11 +90,24 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     cache_config = config.cache_config
     model_config = _model_config(model, cache_config)
-    runner = ModelRunner(model, _native_layers(model, config))
-    if model_config.use_mla:
-        verify_latents(runner, cache_config, model_config)
-    attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
+    runner = ModelRunner(model, _native_layers(model, config), config.compile_model)
+    with _names_compiler() if config.compile_model else nullcontext():
+        if model_config.use_mla:
+            verify_latents(runner, cache_config, model_config)
+        attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
     return ServableModel(runner, model_config, attention)
+
+
+@contextmanager
+def _names_compiler() -> Iterator[None]:
+    """Raise ValueError for errors of torch.compile, as of a machine without a compiler."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # hints for developers of torch follow
+        raise ValueError(f"compile_model must be False, torch.compile cannot compile the model: {reason}") from error
 
 
 def choose_attention(
@@ -139,7 +154,8 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
-    return NativeLayers() if config.native_layers and model.device.type == "cpu" else None
+    is_native = config.native_layers and not config.compile_model and model.device.type == "cpu"
+    return NativeLayers() if is_native else None
 
 
 def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
