@@ -49,6 +49,7 @@ PRIVATE = {
     "kvpage.store.load.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
+    "kvpage.cache.copiers.Copier": "of a CacheEngine, which makes LayeredMoves",
 }
 
 

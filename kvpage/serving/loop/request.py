@@ -67,8 +67,9 @@ class SampleGroup:
     @property
     def is_over(self) -> bool:
         """Whether all samples have finished, or were ended."""
-        is_going = self.samples[0].num_forks_due or any(sample.finish_reason is None for sample in self.samples)
-        return self.is_aborted or not is_going
+        if self.is_aborted or not self.samples:
+            return True
+        return not self.samples[0].num_forks_due and all(sample.finish_reason is not None for sample in self.samples)
 
 
 class Request:

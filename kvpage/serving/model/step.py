@@ -248,6 +248,10 @@ class Step:
             step.inputs = ModelInputs(*others)
         return step
 
+    def expect(self, arrival: StepArrival | None) -> None:
+        """Let each layer wait for these moves before it touches a block; None if there are none."""
+        self.arrival = arrival
+
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""
         self.threads = threads

@@ -220,6 +220,7 @@ CASES = [
     ("mov.u16 %o0, %a;", U16, (U16,), np.array),
     ("mov.b32 %o0, {%a, %b};", U32, (U16, U16), each(lambda a, b: b << 16 | a, U32)),
     ("cvt.rn.bf16.f32 %o0, %a;", U16, (F32,), bf16_of),
+    ("cvt.rz.bf16.f32 %o0, %a;", U16, (F32,), lambda a: np.where(np.isnan(a), 0x7FFF, a.view(U32) >> 16)),
     ("cvt.rna.tf32.f32 %o0, %a;", U32, (F32,), tf32_of),
     ("cvt.rn.f16.s16 %o0, %a;", F16, (S16,), lambda a: a.astype(F16)),
     ("cvt.rn.f32.s16 %o0, %a;", F32, (S16,), lambda a: a.astype(F32)),

@@ -128,7 +128,7 @@ class BatchRunner:
         arrival = self._transfers.start()
         slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
         step = Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends, packed)
-        step.arrival = arrival
+        step.expect(arrival)
         return step
 
     def _count(self, num_tokens: int) -> None:
