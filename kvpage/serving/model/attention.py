@@ -163,4 +163,5 @@ def _attend_gathered(
 def register() -> None:
     """Make both names known to transformers; it may be called any number of times."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
-    AttentionInterface.register(UNCOMPILED, torch.compiler.disable(paged_attention))
+    uncompiled = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call, unused-ignore]
+    AttentionInterface.register(UNCOMPILED, uncompiled)
