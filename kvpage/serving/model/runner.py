@@ -23,12 +23,20 @@ class ModelRunner:
     """Run a view of `model`. The model does not change, not even within `forward`: see ModelView.
 
     native: see ModelView. compiles: call torch.compile of the view.
-
+    holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
     Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     """
 
-    def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None, compiles: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        native: NativeLayers | None = None,
+        *,
+        compiles: bool = False,
+        holds_interrupts: bool = False,
+    ) -> None:
         self.model = model
+        self._holds_interrupts = holds_interrupts
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION)
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads
@@ -100,7 +108,7 @@ class ModelRunner:
             current_step.reset(token)
 
     def _logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        with interruptible():
+        with NOTHING if self._holds_interrupts else interruptible():
             module = self.view  # it follows modules that were replaced
             logits: torch.Tensor = (module if self._compiled is None else self._compiled)(**inputs).logits
         return logits
