@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvpage import BlockManager
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, own_seconds, seconds
 
 B = 16
 PROMPT_TOKENS, CACHED_TOKENS = 8192, 6144
@@ -162,12 +162,7 @@ def measure_admissions(rounds: int) -> list[dict[str, Any]]:
         "memcmp": admissions.compare,
         "numpy's conversion": admissions.convert,
     }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):  # all take turns, so that a noisy moment meets them all; the first one warms up
-        for name, call in calls.items():
-            spent = call()
-            if turn > 0:
-                taken[name].append(spent)
+    taken = in_turns(calls, rounds, measure=own_seconds)
     admissions.manager.check()
     us = {name: Figure.of(each, 1e6) for name, each in taken.items()}
     bounds = {"array": "memcmp", "list": "numpy's conversion"}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps, seconds
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, own_seconds, seconds
 from kvpage.benchmarks.peer_process import PeerProcess
 from kvpage.serving import SamplingParams
 from kvpage.serving.loop.request import Request
@@ -85,13 +85,7 @@ def measure(
     }
     if peer is not None:
         clocks["vllm"] = lambda: peer.ask(**asked, prompt=NUM_PROMPT_TOKENS)["seconds"]
-    taken: dict[str, list[float]] = {name: [] for name in clocks}
-    for turn in range(rounds + 1):  # all take turns, so that a noisy moment meets them all; the first one warms up
-        for name, clock in clocks.items():
-            spent = clock()
-            if turn > 0:
-                taken[name].append(spent)
-    return {name: Figure.of(each, 1e3) for name, each in taken.items()}
+    return {name: Figure.of(each, 1e3) for name, each in in_turns(clocks, rounds, measure=own_seconds).items()}
 
 
 def cases() -> dict[str, dict[str, Any]]:

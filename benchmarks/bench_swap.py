@@ -9,6 +9,9 @@ layer) 0.85, of 8 KiB 0.6; copies 0.85.
 Fixed cost of a call for 256 blocks in 32 layers: the host's time from Python until the work is enqueued on an idle
 stream; the target is 30 us. Its part that needs no GPU, checking the pairs and making the plan, is "plan, host only".
 
+The peer of swaps is the driver's own cuMemcpyBatchAsync over the same pieces, whose arrays are made before
+(raw_batch_copy.py): "raw", and the chosen executor's part "of raw", which is 1.0 where kvpage adds nothing.
+
 Medians of rounds in which every case is measured once. Before anything is timed, every destination byte is compared.
 
 Usage: python benchmarks/bench_swap.py [--rounds 10] [--groups 16] [--plot PATH]
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 
 from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
+from kvpage.benchmarks.raw_batch_copy import RawBatchCopy, find_call
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier
 
@@ -56,6 +60,17 @@ class Memory:
         }[direction]
 
 
+class RawSwap:
+    """The driver's batched copy of a case's pieces, on a stream of its own: it takes no legacy one."""
+
+    def __init__(self, call: Any, src: torch.Tensor, dst: torch.Tensor, mapping: torch.Tensor, size: int) -> None:
+        sources, targets = ((mapping * size) + torch.tensor([src.data_ptr(), dst.data_ptr()])).T.tolist()
+        self._copy, self._stream = RawBatchCopy(call, sources, targets, size), torch.cuda.Stream()
+
+    def run(self, mapping: torch.Tensor) -> None:
+        self._copy.run(self._stream.cuda_stream)
+
+
 class Case:
     """Pieces of one size in one direction, one more at each end than are moved."""
 
@@ -66,9 +81,12 @@ class Case:
         self.num_bytes = num_pieces * piece_bytes
         self.mapping = torch.stack([torch.randperm(num_pieces), torch.randperm(num_pieces) + 1], 1)
         limits = {"engine": NEVER, "kernel": ALWAYS} if direction != "copy" else {"kernel": NEVER}
-        self.copiers = {
+        self.copiers: dict[str, BlockCopier | RawSwap] = {
             name: BlockCopier([self.src], [self.dst], layout, limit, groups) for name, limit in limits.items()
         }
+        call = None if direction == "copy" else find_call()
+        if call is not None:
+            self.copiers["raw"] = RawSwap(call, self.src, self.dst, self.mapping, piece_bytes)
 
     def check(self) -> None:
         for name, copier in self.copiers.items():
@@ -128,8 +146,10 @@ def measure(
     best, bound = chosen(direction, size, calibration), LARGE_BYTES / found["large"][1] / 1e9
     return {
         "direction": direction, "piece_bytes": size, "num_pieces": count, "engine": rates.get("engine"),
-        "kernel": rates["kernel"], "chosen": best, "chosen_gb_per_s": rates[best], "same_bytes": rates["same"],
+        "kernel": rates["kernel"], "raw": rates.get("raw"), "chosen": best, "chosen_gb_per_s": rates[best],
+        "same_bytes": rates["same"],
         "bound": bound, "of_bound": rates[best] / bound, "enqueue_us": found[best][0] * 1e6,
+        "of_raw": rates[best] / rates["raw"] if "raw" in rates else None,
         "target": TARGETS.get((direction, size)) if case.num_bytes >= SETTLED_BYTES else None,
     }  # fmt: skip
 
@@ -178,7 +198,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharex=True)
     for axis, direction in zip(axes, ("out", "in", "copy"), strict=True):
         most = {row["piece_bytes"]: row for row in rows if row["direction"] == direction}  # of each size the last
-        for name in ("engine", "kernel", "bound"):
+        for name in ("engine", "kernel", "raw", "bound"):
             rates = [row[name] for row in most.values()]
             if None not in rates:
                 axis.plot([size / 1024 for size in most], rates, ":" if name == "bound" else "o-", label=name)
@@ -190,18 +210,19 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 
 
 def show(row: dict[str, Any]) -> None:
-    engine = "" if row["engine"] is None else f"{row['engine']:.2f}"
+    engine, raw, of_raw = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("engine", "raw", "of_raw"))
     target = "" if row["target"] is None else "  met" if row["of_bound"] >= row["target"] else "  MISSED"
     print(
         f"{row['direction']:6}{row['piece_bytes'] // 1024:5}{row['num_pieces']:8}{engine:>9}{row['kernel']:9.2f}"
-        f"{row['chosen']:>9}{row['same_bytes']:9.2f}{row['bound']:9.2f}{row['of_bound']:7.2f}{row['enqueue_us']:12.1f}"
+        f"{raw:>9}{row['chosen']:>9}{row['same_bytes']:9.2f}{row['bound']:9.2f}{row['of_bound']:7.2f}{of_raw:>8}"
+        f"{row['enqueue_us']:12.1f}"
         f"{target}"
     )
 
 
 def swaps(calibration: Calibration, rounds: int) -> list[dict[str, Any]]:
-    print("              pieces GB/s: by      by              one copy    large")
-    print("        KiB  of them   engine   kernel   chosen  as much     copy  of it  enqueue us")
+    print("              pieces GB/s: by      by       the               one copy    large")
+    print("        KiB  of them   engine   kernel  driver's   chosen  as much     copy  of it  of raw  enqueue us")
     memory, rows = Memory(), []
     for direction in ("out", "in", "copy"):
         for size in PIECE_BYTES:

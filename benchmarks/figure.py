@@ -62,6 +62,11 @@ def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], flo
     return (clock() - before) / number
 
 
+def own_seconds(call: Callable[[], Any], number: int = 1) -> float:
+    """Return the seconds that a call returns, which measures itself; a mean over `number`."""
+    return float(sum(call() for _ in range(number)) / number)
+
+
 def in_turns(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,

@@ -44,12 +44,13 @@ class TokenJudge:
     @torch.no_grad()
     def _rounding_of(self, model: tf.PreTrainedModel) -> float:
         tokens = torch.randint(model.config.vocab_size, (1, NUM_TRIED), generator=torch.Generator().manual_seed(0))
+        tokens = tokens.to(model.device)
         return float((model(tokens).logits.float() - self._model(tokens).logits).abs().max())
 
     @torch.no_grad()
     def gap(self, tokens: list[int], token: int) -> float:
         """Return the best logit after `tokens` minus that of `token`."""
-        logits = self._model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1]
+        logits = self._model(torch.tensor([tokens], device=self._model.device), logits_to_keep=1).logits[0, -1]
         return float(logits.max() - logits[token])
 
 

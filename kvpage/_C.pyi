@@ -1510,6 +1510,15 @@ def small_ints(numbers: list[Any], /) -> npt.NDArray[np.int32] | None:
         numbers: The list.
     """
 
+def ids_below(tokens: object, limit: int, /) -> npt.NDArray[np.int32] | None:
+    """Return token ids in the usual form if all are in [0, limit), and None otherwise.
+
+    Args:
+        tokens: A list of plain ints, of which an array is made, or a contiguous int32 array [num_tokens], which is
+            returned itself. Anything else gives None.
+        limit: More than any id.
+    """
+
 # Whole-sequence slots.
 
 @final

@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 
 #include <algorithm>
+#include <span>
 
 #include "bindings/addresses.h"
 #include "bindings/integers.h"
@@ -42,10 +43,36 @@ py::object small_ints(const py::list& list) {
   return array;
 }
 
+// Returns whether all are in [0, limit): neither an id nor its distance to the last one is negative.
+bool all_below(std::span<const int32_t> ids, int64_t limit) {
+  const auto last = static_cast<uint32_t>(std::clamp<int64_t>(limit, 0, INT64_C(1) << 31) - 1);
+  uint32_t bits = 0;
+  for (const int32_t id : ids) bits |= static_cast<uint32_t>(id) | (last - static_cast<uint32_t>(id));
+  return ids.empty() || (limit > 0 && !(bits >> 31));
+}
+
+// Returns whether it is an ordinary array: no subclass, of int32, contiguous.
+bool is_int32_row(const py::object& object) {
+  if (Py_TYPE(object.ptr()) != py::detail::npy_api::get().PyArray_Type_) return false;
+  const auto* array = py::detail::array_proxy(object.ptr());
+  const auto* type = py::detail::array_descriptor_proxy(array->descr);
+  constexpr int kOrdinary = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  return array->nd == 1 && type->type_num == py::detail::npy_api::NPY_INT32_ && type->byteorder == '=' &&
+         (array->flags & kOrdinary) == kOrdinary;
+}
+
+py::object ids_below(const py::object& tokens, int64_t limit) {
+  py::object ids = PyList_CheckExact(tokens.ptr()) ? small_ints(tokens) : tokens;
+  if (!is_int32_row(ids)) return py::none();
+  const auto size = static_cast<size_t>(py::detail::array_proxy(ids.ptr())->dimensions[0]);
+  return all_below({values_of<int32_t>(ids), size}, limit) ? ids : py::none();
+}
+
 }  // namespace
 
 void bind_tokens(py::module_& m) {
   m.def("small_ints", &small_ints, py::arg("numbers"), py::pos_only(), doc("small_ints"));
+  m.def("ids_below", &ids_below, py::arg("tokens"), py::arg("limit"), py::pos_only(), doc("ids_below"));
   m.def(
       "reshape_and_cache",
       [](const std::vector<Part>& parts, int64_t slot_mapping, int64_t num_tokens, int64_t num_heads,

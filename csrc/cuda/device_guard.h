@@ -2,26 +2,26 @@
 #pragma once
 
 #include "cuda/cuda_check.h"
+#include "cuda/device_switch.h"
 
 namespace kvpage {
 
-// Makes `device` the current one, and the earlier one again at the end of the scope.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    KVPAGE_CUDA(cudaGetDevice, &previous_);
-    changed_ = previous_ != device;
-    KVPAGE_CUDA(cudaSetDevice, device);  // also where it is the current one: binds its context to a new thread
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
+// Returns whether the device has a context: whether anything has used it in this process. True where the driver cannot
+// tell.
+bool has_context(int device) noexcept;
 
- private:
-  int previous_ = 0;
-  bool changed_ = false;
+struct CudaRuntime {
+  static int current() {
+    int device = 0;
+    KVPAGE_CUDA(cudaGetDevice, &device);
+    return device;
+  }
+  static void set(int device) { KVPAGE_CUDA(cudaSetDevice, device); }
+  static void restore(int device) noexcept { cudaSetDevice(device); }
+  static bool has_context(int device) noexcept { return kvpage::has_context(device); }
 };
+
+// Makes `device` the current one, and at the end of the scope the earlier one again, if that has a context.
+using DeviceGuard = DeviceSwitch<CudaRuntime>;
 
 }  // namespace kvpage

@@ -14,6 +14,7 @@ import kvpage._C as _C
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.calibration import Calibration, calibrate
 from kvpage.cache.copiers import Copier, device_copier, no_copier, swap_copier
+from kvpage.cache.layered_moves import Arrival, LayeredMoves, PieceCopiers
 from kvpage.cache.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
 from kvpage.cache.transfer_stream import TransferStream, open_stream
 from kvpage.checks.values import check_flag
@@ -46,9 +47,8 @@ class CacheEngine:
         gpu_cache: One tensor for each attention layer of this pipeline stage, in the backend's generic shape, zeroed.
             Its strides are those of the stride order and the layer layout. On a CPU device it is the device tier in
             host memory.
-        cpu_cache: The same for the host tier. Beside a GPU it is pinned, and comes from torch's caching host allocator.
-            That rounds each allocation up to a power of two: one a layer, or with the layer layout `packed` one for
-            all. So the host tier may take up to twice its blocks' bytes. Choose num_cpu_blocks with that in mind.
+        cpu_cache: The same for the host tier. Beside a GPU it is pinned, in huge pages where the system has them. It
+            takes its blocks' bytes, each tensor rounded up to whole pages, and is there when the engine is made.
         layer_ids: The layer in the whole model of each entry of these lists.
         kv_scales: The scales of each layer, or None.
 
@@ -67,6 +67,7 @@ class CacheEngine:
     Raises:
         TypeError: A config is of another type.
         ValueError: Configs do not fit together, or the layout does not take the scales.
+        OSError: The system has too little memory for the host tier, or cannot pin it.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class CacheEngine:
         self.gpu_cache: list[torch.Tensor] = []
         self.cpu_cache: list[torch.Tensor] = []
         self._swap_in = self._swap_out = self._copy = no_copier()
+        self._piece_copiers = PieceCopiers({})
         if self.layer_ids:
             self._allocate(cache_config.layout(model_config, parallel_config), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
@@ -251,6 +253,35 @@ class CacheEngine:
         }
         do[move.kind](torch.from_numpy(move.pairs))
 
+    def layered_moves(self, moves: Sequence[BlockMove]) -> LayeredMoves:
+        """Return moves to be made beside the computation, layer by layer, by `start_moves`. None is made yet.
+
+        Args:
+            moves: The moves, in their order.
+        """
+        return LayeredMoves(moves, len(self.gpu_cache), self._block_bytes, self._piece_copiers.get)
+
+    def start_moves(self, moves: LayeredMoves, on_done: OnDone | None = None) -> Arrival:
+        """Make moves beside the computation. They come after the work that the current stream has at the call.
+
+        The host waits only on a CPU device. The owner of the blocks has no use of theirs before the arrival.
+
+        Args:
+            moves: Made by `layered_moves` of this engine.
+            on_done: As in `swap_in`.
+
+        Returns:
+            The arrival, for which each layer waits. Every other swap or copy comes after it.
+
+        Raises:
+            Exception: A move has failed as it was started. It and those after it are made by the next start.
+        """
+        self._transfers.poll()
+        transfer = Transfer(moves.num_bytes, BlockPins((None, None), torch.zeros(0, 2, dtype=torch.int64)), on_done)
+        self._transfers.start(transfer, moves.steps(), [last - first for first, last in moves.pieces])
+        transfer.raise_error()
+        return Arrival(transfer, self.layer_ids, moves.pieces)
+
     def poll(self) -> int:
         """Finish the transfers that are done, as every swap and copy does.
 
@@ -289,7 +320,8 @@ class CacheEngine:
         pairs = src_to_dst.clone(memory_format=torch.contiguous_format)  # the caller may change the original
         copiers = copier.split_layers() if by_layer else [copier]
         transfer = Transfer(len(pairs) * self._block_bytes, BlockPins(pools, pairs), on_done)
-        return self._transfers.start(transfer, [partial(each.run, pairs) for each in copiers], by_layer)
+        layers_each = [1] * len(copiers) if by_layer else None
+        return self._transfers.start(transfer, [partial(each.run, pairs) for each in copiers], layers_each)
 
     def _check_kv_scales(self) -> None:
         if self.kv_scales is None:
@@ -310,6 +342,14 @@ class CacheEngine:
         self._swap_in = swap_copier(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
         self._swap_out = swap_copier(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
         self._copy = device_copier(self.gpu_cache, layout)
+        gpu, cpu = self.gpu_cache, self.cpu_cache
+        self._piece_copiers = PieceCopiers(
+            {
+                "swap_in": lambda first, last: swap_copier(cpu[first:last], gpu[first:last], layout, max_bytes[0]),
+                "swap_out": lambda first, last: swap_copier(gpu[first:last], cpu[first:last], layout, max_bytes[1]),
+                "copy": lambda first, last: device_copier(gpu[first:last], layout),
+            }
+        )
 
     @staticmethod
     def get_cache_block_size(

@@ -85,7 +85,7 @@ class Transfer:
             Exception: The error of the copy, or of on_done.
         """
         self._wait_quietly()
-        self._raise_error()
+        self.raise_error()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
         """Order a stream's further work after the copy. The host waits only on a CPU device.
@@ -98,7 +98,7 @@ class Transfer:
             Exception: The transfer's error, as far as it is known by then.
         """
         self._event().wait_stream(stream)
-        self._raise_error()
+        self.raise_error()
 
     def is_done(self) -> bool:
         """Return whether the blocks are copied, or the transfer failed. If so, the pins are given back.
@@ -121,7 +121,7 @@ class Transfer:
             Exception: The error of a failed transfer.
         """
         ready = self._layer_event(layer).is_done()
-        self._raise_error()
+        self.raise_error()
         return ready
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -136,7 +136,7 @@ class Transfer:
             Exception: The error of a failed transfer.
         """
         self._layer_event(layer).wait_stream(stream)
-        self._raise_error()
+        self.raise_error()
 
     @property
     def seconds(self) -> float | None:
@@ -150,9 +150,15 @@ class Transfer:
         return None if seconds is None else self.num_bytes / max(seconds, 1e-9) / 1e9
 
     def _start(
-        self, open_stream: Callable[[], TransferStream], steps: Sequence[Callable[[], None]], by_layer: bool
+        self,
+        open_stream: Callable[[], TransferStream],
+        steps: Sequence[Callable[[], None]],
+        layers_each: Sequence[int] | None,
     ) -> None:
-        """Submit the steps, each followed by an event. If the stream refuses, the pins go back and this raises."""
+        """Submit the steps, each followed by an event. If the stream refuses, the pins go back and this raises.
+
+        layers_each: The layers that each step copies; None if no layer can be waited for.
+        """
         self._steps = steps
         try:
             stream = open_stream()
@@ -163,7 +169,9 @@ class Transfer:
                 stream.submit(partial(self._run, step))
                 self._end = stream.record()
                 events.append(self._end)
-            self._layers = events if by_layer else None
+            if layers_each is not None:
+                layers = zip(events, layers_each, strict=True)
+                self._layers = [event for event, num_layers in layers for _ in range(num_layers)]
         except BaseException:
             self._settled = self._error_seen = True
             self._pins.release()
@@ -206,7 +214,8 @@ class Transfer:
             self._error = self._error or error
         self._on_done, self._steps = None, ()  # their objects may go
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raise the transfer's error, as far as it is known by now."""
         if self._error is not None:
             self._error_seen = True
             raise self._error
@@ -243,9 +252,14 @@ class TransferQueue:
         self._in_flight: dict[Transfer, None] = {}  # in order
         self._pid = os.getpid()
 
-    def start(self, transfer: Transfer, steps: Sequence[Callable[[], None]], by_layer: bool = False) -> Transfer:
-        """Have the steps done one after the other, after all earlier transfers and the caller's current stream."""
-        transfer._start(self._open, steps, by_layer)
+    def start(
+        self, transfer: Transfer, steps: Sequence[Callable[[], None]], layers_each: Sequence[int] | None = None
+    ) -> Transfer:
+        """Have the steps done one after the other, after all earlier transfers and the caller's current stream.
+
+        layers_each: The layers that each step copies, to be waited for by layer; None if they are not.
+        """
+        transfer._start(self._open, steps, layers_each)
         self._in_flight[transfer] = None
         return transfer
 

@@ -14,15 +14,21 @@ import numpy.typing as npt
 import torch
 
 
+def bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and the one after its last; twice 0 without elements."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum(stride * (count - 1) for stride, count in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
 class _Place:
     """A tensor's memory, as numpy's array interface. The address may be of a device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
-        self.begin = tensor.data_ptr()
+        self.begin, self.end = bounds(tensor)
         self.strides = tuple(size * stride for stride in tensor.stride())
-        reach = sum(stride * (count - 1) for stride, count in zip(self.strides, tensor.shape, strict=True))
-        self.end = self.begin + reach + size
         self.__array_interface__ = {
             "version": 3,
             "data": (self.begin, True),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpage.checks.tensors import check_plain
-from kvpage.layout import host_memory
+from kvpage.layout import host_memory, pinned_memory
 from kvpage.layout.backends import AttentionBackend, get_backend, inverse, stride_order
 from kvpage.layout.kv_scales import FP8_DTYPES
 from kvpage.layout.kv_view import KVView
@@ -198,27 +198,33 @@ class CacheLayout:
             num_blocks: Blocks of each cache.
             num_layers: Number of layers.
             device: The caches' device.
-            pin_memory: Whether to pin host memory, for copies to and from CUDA.
+            pin_memory: Whether to pin host memory, for copies to and from CUDA. It is given whole, in its true size.
 
         Returns:
             One tensor a layer, in the generic shape over memory in stride order. With layer_layout "packed" they share
             one slab.
+
+        Raises:
+            OSError: The system has less memory, or cannot pin it.
         """
         order = stride_order(self.backend_class, self.kv_layout)
         shape = self.shape(num_blocks)
 
-        def zeros(size: list[int]) -> torch.Tensor:
-            if device.type == "cpu" and not pin_memory:
-                return host_memory.zeros(size, self.dtype)
-            return torch.zeros(size, dtype=self.dtype, device=device, pin_memory=pin_memory)
-
         if self.layer_layout == "separate":
             in_memory = [shape[dim] for dim in order]
-            return [zeros(in_memory).permute(inverse(order)) for _ in range(num_layers)]
+            return [one.permute(inverse(order)) for one in self._zeros([in_memory] * num_layers, device, pin_memory)]
         order = (self.block_dim, *(dim for dim in order if dim != self.block_dim))
         first, *rest = (shape[dim] for dim in order)
-        slab = zeros([first, num_layers, *rest])
+        (slab,) = self._zeros([[first, num_layers, *rest]], device, pin_memory)
         return [slab[:, layer].permute(inverse(order)) for layer in range(num_layers)]
+
+    def _zeros(self, sizes: list[list[int]], device: torch.device, pin_memory: bool) -> list[torch.Tensor]:
+        """Return tensors of these sizes. Pinned ones are registered whole: no copy crosses a border of pieces."""
+        if pin_memory:
+            return pinned_memory.pinned_zeros(sizes, self.dtype, "the host tier")
+        if device.type == "cpu":
+            return [host_memory.zeros(size, self.dtype) for size in sizes]
+        return [torch.zeros(size, dtype=self.dtype, device=device) for size in sizes]
 
 
 def check_layout(layout: CacheLayout) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
+from kvpage.layout.shown_progress import shown_progress
 
 HUGE_PAGE_BYTES = 2 << 20
 PORTION_BYTES = 1 << 30  # that is touched before Ctrl-C is seen: 0.1 s
@@ -49,3 +50,26 @@ def prefault(memory: torch.Tensor, num_threads: int, advance: Callable[[int], ob
         num_bytes = min(PORTION_BYTES, memory.nbytes - begin)
         _C.prefault(memory.data_ptr() + begin, num_bytes, num_threads)
         advance(num_bytes)
+
+
+def touch(memories: Sequence[torch.Tensor], name: str) -> None:
+    """Have the system give the memory of contiguous CPU tensors, by as many threads as torch uses, with progress.
+
+    Otherwise the first write into each place waits for the system to clear it, page by page. The bytes stay.
+
+    Args:
+        memories: the tensors.
+        name: of the memory, for errors and progress.
+
+    Raises:
+        OSError: there is less memory than that.
+    """
+    num_bytes = sum(memory.nbytes for memory in memories)
+    with shown_progress(f"touching {name}", num_bytes) as advance:
+        try:
+            for memory in memories:
+                prefault(memory, torch.get_num_threads(), advance)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{name} must have {num_bytes} bytes of memory, got less: {error.strerror}"
+            ) from error

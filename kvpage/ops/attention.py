@@ -3,7 +3,8 @@
 paged_attention(query, cache, block_tables, seq_lens, layout, scale=...)       tensors: everything is checked
     └─► attend(query, BoundCache, Sequences, Attention, out)                   a step's layers come in here
             ├─► cpu.attention.attend       C++
-            └─► cuda.attention.attend      Triton, or the reference
+            ├─► cuda.attention.attend      Triton, or the reference
+            └─► cache.library.attend       FlashInfer and others, where an engine chose one
 """
 
 from dataclasses import replace
@@ -114,13 +115,22 @@ def attend(
     sequences.check(cache, query.shape[0])
     attention = _completed(attention, query, cache)
     shape = (*query.shape[:2], attention.value_size)
+    if cache.library is not None and len(query):
+        found = cache.library.attend(query, cache, sequences, attention)
+        if found is not None:
+            return found if out is None else _checked_out(out, query, shape, cache).copy_(found)
     if out is None:
         out = query.new_empty(shape)
     else:
-        check_writable("out", out)
-        check_tensor("out", out, query.dtype, shape, cache.device)
-        check_size("out", out, cache.layout)
+        _checked_out(out, query, shape, cache)
     (cuda if cache.is_cuda else cpu).attend(query, cache, sequences, attention, out)
+    return out
+
+
+def _checked_out(out: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...], cache: BoundCache) -> torch.Tensor:
+    check_writable("out", out)
+    check_tensor("out", out, query.dtype, shape, cache.device)
+    check_size("out", out, cache.layout)
     return out
 
 

@@ -50,9 +50,10 @@ def write_and_attend(
         TypeError: As of reshape_and_cache and attend.
         ValueError: Likewise. Rows may have been written where attend's arguments are wrong.
     """
-    output = _attend_on_host(query, key, value, cache, slot_mapping, sequences, attention)
-    if output is not None:
-        return output
+    if cache.library is None:
+        output = _attend_on_host(query, key, value, cache, slot_mapping, sequences, attention)
+        if output is not None:
+            return output
     rows = [_by_token(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     reshape_and_cache(rows[1], rows[2], cache, slot_mapping)
     return attend(rows[0], cache, sequences, attention).unsqueeze(0)

@@ -3,9 +3,9 @@
 model, EngineConfig ─► checks, and a little computed over blocks ─► EngineParts ─► Engine
 """
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from transformers import PreTrainedModel
 
@@ -14,10 +14,10 @@ from kvpage.blend.stored_segments import StoredSegments
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.checks.tokens import Tokens
-from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.layout.kv_scales import KVScales
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.observe.telemetry import Telemetry
+from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, candidates
+from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
@@ -32,6 +32,8 @@ from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.store import KVStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,23 @@ class EngineParts:
     blender: Blender | None
 
 
+class ChosenAttention(NamedTuple):
+    """library: attends over blocks; None for kvpage's kernels. window: see verify_model."""
+
+    library: AttentionLibrary | None
+    window: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class ServableModel:
-    """A model that was tried out over blocks. window: of the attention of all layers; None if one sees everything."""
+    """A model that was tried out over blocks.
+
+    attention: what attends over blocks, and the window of all layers' attention; None if one sees everything.
+    """
 
     runner: ModelRunner
     config: ModelConfig
-    window: int | None
+    attention: ChosenAttention
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -79,7 +91,33 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
     runner = ModelRunner(model, _native_layers(model, config))
     if model_config.use_mla:
         verify_latents(runner, cache_config, model_config)
-    return ServableModel(runner, model_config, verify_model(runner, cache_config, model_config))
+    attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
+    return ServableModel(runner, model_config, attention)
+
+
+def choose_attention(
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, name: str
+) -> ChosenAttention:
+    """Return the first library that computes the model's own logits over a few blocks, or kvpage's kernels.
+
+    name: "auto", "kvpage", or a library's. Raises ValueError if the model cannot be served, or not by the named one.
+    """
+    layout = cache_config.layout(model_config, ParallelConfig())
+    for make in candidates(name, layout, runner.model.device):
+        try:
+            library = make()
+            return ChosenAttention(library, verify_model(runner, cache_config, model_config, library))
+        except LIBRARY_ERRORS as error:
+            if name != "auto":
+                raise ValueError(f"attention_backend {name!r} cannot serve this model: {error}") from error
+            logger.warning("attention_backend 'auto' leaves out %s: %s", make.name, error)
+    return ChosenAttention(None, verify_model(runner, cache_config, model_config))
+
+
+def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
+    """Let `library` attend over the blocks of all layers."""
+    for layer in cache.bound_layers.values():
+        layer.use_library(library)
 
 
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
@@ -88,7 +126,7 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     model = runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
-    cache = make_cache(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
+    cache = make_cache(servable, config)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
     manager = make_manager(config, rule)
     blender = None
@@ -96,7 +134,7 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         blender = checked_blender(config.blend, runner, cache_config, model_config)
     telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
     return EngineParts(
-        runner, cache, manager, telemetry, defaults, max_model_len, servable.window, rule, store_rule, blender
+        runner, cache, manager, telemetry, defaults, max_model_len, servable.attention.window, rule, store_rule, blender
     )
 
 
@@ -112,19 +150,15 @@ def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCon
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
 
 
-def make_cache(
-    runner: ModelRunner,
-    cache_config: CacheConfig,
-    model_config: ModelConfig,
-    kv_scales: Sequence[KVScales] | Literal["calibrate"] | None,
-    calibration_tokens: Tokens | None,
-) -> CacheEngine:
+def make_cache(servable: ServableModel, config: EngineConfig) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
-    scales = choose_scales(runner, cache_config, model_config, kv_scales, calibration_tokens)
+    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
+    scales = choose_scales(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
     device_config = DeviceConfig(runner.model.device)
     cache = CacheEngine(cache_config, model_config, device_config=device_config, kv_scales=scales)
+    attend_with(cache, servable.attention.library)
     if cache.layout.is_quantized:
-        verify_quantized(runner, cache_config, model_config, scales)
+        verify_quantized(runner, cache_config, model_config, scales, servable.attention.library)
     return cache
 
 

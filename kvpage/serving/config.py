@@ -17,6 +17,11 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
 
+FLAGS = (
+    "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
+)  # fmt: skip
+AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -49,6 +54,18 @@ class EngineConfig:
         native_layers: On a CPU, compute the model's linear layers, RMS norms and gated MLPs with kvpage's operations,
             over the model's weights. The model does not change. Layers of other kinds compute as ever. False means
             that all do.
+        enforce_eager: On a GPU, compute every step by the model's Python. False lets `Engine.warmup` capture decode
+            steps as CUDA graphs. There are none on a CPU.
+        cudagraph_capture_sizes: The numbers of sequences for which decode steps are captured, each at most
+            `max_num_seqs`. None means 1, 2, 4, 8, 16, 24, 32, 48, 64 and so on, up to `max_num_seqs`.
+        cudagraph_max_bytes: Device memory that all captured steps keep at most. The largest steps come first.
+        async_scheduling: Begin a decode step before the tokens of the one before have come to the host, where that
+            changes no token. None means on a GPU.
+        compile_model: Compute with `torch.compile` of the model, but for attention. It takes the place of native
+            layers. The model does not change.
+        attention_backend: On a GPU, what attends over the blocks: "kvpage", its own kernels; "flashinfer",
+            "flash_attn", "flash_attn_3" or "flash_mla", a library that is installed and takes the cache and the model;
+            "auto", the first of these that does, or "kvpage". Calls that are not a library's kind go to "kvpage".
 
     Raises:
         TypeError: A value is of another type.
@@ -73,26 +90,55 @@ class EngineConfig:
     blend: BlendConfig | None = None
     generation_config: GenerationDefaults = "model"
     native_layers: bool = True
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    cudagraph_max_bytes: int = 2**30
+    async_scheduling: bool | None = None
+    compile_model: bool = False
+    attention_backend: AttentionBackendName = "auto"
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
         for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), kind)
-        for name in ("enable_prefix_caching", "share_parts", "load_or_compute", "native_layers"):
-            check_flag(name, getattr(self, name))
-        if self.save_generated is not None:
-            check_flag("save_generated", self.save_generated)
+        self._check_flags()
         self._check_numbers()
         self._check_scales()
+        self._check_graphs()
         if self.cache_config.num_gpu_blocks == 0:
             raise ValueError(
                 "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
             )
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
+        if self.attention_backend not in get_args(AttentionBackendName):
+            names = ", ".join(get_args(AttentionBackendName))
+            raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
+
+    def _check_flags(self) -> None:
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
+        for name in ("save_generated", "async_scheduling"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+
+    def _check_graphs(self) -> None:
+        """Check the sizes and the memory of captured steps, and keep the sizes as a tuple."""
+        check_at_least("cudagraph_max_bytes", self.cudagraph_max_bytes, 0)
+        if self.cudagraph_capture_sizes is None:
+            return
+        sizes = tuple(as_list("cudagraph_capture_sizes", self.cudagraph_capture_sizes))
+        for size in sizes:
+            if not _is_integer(size) or not 1 <= size <= self.max_num_seqs:
+                raise ValueError(
+                    f"cudagraph_capture_sizes must be integers in [1, max_num_seqs = {self.max_num_seqs}], got {size!r}"
+                )
+        if not sizes:
+            raise ValueError("cudagraph_capture_sizes must not be empty: enforce_eager=True captures nothing")
+        object.__setattr__(self, "cudagraph_capture_sizes", sizes)
 
     def _check_numbers(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

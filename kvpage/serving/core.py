@@ -20,12 +20,18 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
 from kvpage.observe.telemetry import Telemetry
+from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
+from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.connectors import Connectors
+from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
+from kvpage.serving.loop.graphs.capture_sizes import default_sizes
+from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.graphs.warmup import warm_up
 from kvpage.serving.loop.intake import Intake
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
@@ -67,8 +73,25 @@ class EngineCore:
         )
         self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
+        self._connect_device()
         self._intake = Intake(runner.model, self.manager, defaults, max_model_len)
         self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
+
+    def _connect_device(self) -> None:
+        """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`."""
+        config, device = self.config, self.cache.device
+        if device.type != "cuda":
+            return
+        runs_ahead = config.async_scheduling is not False
+        self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead))
+        if not config.enforce_eager:
+            self._use_graphs(CudaCapturer(device))
+
+    def _use_graphs(self, capturer: Capturer) -> None:
+        config = self.config
+        sizes = config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
+        limits = self.max_model_len, config.cudagraph_max_bytes
+        self._batch_runner.use_graphs(DecodeGraphs(self._runner, self.cache, capturer, sizes, *limits))
 
     def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
         """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.
@@ -111,6 +134,27 @@ class EngineCore:
         dtype = self._runner.model.dtype
         self._connectors.connect_blend(BlendConnector(blender, segments, self.cache, self.manager, dtype))
 
+    def warmup(self, progress: Callable[[int], object] | None = None) -> None:
+        """Compute steps of padding, so that later ones find everything compiled; capture decode steps as CUDA graphs.
+
+        Call it once, before the first request. A call between two steps is allowed, and captures anew: after weights or
+        modules of the model were replaced, for example. Where nothing can be captured, the log says why, and decode
+        steps run as without it. On a CPU nothing is captured.
+
+        Args:
+            progress: Called with the number of finished parts, like the `update` of a progress bar. None shows a bar on
+                a terminal.
+
+        Raises:
+            RuntimeError: A step is under way.
+            ValueError: The model is in training mode.
+        """
+        cache, config = self.cache, self.config
+        longest = min(self.max_model_len, cache.num_gpu_blocks * cache.layout.block_size)
+        num_tokens = min(config.max_num_batched_tokens, longest)
+        graphs = self._batch_runner.graphs
+        self._loop.between_requests(lambda: warm_up(self._runner, cache, graphs, num_tokens, progress))
+
     def close(self) -> None:
         """Wait for all that is on its way to a store and to kept segments, and publish the last events.
 
@@ -152,6 +196,12 @@ class EngineCore:
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
+    @property
+    def attention_backend(self) -> str:
+        """What attends over the blocks: the library that the engine has chosen, or "kvpage"."""
+        library = next(iter(self.cache.bound_layers.values())).library
+        return OURS if library is None else library.name
+
     def stats(self) -> EngineStats:
         """Return counters and the state now.
 
@@ -178,6 +228,7 @@ class EngineCore:
             num_lost_events=self.telemetry.num_lost_events,
             store=replace(connectors.store.stats) if connectors.store else None,
             blend=replace(connectors.blend.stats) if connectors.blend else None,
+            graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
         )
 
     # --- for Branches, and other owners of sequences -----------------------------------------------------------------

@@ -8,12 +8,14 @@ from kvpage.observe.histogram import HistogramStats
 from kvpage.observe.residency import ResidencyStats
 from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.block_transfers import TransferStats
+from kvpage.serving.loop.graphs.decode_graphs import GraphStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
 
 __all__ = [
     "BlendStats",
     "BlockStats",
     "EngineStats",
+    "GraphStats",
     "HistogramStats",
     "ResidencyStats",
     "StoreConnectorStats",
@@ -44,6 +46,7 @@ class EngineStats:
         num_lost_events: Batches of events that were dropped; None without events.
         store: Lookups, loads and stores; None without a store.
         blend: Segments that were looked up, reused and kept; None without blending.
+        graphs: Captured decode steps; None on a CPU, and with enforce_eager.
     """
 
     num_steps: int
@@ -64,6 +67,7 @@ class EngineStats:
     num_lost_events: int | None
     store: StoreConnectorStats | None
     blend: BlendStats | None
+    graphs: GraphStats | None = None
 
     @property
     def hit_rate(self) -> float:

@@ -3,7 +3,22 @@
 import importlib.metadata
 from typing import Any
 
+import torch
+
 import kvpage._C as _C
+from kvpage.layout.cache_layout import CacheLayout
+from kvpage.ops.cuda.libraries.choice import automatic_choice, installed_libraries
+
+_BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
+_LAYOUTS = {
+    "flash, bf16, blocks of 16": CacheLayout(16, 8, 128, _BF16),
+    "flash, bf16, blocks of 256": CacheLayout(256, 8, 128, _BF16),
+    "flash, fp8_e4m3, blocks of 16": CacheLayout(16, 8, 128, _E4M3),
+    "flashinfer, bf16, blocks of 16": CacheLayout(16, 8, 128, _BF16, "flashinfer"),
+    "mla, bf16, blocks of 64": CacheLayout(64, 1, 576, _BF16, "mla"),
+    "paged, bf16, blocks of 16": CacheLayout(16, 8, 128, _BF16, "paged"),
+}
+"""Layouts that stand for others: heads of 128 elements, latents of 512 + 64."""
 
 
 def build_info() -> dict[str, Any]:
@@ -24,6 +39,9 @@ def build_info() -> dict[str, Any]:
         batched_copy: Whether the driver copies many extents in one call.
         torch, triton, transformers: Installed versions.
         torch_cuda: The CUDA version that this torch was built for.
+        flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
+        attention: What EngineConfig(attention_backend="auto") attends with on the first device, by layout. A model
+            whose options the library does not take gets "kvpage".
     """
     machine = _C.cuda_machine() or {"driver_version": 0, "devices": [], "batched_copy": False}
     return {
@@ -36,7 +54,18 @@ def build_info() -> dict[str, Any]:
         "torch_cuda": _torch_cuda(),
         "triton": _installed("triton"),
         "transformers": _installed("transformers"),
+        **installed_libraries(),
+        "attention": _attention(machine["devices"]),
     }
+
+
+def _attention(devices: list[dict[str, Any]]) -> dict[str, str]:
+    """What "auto" attends with, by layout."""
+    capability = None
+    if devices and torch.version.cuda:
+        major, minor = devices[0]["compute_capability"]
+        capability = 10 * major + minor
+    return {words: automatic_choice(layout, capability) for words, layout in _LAYOUTS.items()}
 
 
 def _cuda_version(number: int) -> str | None:
@@ -51,6 +80,4 @@ def _installed(distribution: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    import torch.version
-
     return torch.version.cuda

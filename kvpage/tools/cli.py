@@ -42,7 +42,11 @@ def info(
 
     table = Table("part", "found", title="kvpage")
     for name, value in build_info().items():
-        table.add_row(name, "none" if value is None else str(value))
+        if isinstance(value, dict):
+            for layout, chosen in value.items():
+                table.add_row(f"{name}: {layout}", chosen)
+        else:
+            table.add_row(name, "none" if value is None else str(value))
     Console().print(table)
     if calibrate:
         _print_calibration(Console())

@@ -48,6 +48,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "serving": (["--workload", "separate", "shared", "multi-turn", "--requests", "2", "--prefix", "32", "--tokens", "2",
                  "--conversations", "2", "--turns", "2", "--turn-tokens", "8", "--threads", "1", *ONCE],
                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
+    "serving_gpu": (["--device", "cpu", "--shape", "tiny", "--batches", "1", "2", "--context", "17", "--requests", "2",
+                     "--prompt-tokens", "20", "--tokens", "3", *ONCE], {"STEPS": 4}),
     "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
     "step_parts": (["--threads", "1", *ONCE],
                    {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}, "NUM_SEQS": 2, "PREFIX_LEN": 32,
@@ -114,7 +116,7 @@ def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> No
         assert any(isinstance(value, list | dict | float) and value for value in said.values())
 
 
-@pytest.mark.parametrize("name", ["blend", "blend_ops", "reshape_gather"])
+@pytest.mark.parametrize("name", ["blend", "blend_ops", "reshape_gather", "serving_gpu"])
 def test_a_device_that_is_not_there_is_said(name: str, smallest: pytest.MonkeyPatch) -> None:
     smallest.setattr(torch.cuda, "is_available", lambda: False)
     done = bench(name, "--device", "cuda")

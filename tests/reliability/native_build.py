@@ -65,6 +65,10 @@ NUMERIC = [
     "linear/rms_norm",
     "quantize/code_table",
     "quantize/quantize_kernel",
+    "sampling/sample_rows",
+    "sampling/sampling_kernel",
+    "sampling/seen_tokens",
+    "sampling/token_rules",
     "simd/instruction_sets",
     "simd/transpose_kernel",
     "tokens/kv_part",
@@ -75,6 +79,7 @@ FAMILIES = [
     "linear/linear_kernel",
     "linear/norm_kernel",
     "quantize/quantize_kernel",
+    "sampling/sampling_kernel",
     "simd/transpose_kernel",
 ]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
@@ -137,7 +142,7 @@ def _program(name: str, paths: Iterable[Path], kind: str, link_flags: Iterable[s
 def library(name: str) -> Path:
     """native/<name>.cpp as a shared library, to be loaded before a program."""
     flags, source = [*FLAGS, "-fPIC", "-shared"], NATIVE / f"{name}.cpp"
-    digest = _digest(_version(), *flags, source.read_text())
+    digest = _digest(_version(), _headers(CSRC), *flags, source.read_text())
     return _made(CACHE / f"{name}-{digest}.so", [*flags, str(source), "-ldl"])
 
 

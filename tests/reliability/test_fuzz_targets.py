@@ -57,6 +57,7 @@ EXCEPTIONS = {
     "kvpage._C.linear": "addresses; the refusals of kvpage.ops.linear are in tests/ops/test_linear.py",
     "kvpage._C.rms_norm": "addresses; the refusals of kvpage.ops.rms_norm are in tests/ops/test_rms_norm.py",
     "kvpage._C.sample_rows": "addresses; wrong rows are in tests/serving/sampling/test_native_rows.py",
+    "kvpage._C.ids_below": "token ids of an engine's request; see tests/checks/test_tokens.py",
     "kvpage._C.small_ints": "token ids of BlockManager, which is fuzzed",
     "kvpage.ops.add_rms_norm": "torch's own errors; see tests/ops/test_rms_norm.py",
     "kvpage.ops.rms_norm": "torch's own errors; see tests/ops/test_rms_norm.py",

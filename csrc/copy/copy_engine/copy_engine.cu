@@ -51,6 +51,7 @@ BatchedCopy find_batched_copy() {
 bool copy_batch(BatchedCopy copy, Extents& extents, cudaStream_t stream) {
   CUmemcpyAttributes attributes{};
   attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;  // not by a kernel that takes multiprocessors
   size_t first = 0, failed = 0;
   const CUresult code = copy(extents.dsts.data(), extents.srcs.data(), extents.sizes.data(), extents.sizes.size(),
                              &attributes, &first, 1, &failed, stream);

@@ -7,11 +7,12 @@ A step of a model calls the operations once a layer. To derive the layout of the
 calls takes longer than a small step's work.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvpage.checks.tensors import check_writable
+from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
@@ -34,6 +35,25 @@ class NativeCache(NamedTuple):
     codec: int
 
 
+class AttentionOfOthers(Protocol):
+    """Attention by a library, see kvpage.ops.cuda.libraries."""
+
+    @property
+    def name(self) -> str:
+        """The library's name."""
+
+    def attend(
+        self, query: torch.Tensor, cache: "BoundCache", sequences: Any, attention: Attention
+    ) -> torch.Tensor | None:
+        """Return attention over blocks, or None where kvpage's own is to compute it."""
+
+    def plan_for_graph(self, sequences: Any) -> bool:
+        """Plan decoding for a graph; return whether the graph may hold the library's calls."""
+
+    def plan_again(self, sequences: Any, seq_lens: list[int]) -> None:
+        """Renew these plans for other lengths, before a replay."""
+
+
 class BoundCache:
     """One layer's cache, bound to its layout and scales.
 
@@ -44,6 +64,9 @@ class BoundCache:
         layout: How the tensor is to be read.
         scales: Scales of 8-bit floats; None means 1.
 
+    Attributes:
+        library: Attends in place of kvpage's kernel; None where nothing does.
+
     Raises:
         TypeError: An argument is of another type.
         ValueError: The tensor is not of this layout, or not on a CPU or a CUDA device, or the scales do not fit.
@@ -52,12 +75,14 @@ class BoundCache:
     __slots__ = (
         "_geometry",
         "_place",
+        "_scale_numbers",
         "device",
         "host_forms",
         "is_cuda",
         "is_writable",
         "key",
         "layout",
+        "library",
         "native",
         "row_dtypes",
         "scales",
@@ -79,6 +104,8 @@ class BoundCache:
         self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
         self.is_writable = False  # not known yet
         self._geometry: tuple[Any, ...] | None = None
+        self._scale_numbers: tuple[float, float] | None = None
+        self.library: AttentionOfOthers | None = None
 
     @property
     def views(self) -> tuple[KVView, KVView | None]:
@@ -94,6 +121,21 @@ class BoundCache:
             described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
             self._geometry = self.device, *described
         return self._geometry
+
+    @property
+    def scale_numbers(self) -> tuple[float, float] | None:
+        """The scales of K and V as numbers, read once; None where there are none. They must be one for all heads."""
+        if self._scale_numbers is None and self.scales is not None:
+            self._scale_numbers = self.scales.key.item(), self.scales.value.item()
+        return self._scale_numbers
+
+    def use_library(self, library: AttentionOfOthers | None) -> None:
+        """Let a library attend in place of kvpage's kernels from now on.
+
+        Args:
+            library: Takes caches of this layout. None: kvpage's kernels attend.
+        """
+        self.library = library
 
     def check(self) -> None:
         """Check that the tensor has the memory, shape and strides that it was bound with.

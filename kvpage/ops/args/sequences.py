@@ -1,5 +1,7 @@
 """Sequences: the blocks and lengths that one call of attention is about, checked once for all layers of a step."""
 
+from typing import Any
+
 import torch
 
 from kvpage.checks.tensors import readable
@@ -29,12 +31,14 @@ class Sequences:
     """
 
     __slots__ = (
+        "_host_lengths",
         "_uploaded",
         "block_tables",
         "max_query_len",
         "max_seq_len",
         "native_tables",
         "num_tokens",
+        "plans",
         "query_lens",
         "seq_lens",
         "shape",
@@ -73,6 +77,8 @@ class Sequences:
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._host_lengths: tuple[list[int], list[int]] | None = None
+        self.plans: dict[Any, Any] = {}
 
     @classmethod
     def of_step(
@@ -84,6 +90,7 @@ class Sequences:
         query_lens: list[int] | torch.Tensor | None,
         max_query_len: int,
         max_seq_len: int,
+        host_lengths: tuple[list[int], list[int]] | None = None,
     ) -> "Sequences":
         """Return the sequences of a loop that has made these arguments itself. It checks none of them.
 
@@ -97,6 +104,7 @@ class Sequences:
             query_lens: Likewise. None: one each, on a CUDA device.
             max_query_len: The largest of them.
             max_seq_len: Likewise.
+            host_lengths: seq_lens and query_lens as the host knows them, where the others are on the device.
         """
         self = cls.__new__(cls)
         num_blocks, block_size, *_ = cache.shape
@@ -106,6 +114,7 @@ class Sequences:
         self.shape = cache.device, num_blocks, block_size
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
+        self._host_lengths, self.plans = host_lengths, {}
         return self
 
     @property
@@ -113,6 +122,18 @@ class Sequences:
         """The keys of all sequences, or a bound where the host does not know them."""
         lengths = self.seq_lens
         return sum(lengths) if isinstance(lengths, list) else len(self.block_tables) * self.max_seq_len
+
+    def host_lengths(self) -> tuple[list[int], list[int]] | None:
+        """Return seq_lens and query_lens as the host knows them; None where it does not."""
+        if not isinstance(self.seq_lens, list):
+            return self._host_lengths
+        if self.query_lens is None:
+            return self.seq_lens, [1] * len(self.seq_lens)
+        return (self.seq_lens, self.query_lens) if isinstance(self.query_lens, list) else None
+
+    def forget_host_lengths(self) -> None:
+        """Let nothing be planned by lengths of the host from now on: those of the device will be others."""
+        self._host_lengths = None
 
     def check(self, cache: BoundCache, num_tokens: int) -> None:
         """Check that these sequences are for such a cache and query, and that the tables keep their memory.

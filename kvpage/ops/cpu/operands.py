@@ -4,6 +4,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from kvpage.checks.shared_memory import bounds
 from kvpage.checks.tensors import check_writable
 
 NO_ROWS = (0, 0)
@@ -140,12 +141,5 @@ def meets(out: torch.Tensor, others: tuple[torch.Tensor, ...]) -> bool:
         ValueError: Two elements of `out` share memory.
     """
     check_writable("out", out)
-    begin, end = _span(out)
-    return any(begin < last and first < end for first, last in map(_span, others))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.numel() == 0:
-        return 0, 0
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    begin, end = bounds(out)
+    return any(begin < last and first < end for first, last in map(bounds, others))

@@ -64,10 +64,12 @@ def _move(
         return
     from kvpage.kernels.chunk import move_chunk
 
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and block_ids.device != device:
-        raise ValueError("block_ids must be on the device where a graph captures: those of the host are gone at replay")
-    with torch.cuda.device(device):
+    with torch.cuda.device(device):  # the question, too, is for the stream of this device
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and block_ids.device != device:
+            raise ValueError(
+                "block_ids must be on the device where a graph captures: those of the host are gone at replay"
+            )
         for first, last in _alike(caches, scales):
             move_chunk(
                 caches[first:last],

@@ -44,10 +44,24 @@ def check_device(device: torch.device | str = "cuda") -> None:
     torch.cuda.synchronize(device)
     word = int(_error_words[device].item())
     if word:
-        _error_words[device].zero_()
-        raise ValueError(
-            "; ".join(text for bit, text in _ERRORS.items() if word & bit) + f" on {device}; it was skipped"
-        )
+        clear_error_word(device)
+        raise_errors(word, device)
+
+
+def find_error_word(device: torch.device) -> torch.Tensor | None:
+    """Return the error word of a device, int32 [1] there; None while no kernel has run on it."""
+    return _error_words.get(device)
+
+
+def clear_error_word(device: torch.device) -> None:
+    """Forget what the kernels of a device have reported, after the work of its current stream."""
+    _error_words[device].zero_()
+
+
+def raise_errors(word: int, device: torch.device) -> None:
+    """Raise ValueError for the bits of an error word that is not 0."""
+    texts = "; ".join(text for bit, text in _ERRORS.items() if word & bit)
+    raise ValueError(f"{texts} on {device}; it was skipped")
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -58,13 +72,17 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _error_word(device: torch.device) -> torch.Tensor:
     """Return the device's error word, made at its first use and zero for every stream from then on."""
-    if device not in _error_words:
+    word = _error_words.get(device)
+    return _make_error_word(device) if word is None else word
+
+
+def _make_error_word(device: torch.device) -> torch.Tensor:
+    with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"an operation must have run once on {device} before a graph captures one")
         word = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
-        _error_words[device] = word
-    return _error_words[device]
+    return _error_words.setdefault(device, word)
 
 
 def _check_if_debugging(device: torch.device) -> None:

@@ -25,8 +25,8 @@ from kvpage.serving.model.limits import max_model_len, vocab_size
 from kvpage.serving.model.probe import MAX_ERROR, MAX_ERROR_HALF, relative_error, unquantized
 from kvpage.serving.model.rotary import check_rope, rotary_of_layers
 from kvpage.serving.model.row_hooks import decoder_layers
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import BatchItem, Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import BatchItem, PackedTokens, Step
 
 NUM_PROBE_TOKENS = 12
 REUSED = slice(2, 9)  # of the probe's tokens

@@ -1,19 +1,23 @@
 """BlockTransfers: carries out the moves of blocks that a manager asks for, and measures them.
 
-manager.due_moves() ─► CacheEngine.swap_out, swap_in, copy ─► the bytes are moved
+manager.due_moves() ─► CacheEngine.swap_out, swap_in, copy ─► the bytes are moved         on a CPU
+manager.take_moves() ─► CacheEngine.start_moves ─► Arrival: each layer waits for its own   on a GPU
                        num_blocks, num_bytes and seconds by kind; the speed, for LoadOrCompute
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.moves import Kind
+from kvpage.blocks.moves import BlockMove, Kind
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.layered_moves import Arrival, LayeredMoves
+from kvpage.cache.transfer import Transfer
 
 KINDS: tuple[Kind, ...] = ("swap_out", "swap_in", "copy")
 
@@ -25,7 +29,8 @@ class TransferStats:
     Attributes:
         num_blocks: Blocks that were moved.
         num_bytes: Their bytes in all layers.
-        seconds: Time that the moves took. On a GPU those that are still under way are not in it.
+        seconds: Time that the moves took. On a GPU those that are still under way are not in it, and moves that ran
+            together share their time by their bytes.
     """
 
     num_blocks: int = 0
@@ -49,56 +54,83 @@ class TransferStats:
 class BlockTransfers:
     """The moves between the blocks of one cache, which `manager` gives out.
 
-    rule: learns how fast the host is, from moves of a CPU's cache; None if nothing asks. On a GPU nothing waits for a
-    move: events on the stream take its time, and are read at a later call.
+    rule: learns how fast the host is, from moves of a CPU's cache; None if nothing asks.
+    is_beside: whether moves run beside the computation; by default on a GPU. There nothing waits for a move: events on
+        the stream take its time, and are read at a later call.
     """
 
-    def __init__(self, cache: CacheEngine, manager: BlockManager, rule: LoadOrCompute | None = None) -> None:
+    def __init__(
+        self,
+        cache: CacheEngine,
+        manager: BlockManager,
+        rule: LoadOrCompute | None = None,
+        is_beside: bool | None = None,
+    ) -> None:
         self._cache, self._manager, self._rule = cache, manager, rule
         num_bytes = sum(layer.numel() * layer.element_size() for layer in cache.gpu_cache)
         self._block_bytes = num_bytes // max(cache.num_gpu_blocks, 1)
         self._stats = {kind: TransferStats() for kind in KINDS}
-        self._under_way: deque[tuple[Kind, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._is_beside = cache.device.type == "cuda" if is_beside is None else is_beside
+        self._taken: list[BlockMove] = []  # from the manager, not begun
+        self._begun: LayeredMoves | None = None  # with a move that has raised
+        self._arrival: Arrival | None = None  # the last one
 
     def stats(self) -> dict[Kind, TransferStats]:
         """Return the moves so far, by kind."""
         return dict(self._stats)
 
     def run(self) -> None:
-        """Carry out all moves that are due, in their order.
+        """Carry out all moves that are due, in their order, before the current stream's further work.
 
         A move that raises stays due with those after it, and comes first the next time.
         """
+        if self._is_beside:
+            arrival = self.start()
+            if arrival is not None:
+                arrival.wait()
+            return
         if not self._manager.space.has_moves:
             return
         start, moved = time.monotonic(), Counter[Kind]()
         for kind, pairs in self._manager.due_moves():
-            self._read_events()
-            begin = self._begin()
+            begin = time.perf_counter()
             getattr(self._cache, kind)(torch.from_numpy(pairs))
-            self._count(kind, len(pairs), begin)
+            self._count(kind, len(pairs), time.perf_counter() - begin)
             moved[kind] += len(pairs)
-        if self._rule and self._cache.device.type == "cpu" and moved["swap_in"]:
+        if self._rule and moved["swap_in"]:
             self._rule.saw_transfer(moved.total() * self._rule.block_bytes, time.monotonic() - start)
 
-    def _begin(self) -> "float | torch.cuda.Event":
-        return self._event() if self._cache.device.type == "cuda" else time.perf_counter()
+    def start(self) -> Arrival | None:
+        """Begin all moves that are due; return what each layer waits for before it touches a block.
 
-    def _count(self, kind: Kind, num_blocks: int, begin: "float | torch.cuda.Event") -> None:
-        seconds = 0.0
-        if isinstance(begin, float):
-            seconds = time.perf_counter() - begin
-        else:
-            self._under_way.append((kind, begin, self._event()))
+        None says that there is nothing to wait for: on a CPU they are made on return. Errors are as of `run`.
+        """
+        if not self._is_beside:
+            self.run()
+            return None
+        if self._arrival is not None:
+            self._arrival.wait()  # for what a step that ended early has not
+            self._arrival = None
+        while self._begun is not None or self._taken or self._manager.space.has_moves:
+            if self._arrival is not None:
+                self._arrival.wait()
+            self._arrival = self._start_due()
+        return self._arrival
+
+    def _start_due(self) -> Arrival:
+        if self._begun is None:
+            self._taken += self._manager.take_moves()
+            self._begun, self._taken = self._cache.layered_moves(self._taken), []
+        arrival = self._cache.start_moves(self._begun, partial(self._note_done, self._begun.num_blocks))
+        for kind, num_blocks in self._begun.num_blocks.items():
+            self._count(kind, num_blocks, 0.0)
+        self._begun = None
+        return arrival
+
+    def _note_done(self, num_blocks: Counter[Kind], transfer: Transfer) -> None:
+        """Add the time of moves that ran together, shared by their bytes."""
+        for kind, count in num_blocks.items():
+            self._stats[kind] = self._stats[kind].plus(0, 0, (transfer.seconds or 0.0) * count / num_blocks.total())
+
+    def _count(self, kind: Kind, num_blocks: int, seconds: float) -> None:
         self._stats[kind] = self._stats[kind].plus(num_blocks, num_blocks * self._block_bytes, seconds)
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
-        event.record(torch.cuda.current_stream(self._cache.device))
-        return event
-
-    def _read_events(self) -> None:
-        # torch does not annotate query
-        while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call, unused-ignore]
-            kind, begin, end = self._under_way.popleft()
-            self._stats[kind] = self._stats[kind].plus(0, 0, begin.elapsed_time(end) / 1e3)

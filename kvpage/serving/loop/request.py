@@ -67,8 +67,9 @@ class SampleGroup:
     @property
     def is_over(self) -> bool:
         """Whether all samples have finished, or were ended."""
-        is_going = self.samples[0].num_forks_due or any(sample.finish_reason is None for sample in self.samples)
-        return self.is_aborted or not is_going
+        if self.is_aborted or not self.samples:
+            return True
+        return not self.samples[0].num_forks_due and all(sample.finish_reason is not None for sample in self.samples)
 
 
 class Request:
@@ -213,10 +214,14 @@ class Request:
             self.finish_reason = "length"
         return self.finish_reason
 
-    def take_back(self) -> None:
-        """Forget a new token that no caller has seen, when the step of a running request fails."""
-        if self.num_tokens > self.num_room > 0:
-            self.num_tokens, self.finish_reason = self.num_room, None
+    def take_back(self, num_ahead: int = 0) -> None:
+        """Forget a new token that no caller has seen, when the step of a running request fails.
+
+        num_ahead: the positions that have room for steps after it.
+        """
+        num_room = self.num_room - num_ahead
+        if self.num_tokens > num_room > 0:
+            self.num_tokens, self.finish_reason = num_room, None
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """End it before its last token."""

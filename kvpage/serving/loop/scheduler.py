@@ -64,6 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
+        self.num_left = 0  # how often requests have left `running`
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._is_held = is_held
@@ -172,6 +173,7 @@ class Scheduler:
         self._give_back(youngest)
         self.num_preemptions += 1
         self.running.remove(youngest)
+        self.num_left += 1
         self._queue(youngest)
 
     # --- a request's blocks ------------------------------------------------------------------------------------------
@@ -182,6 +184,7 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
+        self.num_left += 1
         self.manager.release(request.seq_id)
         request.leave_blocks()
 
@@ -340,19 +343,26 @@ class _Prefills:
         self._block_size = manager.block_size
         self._enabled = manager.enable_prefix_caching
         self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
-        for request in running:
-            self.add(request)
+        self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
 
     def add(self, request: Request) -> None:
-        if self._enabled and self._whole_blocks(request.num_room) > request.num_computed:
-            self._by_first_block.setdefault(self._key(request), []).append(request)
+        if self._enabled:
+            self._new.append(request)
 
     def will_share(self, request: Request) -> bool:
         """Whether one of them has yet to compute a whole block with which `request` begins, too."""
+        if self._new:
+            self._note_new()
         if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
         return any(self._num_shared(request, other) > other.num_computed for other in others)
+
+    def _note_new(self) -> None:
+        for request in self._new:
+            if self._whole_blocks(request.num_room) > request.num_computed:
+                self._by_first_block.setdefault(self._key(request), []).append(request)
+        self._new = []
 
     def _num_shared(self, request: Request, other: Request) -> int:
         length = min(request.num_tokens - 1, other.num_room)

@@ -23,7 +23,8 @@ from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupte
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
-from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
+from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
@@ -59,6 +60,11 @@ class ServingLoop:
         self._is_stepping = False
         self._process = ForkGuard("the engine")
         self._suspects = Suspects()
+        self._decoder: DeviceDecoder | None = None
+
+    def use_decoder(self, decoder: DeviceDecoder) -> None:
+        """Have decodes computed by it from now on, as far as it takes them."""
+        self._decoder = decoder
 
     def new_id(self) -> str:
         """Return an id that no unfinished request has."""
@@ -165,6 +171,11 @@ class ServingLoop:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
         return self._in_step(lambda: self._batch_runner.run(items).logits)
 
+    def between_requests(self, work: Callable[[], None]) -> None:
+        """Do work that uses the model and no request, as a step of its own."""
+        self._batch_runner.check()
+        self._in_step(work)
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _in_step(self, work: Callable[[], Result]) -> Result:
@@ -201,15 +212,16 @@ class ServingLoop:
     def _compute_batch(self) -> Exception | None:
         if self.requests:
             self._batch_runner.check()
-        batch = self._schedule()
+        batch = self._next_batch()
         if not len(batch):
             return None
         untaken = batch.requests
         try:
             self._take_batch(batch, untaken)
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
+            ahead = () if self._decoder is None else self._decoder.drop()
             for request in untaken:
-                request.take_back()
+                request.take_back(request in ahead)
             self._scheduler.requeue(untaken)
             if not isinstance(error, Exception):
                 raise
@@ -219,7 +231,8 @@ class ServingLoop:
     def _take_batch(self, batch: Batch, untaken: list[Request]) -> None:
         """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""
         begin = time.monotonic()
-        chosen = choose_tokens(batch, self._run(batch))
+        chosen = self._choose(batch)
+        self._batch_runner.check_kernels()
         now = time.monotonic()
         if batch.prefills:
             self._learn_speed(batch, now - begin)
@@ -229,6 +242,11 @@ class ServingLoop:
         for request in chosen.failed:
             self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
 
+    def _choose(self, batch: Batch) -> ChosenTokens:
+        if self._decoder is not None and self._decoder.takes(batch):
+            return chosen_of_decodes(batch, self._decoder.choose(batch))
+        return choose_tokens(batch, self._run(batch))
+
     def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:
         """Note that a step of these requests has raised; return the error if that was the first time."""
         if not requests or self._suspects.blame(requests):
@@ -237,6 +255,17 @@ class ServingLoop:
         if culprit is not None:
             self._fail(culprit, f"{type(error).__name__}: {error}")
         return None
+
+    def _next_batch(self) -> Batch:
+        """Return the batch of the step that was begun ahead, or else schedule one."""
+        decoder, scheduler = self._decoder, self._scheduler
+        if decoder is not None and decoder.is_ahead:
+            decoder.settle()
+            self._connectors.ask(scheduler.waiting, scheduler.num_queued)
+            batch = decoder.resume()
+            if batch is not None:
+                return batch
+        return self._schedule()
 
     def _schedule(self) -> Batch:
         scheduler, connectors, tried = self._scheduler, self._connectors, self._suspects.group
@@ -330,3 +359,5 @@ class ServingLoop:
         self._suspects.clear([request])
         self._scheduler.finish(request)
         self._connectors.forget(request)
+        if self._decoder is not None and not self._scheduler.running:
+            self._decoder.let_go()

@@ -57,6 +57,8 @@ def paged_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
+    if step.arrival is not None:
+        step.arrival.wait_layer(layer)
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
     if step.threads is None or step.threads.caller is None:
         return _attend(module, (query, key, value), layer, step, attention), None

@@ -19,8 +19,8 @@ from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, Paralle
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.serving.model.limits import max_model_len, vocab_size
 from kvpage.serving.model.probe import probe_tokens, unquantized
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 
 def choose_scales(

@@ -16,8 +16,8 @@ from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import MAX_ERROR, probe_tokens, unquantized
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 MAX_ERROR_HALF = 2e-2  # one product in bf16 is a hundredth off at most; a layer of another form, all of it
 

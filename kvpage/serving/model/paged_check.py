@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
+from kvpage.ops.args.bound_cache import AttentionOfOthers
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import (
     MAX_ERROR_QUANTIZED,
@@ -31,29 +32,40 @@ from kvpage.serving.model.probe import (
     relative_error,
     unquantized,
 )
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 
 _BOUNDS = tuple((0, cut, length) for cut, length in zip((6, 4), PROBE_LENGTHS, strict=True))  # of each sequence's steps
 
 
-def verify_model(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> int | None:
+def verify_model(
+    runner: ModelRunner,
+    cache_config: CacheConfig,
+    model_config: ModelConfig,
+    library: AttentionOfOthers | None = None,
+) -> int | None:
     """Compute the probe's tokens over a few blocks. Raise ValueError, with the reason, if the model cannot be served.
+
+    library: attends in place of kvpage's kernels, where it is given.
 
     Returns how many tokens, the newest included, the widest window of any layer holds; None if one has no window.
     """
     name = type(runner.model).__name__
-    error, dtype, windows = _paged_error(runner, unquantized(cache_config, model_config), model_config, None)
+    error, dtype, windows = _paged_error(runner, unquantized(cache_config, model_config), model_config, None, library)
     if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
     return None if None in windows else max(window for window in windows if window is not None)
 
 
 def verify_quantized(
-    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+    runner: ModelRunner,
+    cache_config: CacheConfig,
+    model_config: ModelConfig,
+    kv_scales: Sequence[KVScales] | None,
+    library: AttentionOfOthers | None = None,
 ) -> None:
     """Raise ValueError if logits over blocks that quantise, with these scales, are nowhere near the model's own."""
-    error, dtype, _ = _paged_error(runner, cache_config, model_config, kv_scales)
+    error, dtype, _ = _paged_error(runner, cache_config, model_config, kv_scales, library)
     if not error <= MAX_ERROR_QUANTIZED:
         raise ValueError(
             f"logits over blocks of {dtype} must be near the model's own, with these scales they are {error:.1e} off "
@@ -62,7 +74,11 @@ def verify_quantized(
 
 
 def _paged_error(
-    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, kv_scales: Sequence[KVScales] | None
+    runner: ModelRunner,
+    cache_config: CacheConfig,
+    model_config: ModelConfig,
+    kv_scales: Sequence[KVScales] | None,
+    library: AttentionOfOthers | None,
 ) -> tuple[float, torch.dtype, list[int | None]]:
     """Return the relative error of logits over blocks, the blocks' dtype, and the window of each layer."""
     model = runner.model
@@ -71,6 +87,8 @@ def _paged_error(
     blocks_each = -(-max(PROBE_LENGTHS) // cache_config.block_size)
     config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
+    for layer in engine.bound_layers.values():
+        layer.use_library(library)
     found, windows = paged_logits(runner, engine, sequences, blocks_each)
     return relative_error(found, expected), engine.layout.dtype, windows
 

@@ -3,10 +3,8 @@
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -14,38 +12,11 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.native.layers import NativeLayers
-from kvpage.serving.model.step import Positions, Step
+from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
 from kvpage.serving.model.view import ModelView
 
 NOTHING = nullcontext()
 """A context that does nothing, for all that need one."""
-
-
-class PackedTokens(NamedTuple):
-    """Tokens of several sequences, one sequence after the other.
-
-    token_ids: int32 [num_tokens], the positions [starts[i], ends[i]) of each sequence.
-    wanted: int64, the indices in token_ids whose logits are returned.
-    is_decode: whether each sequence has one token, and all are wanted; starts is an int64 array then.
-    """
-
-    token_ids: npt.NDArray[np.int32]
-    starts: Positions
-    ends: Positions
-    wanted: npt.NDArray[np.int64]
-    is_decode: bool = False
-
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Return the position of each token in its own sequence, int64."""
-        if self.is_decode and isinstance(self.starts, np.ndarray):
-            return self.starts
-        starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
-        counts = ends - starts
-        if (counts == 1).all():
-            return starts
-        rows_before = np.cumsum(counts) - counts
-        positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
-        return positions
 
 
 class ModelRunner:
@@ -72,30 +43,33 @@ class ModelRunner:
         view: PreTrainedModel = self._view.module
         return view
 
+    @property
+    def view_version(self) -> int:
+        """A number that grows whenever modules of the model were replaced."""
+        return self._view.version
+
     def forward(self, packed: PackedTokens, step: Step) -> torch.Tensor:
         """Write the tokens' K and V into the step's slots, and return the wanted logits: [len(wanted), vocab_size].
 
         Raises ValueError if the model is in training mode, or a layer has not attended over blocks. Errors of the model
         are raised as they are. After an error, some K and V may be written.
         """
+        return self.compute(step, step.inputs or ModelInputs.of(packed, step.slot_mapping.device))
+
+    def compute(self, step: Step, given: ModelInputs) -> torch.Tensor:
+        """Do the same for inputs that are on the model's device. Nothing is copied from the host then."""
         self.check()
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step))
-        device = step.slot_mapping.device  # that of the model, which asks each parameter for it
-        wanted = None if packed.is_decode else torch.from_numpy(packed.wanted).to(device)
-        inputs = {
-            "input_ids": _row(packed.token_ids, device),
-            "position_ids": _row(packed.positions(), device),
-            "use_cache": False,
-        }
+        inputs = {"input_ids": given.token_ids, "position_ids": given.positions, "use_cache": False}
         if self._selects_logits:
-            inputs["logits_to_keep"] = 0 if wanted is None else wanted  # 0: all, without a copy
+            inputs["logits_to_keep"] = 0 if given.wanted is None else given.wanted  # 0: all, without a copy
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         step.lift(self._threads)
         with self._no_grad, self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
-        return logits if wanted is None or self._selects_logits else logits[wanted]
+        return logits if given.wanted is None or self._selects_logits else logits[given.wanted]
 
     def check(self) -> None:
         """Raise ValueError if the model is in training mode."""
@@ -133,8 +107,3 @@ class ModelRunner:
             raise ValueError(
                 f"layers {sorted(step.caches)} must each attend once over blocks, of {name} it was {sorted(called)}"
             )
-
-
-def _row(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    row = torch.from_numpy(values[None] if values.dtype == np.int64 else values[None].astype(np.int64))
-    return row if device.type == "cpu" else row.to(device)

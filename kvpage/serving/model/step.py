@@ -10,7 +10,7 @@ It is made once a step and read by every layer.
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,59 @@ from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
+from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
 """A position in each of several sequences."""
+
+
+class PackedTokens(NamedTuple):
+    """Tokens of several sequences, one sequence after the other.
+
+    token_ids: int32 [num_tokens], the positions [starts[i], ends[i]) of each sequence.
+    wanted: int64, the indices in token_ids whose logits are returned.
+    is_decode: whether each sequence has one token, and all are wanted; starts is an int64 array then.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    starts: Positions
+    ends: Positions
+    wanted: npt.NDArray[np.int64]
+    is_decode: bool = False
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Return the position of each token in its own sequence, int64."""
+        if self.is_decode and isinstance(self.starts, np.ndarray):
+            return self.starts
+        starts, ends = np.asarray(self.starts, np.int64), np.asarray(self.ends, np.int64)
+        counts = ends - starts
+        if (counts == 1).all():
+            return starts
+        rows_before = np.cumsum(counts) - counts
+        positions: npt.NDArray[np.int64] = np.arange(len(self.token_ids)) + np.repeat(starts - rows_before, counts)
+        return positions
+
+    def arrays(self) -> list[npt.NDArray[np.int64]]:
+        """Return token ids and positions, [1, num_tokens] as models take them, and `wanted` where not all are."""
+        both = [self.token_ids[None].astype(np.int64), self.positions()[None]]
+        return both if self.is_decode else [*both, self.wanted]
+
+
+class ModelInputs(NamedTuple):
+    """The arguments of a model, on its device.
+
+    token_ids, positions: int64 [1, num_tokens]. wanted: int64, the rows whose logits are returned; None for all.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: PackedTokens, device: torch.device) -> "ModelInputs":
+        """Return the inputs for these tokens, in one copy to the device."""
+        return cls(*upload(packed.arrays(), device))
 
 
 class BatchItem(NamedTuple):
@@ -55,6 +104,13 @@ class StepBlend(Protocol):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
     ) -> torch.Tensor:
         """Write K and V of a layer's rows, and attend over the blocks: [rows, heads, value size]."""
+
+
+class StepArrival(Protocol):
+    """Blocks that are on their way to the device, or from it, while the step computes."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Order the current stream's further work after the moves of a layer. Raise their error."""
 
 
 class StepLatents(Protocol):
@@ -86,6 +142,8 @@ class Step:
     query_positions: int64 [num_tokens] on the CPU: the position of each row in its sequence, ascending; None for the
         last ones. device_query_positions: the same on the caches' device.
     blend: the work on tokens that have K and V already; None where there are none.
+    inputs: the model's arguments, where these came to the device with the step's own; else None.
+    arrival: the moves under way, for which each layer waits before it touches a block; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     sequences: block tables and lengths, made once for all layers.
@@ -107,6 +165,8 @@ class Step:
     query_positions: torch.Tensor | None = None
     device_query_positions: torch.Tensor | None = None
     blend: StepBlend | None = None
+    inputs: ModelInputs | None = None
+    arrival: StepArrival | None = None
     latents: StepLatents | None = None
     threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
@@ -125,37 +185,68 @@ class Step:
         block_tables: npt.NDArray[np.int32],
         starts: Positions,
         ends: Positions,
+        packed: PackedTokens | None = None,
     ) -> "Step":
-        """Return a step that computes the positions [starts[i], ends[i]) of each sequence."""
+        """Return a step that computes the positions [starts[i], ends[i]) of each sequence.
+
+        packed: its tokens, which go to a device with the step's own numbers, in one copy; None to leave them.
+        """
         seq_lens = np.asarray(ends, np.int64)
         query_lens = seq_lens - np.asarray(starts, np.int64)
         is_decode = bool((query_lens == 1).all())
-        return cls._of_arrays(engine, slot_mapping, block_tables, seq_lens, None if is_decode else query_lens)
+        inputs = StepInputs(slot_mapping, block_tables, seq_lens)
+        return cls._of_arrays(engine, inputs, None if is_decode else query_lens, packed)
 
     @classmethod
-    def of_newest(cls, engine: CacheEngine, inputs: StepInputs) -> "Step":
-        """Return a step that computes the last token of each sequence."""
-        return cls._of_arrays(engine, *inputs)
+    def of_newest(cls, engine: CacheEngine, inputs: StepInputs, packed: PackedTokens | None = None) -> "Step":
+        """Return a step that computes the last token of each sequence. packed: as of `make`."""
+        return cls._of_arrays(engine, inputs, None, packed)
+
+    @classmethod
+    def of_static(
+        cls,
+        engine: CacheEngine,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
+        device_seq_lens: torch.Tensor,
+        max_seq_len: int,
+    ) -> "Step":
+        """Return a step of one query a sequence, whose tensors may change each time that it is computed.
+
+        The arguments are those of `Step`, all on the caches' device. Lengths are 0, of padding, to max_seq_len. On a
+        CPU operations know lengths as integers. They are read now, and padding attends to one token there.
+        """
+        num_seqs, on_host = len(slot_mapping), engine.device.type == "cpu"
+        lengths: list[int] = device_seq_lens.clamp(min=1).tolist() if on_host else [max_seq_len] * num_seqs
+        queries, caches = [1] * num_seqs, engine.bound_layers
+        sequences = _sequences(caches, block_tables, device_seq_lens, None, queries, lengths)
+        return cls(
+            caches, engine.layout, slot_mapping, block_tables, None, device_seq_lens, queries, lengths, sequences
+        )
 
     @classmethod
     def _of_arrays(
         cls,
         engine: CacheEngine,
-        slot_mapping: npt.NDArray[np.int64],
-        block_tables: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int64],
-        query_lens: npt.NDArray[np.int64] | None = None,
+        inputs: StepInputs,
+        query_lens: npt.NDArray[np.int64] | None,
+        packed: PackedTokens | None,
     ) -> "Step":
         """Return a step; query_lens: None for one each."""
         device, caches = engine.device, engine.bound_layers
-        tables = _upload(torch.from_numpy(block_tables), device)
-        device_lens = _upload(torch.from_numpy(seq_lens), device)
-        device_queries = None if query_lens is None else _upload(torch.from_numpy(query_lens), device)
-        lengths: list[int] = seq_lens.tolist()
+        lengths: list[int] = inputs.seq_lens.tolist()
         queries: list[int] = [1] * len(lengths) if query_lens is None else query_lens.tolist()
-        slots = _upload(torch.from_numpy(slot_mapping), device)
+        arrays: list[npt.NDArray[Any]] = [inputs.slots, inputs.block_tables, inputs.seq_lens]
+        if query_lens is not None:
+            arrays.append(query_lens)
+        sent = packed.arrays() if packed is not None and device.type != "cpu" else []
+        slots, tables, device_lens, *others = upload([*arrays, *sent], device)
+        device_queries = None if query_lens is None else others.pop(0)
         sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
-        return cls(caches, engine.layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
+        step = cls(caches, engine.layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
+        if sent:
+            step.inputs = ModelInputs(*others)
+        return step
 
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""
@@ -168,7 +259,7 @@ class Step:
         counts = np.diff(np.searchsorted(at, bounds)).tolist()
         starts = [length - count for length, count in zip(self.seq_lens, self.query_lens, strict=True)]
         positions = torch.from_numpy(at + np.repeat(np.array(starts) - bounds[:-1], counts))
-        device_lens = _upload(torch.tensor(counts), rows.device)
+        device_lens, device_positions = upload([np.array(counts, np.int64), positions.numpy()], rows.device)
         return replace(
             self,
             slot_mapping=self.slot_mapping[rows],
@@ -178,13 +269,13 @@ class Step:
                 self.caches, self.block_tables, self.device_seq_lens, device_lens, counts, self.seq_lens
             ),
             query_positions=positions,
-            device_query_positions=_upload(positions, rows.device),
+            device_query_positions=device_positions,
             blend=None,
         )
 
     def of_sequences(self, indices: Sequence[int]) -> "Step":
         """Return the step for some of its sequences only. It leaves their slots out: everything is written."""
-        at = _upload(torch.tensor(indices), self.block_tables.device)
+        (at,) = upload([np.array(indices, np.int64)], self.block_tables.device)
         query_lens = [self.query_lens[index] for index in indices]
         seq_lens = [self.seq_lens[index] for index in indices]
         tables, device_lens = self.block_tables[at], self.device_seq_lens[at]
@@ -214,10 +305,13 @@ def _sequences(
     longest = 1 if is_decode else max(query_lens), max(seq_lens)
     num_tokens = len(query_lens) if is_decode else sum(query_lens)
     if cache.is_cuda:
-        return Sequences.of_step(cache, num_tokens, block_tables, device_seq_lens, device_query_lens, *longest)
+        return Sequences.of_step(
+            cache,
+            num_tokens,
+            block_tables,
+            device_seq_lens,
+            device_query_lens,
+            *longest,
+            host_lengths=(seq_lens, query_lens),
+        )
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)
-
-
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return it on `device`; to a GPU it goes through pinned memory, so that nothing waits."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -42,6 +42,7 @@ class ModelView:
         self._model: nn.Module = model
         self._native = native
         self._is_wholly_native = False
+        self._num_builds = 0
         self._copies: dict[nn.Module, Any] = {}
         self._layers: dict[nn.Module, nn.Module] = {}  # native ones, by the model's own
         self._configs: dict[int, tuple[Any, Any]] = {}  # of each config, by its id: itself, and its copy
@@ -59,6 +60,13 @@ class ModelView:
         if self._modules_now != self._modules_before:
             self._build()
         return self._copies[self._model]
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever modules were replaced."""
+        if self._modules_now != self._modules_before:
+            self._build()
+        return self._num_builds
 
     def one_thread_in_torch(self) -> AbstractContextManager[None]:
         """Return the limit of torch's threads for a forward of `module`: none, unless all its products are native."""
@@ -83,6 +91,7 @@ class ModelView:
         self._modules_now = [module._modules for module in modules]
         self._modules_before = [dict(module._modules) for module in modules]
         self._switch()
+        self._num_builds += 1
 
     def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers) -> None:
         """Give copies whose operations can be fewer another forward."""

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpage.checks.values import check_flag
-from kvpage.layout.host_memory import zeros
+from kvpage.layout.host_memory import touch, zeros
+from kvpage.layout.pinned_memory import pinned_zeros
 from kvpage.store.tiers.extents import Extents
 from kvpage.store.tiers.policy import make_policy
 from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
-from kvpage.store.tiers.touching import touch
 
 UNIT = 4096
+PINNED_PIECE_BYTES = 4 << 30  # that are registered with CUDA in one call; no record lies across the border of two
 
 
 class _Entry:
@@ -87,11 +88,13 @@ class MemoryTier(Tier):
         pin_memory: pin the slab, so that a GPU's copies run beside the computation. By default if there is a GPU.
         name: the tier's name in messages and statistics.
         prefault: have the system give the whole slab when the tier is made. That takes about 0.1 s for a GiB. Otherwise
-            it gives each page when it is first written, and the first stores are slow. A pinned slab is always given.
+            it gives each page when it is first written, and the first stores are slow. A pinned slab is always given,
+            in its true size: nothing is rounded up to a power of two. In a slab beyond 4 GiB a pinned record has at
+            most 4 GiB, and 4 KiB of each 4 GiB stay unused.
 
     Raises:
         ValueError: capacity or policy is wrong.
-        OSError: the system has less memory.
+        OSError: the system has less memory, or cannot pin it.
     """
 
     def __init__(
@@ -109,12 +112,10 @@ class MemoryTier(Tier):
         self._policy = make_policy(policy)
         self._extents = Extents(capacity // UNIT)
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        num_bytes = capacity // UNIT * UNIT
-        self._slab = (
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if pin else zeros((num_bytes,), torch.uint8)
-        )
+        self._most_units = capacity // UNIT  # of a record
+        self._slab = self._pinned_slab() if pin else zeros((capacity // UNIT * UNIT,), torch.uint8)
         if prefault and not pin:
-            touch(self._slab, name)
+            touch([self._slab], name)
         self._view: memoryview | None = self._slab.numpy().data
         self._entries: dict[Key, _Entry] = {}
         self._num_bytes = self._num_evicted = 0
@@ -182,6 +183,15 @@ class MemoryTier(Tier):
         with self._lock:
             self._extents.check()
 
+    def _pinned_slab(self) -> torch.Tensor:
+        """Return the slab. A unit is left out at each border of its pieces: CUDA refuses copies across one."""
+        num_units, units_each = self._extents.num_units, PINNED_PIECE_BYTES // UNIT
+        (slab,) = pinned_zeros([(num_units * UNIT,)], torch.uint8, self.name, PINNED_PIECE_BYTES)
+        for border in range(units_each, num_units, units_each):
+            self._extents.take(border, 1)
+        self._most_units = min(num_units, units_each)
+        return slab
+
     # --- inside, with the lock held ---
 
     def _check_open(self) -> None:
@@ -199,6 +209,8 @@ class MemoryTier(Tier):
 
     def _make_room(self, num_units: int) -> int | None:
         """Evict until a run is free; return None, with nothing evicted, if that would not be enough."""
+        if num_units > self._most_units:
+            return None
         begin = self._extents.allocate(num_units)
         if begin is not None:
             return begin

@@ -5,6 +5,7 @@
 #include "linear/linear_kernel.h"
 #include "linear/norm_kernel.h"
 #include "quantize/quantize_kernel.h"
+#include "sampling/sampling_kernel.h"
 #include "simd/transpose_kernel.h"
 
 namespace kvpage {
@@ -16,6 +17,7 @@ const LinearKernel linear_kernel_avx512bf16 = {.name = "absent"}, linear_kernel_
 const NormKernel norm_kernel_avx2 = {.name = "absent"}, norm_kernel_avx512 = {.name = "absent"};
 const QuantizeKernel quantize_kernel_avx2 = {.name = "absent"}, quantize_kernel_avx512 = {.name = "absent"};
 const QuantizeKernel quantize_kernel_avx512bf16 = {.name = "absent"};
+const SamplingKernel sampling_kernel_avx2 = {.name = "absent"}, sampling_kernel_avx512 = {.name = "absent"};
 const TransposeKernel transpose_kernel_avx2 = {.name = "absent"}, transpose_kernel_avx512 = {.name = "absent"};
 const Xxh3Kernel xxh3_kernel_avx2 = {.name = "absent"}, xxh3_kernel_avx512 = {.name = "absent"};
 #endif

@@ -1,6 +1,6 @@
-// numeric SEED NUM_OPERATIONS: attention over shared tables, products, norms, and copies between many places and one or
-// a file, of random sizes, by the pool of workers and from several callers at once. Each array is a heap block of its
-// own that ends where its last element does. Prints figures as JSON.
+// numeric SEED NUM_OPERATIONS: attention over shared tables, products, norms, sampling, and copies between many places
+// and one or a file, of random sizes, by the pool of workers and from several callers at once. Each array is a heap
+// block of its own that ends where its last element does. Prints figures as JSON.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +10,8 @@
 #include <cstring>
 #include <functional>
 #include <iostream>
+#include <map>
+#include <memory>
 #include <numeric>
 #include <thread>
 
@@ -20,6 +22,7 @@
 #include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
 #include "linear/rms_norm.h"
+#include "sampling/sample_rows.h"
 #include "trial.h"
 
 using namespace kvpage;
@@ -173,6 +176,76 @@ void normalize(Random& rng, int max_threads) {
                "a norm");
 }
 
+// --- sampling ---
+
+// Rules of one row, with the tokens that they are about; and the same, naively.
+struct RuledTokens {
+  TokenRuleSet set;
+  std::vector<int32_t> tokens;
+  std::unique_ptr<TokenRules> rules;
+
+  RuledTokens(Random& rng, int64_t vocab_size, int64_t num_generated) {
+    const auto ids = [&] {
+      std::vector<int64_t> some;
+      for (int64_t left = rng.below(4); left > 0; --left) some.push_back(rng.below(vocab_size + 2) - 1);
+      return some;
+    };
+    set = {ids(), {}, ids(), rng.below(4), {}, ids(), rng.below(4), {2.0f, 0.25f, 0.5f}, rng.below(90)};
+    for (size_t i = 0; i < set.biased_ids.size(); ++i) set.biases.push_back(0.5f);
+    for (int64_t left = set.num_prompt_tokens + num_generated; left > 0; --left)
+      tokens.push_back(static_cast<int32_t>(rng.below(vocab_size)));
+    rules = std::make_unique<TokenRules>(set);
+  }
+
+  void apply(Floats& row) const {
+    const auto change = [&](int64_t id, const auto& by) {
+      if (id >= 0 && id < static_cast<int64_t>(row.size())) by(row[static_cast<size_t>(id)]);
+    };
+    const auto rule_out = [&](int64_t id) { change(id, [](float& logit) { logit = -HUGE_VALF; }); };
+    const auto length = static_cast<int64_t>(tokens.size());
+    for (size_t i = 0; i < set.biases.size(); ++i)
+      change(set.biased_ids[i], [&](float& logit) { logit += set.biases[i]; });
+    std::map<int32_t, int> counts;
+    for (int64_t i = 0; i < length; ++i) counts[tokens[static_cast<size_t>(i)]] += i >= set.num_prompt_tokens;
+    for (const auto& [id, count] : counts)
+      change(id, [&, num = static_cast<float>(count)](float& logit) {
+        logit = (logit < 0 ? logit * 2 : logit / 2) - (num > 0 ? 0.25f : 0) - 0.5f * num;
+      });
+    if (length < set.shortest) std::for_each(set.stop_ids.begin(), set.stop_ids.end(), rule_out);
+    if (length == set.first_at) std::for_each(set.first_ids.begin(), set.first_ids.end(), rule_out);
+  }
+};
+
+// The likeliest token of greedy rows, and of drawn ones a token that top_k leaves.
+void choose_tokens(Random& rng, int max_threads) {
+  const int64_t num_rows = rng.below(5), vocab_size = rng.chance(10) ? 3000 + rng.below(200) : 1 + rng.below(70);
+  Floats logits = floats(rng, num_rows * vocab_size);
+  std::vector<RowRules> rules;
+  std::vector<RuledTokens> named;
+  std::vector<RuledRow> ruled;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    rules.push_back({rng.next(), rng.below(9), rng.below(5), rng.chance(50) ? 1.0 : 0.75, rng.chance(40) ? 0.0f : 0.8f,
+                     rng.chance(50) ? -HUGE_VALF : -3.0f});
+    named.emplace_back(rng, vocab_size, rules.back().position);
+    ruled.push_back(rng.chance(50) ? RuledRow{} : RuledRow{named.back().rules.get(), named.back().tokens.data()});
+  }
+  std::vector<int32_t> tokens(rules.size());
+  sample_rows({at(logits), vocab_size * int64_t{sizeof(float)}, RowType::kFloat32, num_rows, vocab_size, rules.data(),
+               ruled.data(), tokens.data(), max_threads, ""});
+  for (size_t row = 0; row < rules.size(); ++row) {
+    const auto begin = logits.begin() + static_cast<int64_t>(row) * vocab_size;
+    Floats one(begin, begin + vocab_size);
+    if (ruled[row].rules) named[row].apply(one);
+    const int32_t token = tokens[row];
+    expect(token >= (*std::max_element(one.begin(), one.end()) > -HUGE_VALF ? 0 : -1), "no token was chosen");
+    if (token < 0) continue;
+    const float chosen = one[static_cast<size_t>(token)];
+    const auto num_better = std::count_if(one.begin(), one.end(), [&](float logit) { return logit > chosen; });
+    const int64_t most = rules[row].temperature == 0 ? 1 : rules[row].top_k == 0 ? vocab_size : rules[row].top_k;
+    expect(num_better < most, "token ", token, " has ", num_better, " better ones of ", most);
+  }
+}
+
 // --- copies ---
 
 struct Places {
@@ -284,6 +357,7 @@ void work(uint64_t seed, int64_t num_operations, bool forks) {
     attend(rng, max_threads);
     multiply(rng, max_threads);
     normalize(rng, max_threads);
+    choose_tokens(rng, max_threads);
     copy_stretches(rng, max_threads);
     read_stretches_of_a_file(rng, max_threads, fileno(file));
     fault_pages_in(rng, max_threads);

@@ -19,8 +19,8 @@ from kvpage.serving.model import step as step_module
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.latent_heads import LatentHeads
 from kvpage.serving.model.probe import relative_error
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import Step
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B, C = 4, 8

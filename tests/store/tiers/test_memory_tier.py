@@ -1,6 +1,7 @@
 """The memory tier against a dict; extents and policies against naive ones."""
 
 import errno
+import gc
 import io
 import random
 import sys
@@ -8,12 +9,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from support.pinned import FakeRegistrar
 from support.store_records import get, key, put, record
 
-from kvpage.store.tiers import memory_tier, touching
+from kvpage.layout import host_memory, pinned_memory, shown_progress
+from kvpage.store.tiers import memory_tier
 from kvpage.store.tiers.extents import Extents
 from kvpage.store.tiers.memory_tier import UNIT, MemoryTier
 from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.stretches import address_of
 from kvpage.store.tiers.tier import TierError
 
 
@@ -238,7 +242,7 @@ def test_pieces_outside_and_closed_tiers() -> None:
 @pytest.mark.parametrize("prefault", [False, True])
 def test_a_slab_is_touched_unless_it_must_not(prefault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     touched = []
-    monkeypatch.setattr(memory_tier, "touch", lambda slab, name: touched.append((slab.nbytes, name)))
+    monkeypatch.setattr(memory_tier, "touch", lambda slabs, name: touched.append((slabs[0].nbytes, name)))
     MemoryTier(10 * UNIT, pin_memory=False, name="m", prefault=prefault)
     assert touched == [(10 * UNIT, "m")] * prefault
     with pytest.raises(TypeError, match="prefault must be True or False, got int"):
@@ -246,23 +250,23 @@ def test_a_slab_is_touched_unless_it_must_not(prefault: bool, monkeypatch: pytes
 
 
 def test_touching_shows_progress_of_large_slabs(monkeypatch: pytest.MonkeyPatch, caplog, capsys) -> None:
-    monkeypatch.setattr(touching, "SHOWN_BYTES", 3 * UNIT)
+    monkeypatch.setattr(shown_progress, "SHOWN_BYTES", 3 * UNIT)
     slab = torch.full((3 * UNIT,), 7, dtype=torch.uint8)
     with caplog.at_level("INFO"):
-        touching.touch(slab[:-1], "small")
+        host_memory.touch([slab[:-1]], "small")
         assert not caplog.messages
-        touching.touch(slab, "large")
+        host_memory.touch([slab], "large")
         monkeypatch.setitem(sys.modules, "rich.console", None)  # an extra that is not installed
-        touching.touch(slab, "large")
-    assert caplog.messages == ["large: touching 0.0 GiB"] * 2
+        host_memory.touch([slab], "large")
+    assert caplog.messages == ["touching large: 0.0 GiB"] * 2
     assert bool((slab == 7).all()) and capsys.readouterr() == ("", "")  # no terminal, no bar
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setattr(touching, "SHOWN_BYTES", UNIT)
+    monkeypatch.setattr(shown_progress, "SHOWN_BYTES", UNIT)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    touching.touch(torch.zeros(UNIT, dtype=torch.uint8), "the slab")
+    host_memory.touch([torch.zeros(UNIT, dtype=torch.uint8)], "the slab")
     assert "touching the slab" in sys.stderr.getvalue()
 
 
@@ -275,6 +279,41 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(touching, "prefault", fail)
+    monkeypatch.setattr(host_memory, "prefault", fail)
     with pytest.raises(OSError, match="m must have 4096 bytes of memory, got less: Cannot allocate memory"):
         MemoryTier(UNIT, pin_memory=False, name="m")
+
+
+def test_a_pinned_slab_keeps_records_within_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses a copy across two registrations: a unit at each border is never given out."""
+    registrar = FakeRegistrar()
+    monkeypatch.setattr(pinned_memory, "make_registrar", lambda: registrar)
+    monkeypatch.setattr(memory_tier, "PINNED_PIECE_BYTES", 4 * UNIT)
+    tier = MemoryTier(11 * UNIT + 5, pin_memory=True)
+    first = min(registrar.held)
+    assert sorted(registrar.held.items()) == [(first + at * UNIT, n * UNIT) for at, n in ((0, 4), (4, 4), (8, 3))]
+    assert tier.create(bytes(32), 5 * UNIT) is None, "a record is larger than a piece"
+    places = []
+    for number, num_units in enumerate((4, 3, 2)):
+        with tier.create(bytes([number] * 32), num_units * UNIT) as writer:
+            view = writer.piece(0, num_units * UNIT)
+            view[:] = bytes([number]) * len(view)
+            begin = (address_of(view) - first) // UNIT
+            places.append(range(begin, begin + num_units))
+            assert tier.commit([writer]) == [True]
+    assert all(border not in place for place in places for border in (4, 8)) and len(set().union(*places)) == 9
+    tier.check()
+    assert tier.create(bytes([9] * 32), 5 * UNIT) is None and tier.stats().num_records == 3, "others went for nothing"
+    tier.close()
+    del tier, writer, view
+    gc.collect()
+    assert not registrar.held
+
+
+def test_a_slab_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    registrar = FakeRegistrar(failing_call=2)
+    monkeypatch.setattr(pinned_memory, "make_registrar", lambda: registrar)
+    monkeypatch.setattr(memory_tier, "PINNED_PIECE_BYTES", UNIT)
+    with pytest.raises(OSError, match="m must have 16384 bytes that can be pinned, got less: the fake fails"):
+        MemoryTier(4 * UNIT, pin_memory=True, name="m")
+    assert not registrar.held

@@ -14,8 +14,7 @@ import torch
 
 from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
 from kvpage.serving.loop.request import Request, add_room, append_tokens, note_computed
-from kvpage.serving.model.runner import PackedTokens
-from kvpage.serving.model.step import BatchItem
+from kvpage.serving.model.step import BatchItem, PackedTokens
 from kvpage.serving.sampling.sampler import Sampler
 
 Item = TypeVar("Item")
@@ -73,6 +72,10 @@ class Decodes:
     def begin(self) -> None:
         """Take room for the newest tokens, which the block manager has given: a step begins."""
         add_room(self.requests)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Move on to the newest tokens, which have room: a step begins."""
         if self._next is None:
             self._read()
             return
@@ -83,6 +86,16 @@ class Decodes:
         self.ends = np.array([request.num_tokens for request in self.requests], np.int64)
         self.newest_tokens = np.array([request.newest_token for request in self.requests], np.int32)
         self._num_left = int((self._limits - self.ends).min())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether all take the likeliest token, by no other rule."""
+        return self._sampler.is_greedy
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the next token is the last one of max_tokens for any."""
+        return self._num_left <= 1
 
     def set_computed(self) -> None:
         """Note that K and V of the newest tokens are in blocks."""

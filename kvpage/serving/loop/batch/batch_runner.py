@@ -13,12 +13,15 @@ import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.block_transfers import BlockTransfers
-from kvpage.serving.model.runner import ModelRunner, PackedTokens
-from kvpage.serving.model.step import BatchItem, Step
+from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
+from kvpage.serving.sampling.likeliest import likeliest
 
 Rows = npt.NDArray[np.int64]
 
@@ -41,20 +44,62 @@ class BatchRunner:
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
+        self.graphs: DecodeGraphs | None = None
+        self._reports = ErrorReports(cache.gpu_cache[0].device)
 
     def check(self) -> None:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
         self._runner.check()
 
+    def use_graphs(self, graphs: DecodeGraphs | None) -> None:
+        """Replay captured decode steps from now on, where there is one; None for never."""
+        self.graphs = graphs
+
+    def check_kernels(self) -> None:
+        """ValueError if kernels of a pass met a bad id. Nothing waits: call it once the pass's tokens are known."""
+        self._reports.check()
+
     def compute(self, batch: Batch) -> torch.Tensor:
-        """Compute one forward pass; return the logits of each last token. Exceptions of the model come through."""
+        """Compute one forward pass; return the logits of each last token. Exceptions of the model come through.
+
+        The logits are valid until the next pass.
+        """
+        packed = batch.packed()
         if not batch.prefills:
             self._transfers.run()
-            step = Step.of_newest(self._cache, self._manager.rows.inputs(batch.decodes.rows))
-            return self._forward(step, batch.packed())
+            inputs = self._manager.rows.inputs(batch.decodes.rows)
+            if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
+                self._count(len(inputs.slots))
+                return replayed.logits
+            return self._forward(Step.of_newest(self._cache, inputs, packed), packed)
+        if self.graphs is not None and len(batch.decodes):
+            self.graphs.miss("prompts are computed beside it")
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        packed = batch.packed()
         return self._forward(self._step(np.concatenate([batch.decodes.rows, rows]), packed), packed)
+
+    def decode(self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+        """Compute the last token of each sequence, and choose the likeliest next one. Nothing is waited for.
+
+        rows: see SequenceSteps. token_ids: the tokens to compute, those of an earlier call on the device or others of
+            the host.
+
+        Returns the chosen tokens on the device, int64 [len(rows)]; -1 where logits are no numbers. They are valid until
+        the next pass.
+        """
+        self._transfers.run()
+        inputs = self._manager.rows.inputs(rows)
+        if self.graphs is not None and (replayed := self.graphs.run(inputs, token_ids)) is not None:
+            self._count(len(rows))
+            return replayed.tokens
+        if isinstance(token_ids, torch.Tensor):
+            step = Step.of_newest(self._cache, inputs)
+            given = ModelInputs(token_ids.clamp(min=0).unsqueeze(0), (step.device_seq_lens - 1).unsqueeze(0))
+            logits = self._runner.compute(step, given)
+            self._count(len(rows))
+            return likeliest(logits)
+        starts = inputs.seq_lens - 1
+        packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(len(rows)), is_decode=True)
+        return likeliest(self._forward(Step.of_newest(self._cache, inputs, packed), packed))
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -65,6 +110,7 @@ class BatchRunner:
         if not any(item.reuse for item in items):
             return Computed(self._forward(self._step(rows, packed), packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
+        self._transfers.run()  # blending writes to all layers before the first one computes
         step = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
@@ -78,12 +124,15 @@ class BatchRunner:
         return logits
 
     def _step(self, rows: Rows, packed: PackedTokens) -> Step:
-        """Return the arguments of attention, once the due moves of blocks are done. rows: see SequenceSteps."""
-        self._transfers.run()
+        """Return the arguments of attention, once the due moves of blocks have begun. rows: see SequenceSteps."""
+        arrival = self._transfers.start()
         slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
-        return Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends)
+        step = Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends, packed)
+        step.arrival = arrival
+        return step
 
     def _count(self, num_tokens: int) -> None:
+        self._reports.fetch()
         self.num_passes += 1
         self.num_computed_tokens += num_tokens
 

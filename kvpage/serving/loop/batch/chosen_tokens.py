@@ -61,6 +61,16 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
             going = going.without(bad)
 
 
+def chosen_of_decodes(batch: Batch, token_ids: npt.NDArray[np.int64]) -> ChosenTokens:
+    """Return the outcome of decodes whose next tokens are known: -1 for logits that are no numbers."""
+    tokens = token_ids.astype(np.int32)
+    if np.minimum.reduce(tokens) >= 0:
+        return ChosenTokens(batch, [], [], {}, tokens)
+    is_bad = tokens < 0
+    failed = [batch.decodes.requests[row] for row in np.flatnonzero(is_bad).tolist()]
+    return ChosenTokens(batch.without(failed), failed, [], {}, tokens[~is_bad])
+
+
 def _failed_parts(batch: Batch, logits: torch.Tensor, last_rows: Sequence[int]) -> list[Request]:
     """Return the failed ones of the requests that have more to compute before their next token, at least one."""
     rows = sorted(set(range(len(batch))).difference(last_rows))

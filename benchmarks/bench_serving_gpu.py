@@ -1,0 +1,246 @@
+"""How near does serving on a GPU come to the model captured in a CUDA graph, plus the bytes of attention?
+
+A decode step's bound is one replay of the model without its attention, captured in a graph, plus the K and V of all
+sequences at the bandwidth of a large copy; both are measured in the same run: serving_step_bound.py. The target on an
+H200 at 64 sequences is 1.3 times the replay plus these bytes at 0.8 of the bandwidth.
+
+Then requests that arrive together are served: tokens a second, milliseconds to the first token and between two tokens,
+beside transformers' `generate_batch` (continuous batching). Their bound is the same number of steps at the bound above.
+
+The model has Qwen3-0.6B's shape and random weights. Before anything counts, the answers are compared: where two part,
+a forward of the request alone in fp32 says how far each token's logit is from the best. kvpage's must lie within
+rounding (serving_tokens.py). Steps are medians with quartiles.
+
+    python benchmarks/bench_serving_gpu.py [--batches N ...] [--context N] [--requests N] [--attention NAME]
+        [--seconds S] [--plot PATH]
+
+On a CPU it shows that it runs, with --device cpu --shape tiny and small numbers: nothing is captured there.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import transformers as tf
+
+from kvpage import CacheConfig
+from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.serving_latency import Moments, serve_generate_batch, serve_kvpage
+from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
+from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
+from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
+from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.config import AttentionBackendName
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    },
+}  # fmt: skip
+BLOCK_SIZE, BATCHED_TOKENS = 16, 4096
+TARGET_SEQS, TARGET, TARGET_SHARE = 64, 1.3, 0.8
+STEPS = 24  # of a batch, of which the first ones warm up
+COPY_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}
+
+
+def make_model(shape: str, device: str) -> Any:
+    config = tf.Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=40960, tie_word_embeddings=True, initializer_range=0.05,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval().to(device)
+
+
+def make_engine(model: Any, num_seqs: int, length: int, attention: AttentionBackendName) -> Engine:
+    """An engine with room for so many sequences of so many tokens."""
+    cache = CacheConfig(BLOCK_SIZE, num_seqs * (length // BLOCK_SIZE + 2))
+    config = EngineConfig(
+        cache, max_num_seqs=num_seqs, max_num_batched_tokens=BATCHED_TOKENS, attention_backend=attention
+    )
+    engine = Engine.from_model(model, config)
+    if hasattr(engine, "warmup"):
+        engine.warmup()
+    return engine
+
+
+def make_prompts(num: int, low: int, high: int, vocab: int) -> Prompts:
+    """Random ones of `low` to `high` tokens, without a common prefix."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, vocab, int(rng.integers(low, high + 1))).tolist() for _ in range(num)]
+
+
+def decode_seconds(engine: Engine, prompts: Prompts, steps: int) -> list[float]:
+    """Return the seconds of each step in which all sequences decode."""
+    params = SamplingParams(max_tokens=steps + len(prompts) + 1, ignore_eos=True)
+    request_ids = [engine.add_request(prompt, params) for prompt in prompts]
+    answered: set[str] = set()
+    while len(answered) < len(prompts):
+        answered.update(output.request_id for output in engine.step())
+    taken = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        engine.step()
+        taken.append(time.perf_counter() - before)
+    for request_id in request_ids:
+        engine.abort(request_id)
+    return taken[steps // 4 :]
+
+
+def decode_row(
+    model: Any, num_seqs: int, context: int, bandwidth: float, attention: AttentionBackendName
+) -> dict[str, Any]:
+    engine = make_engine(model, num_seqs, context + STEPS + num_seqs + 1, attention)
+    seconds = decode_seconds(engine, make_prompts(num_seqs, context, context, model.config.vocab_size), STEPS)
+    bound = step_bound(model, num_seqs, context, bandwidth)
+    goal = TARGET * bound.at_share(TARGET_SHARE)
+    return {
+        "seqs": num_seqs,
+        "context": context,
+        "attention": engine.attention_backend,
+        "step ms": Figure.of(seconds, 1e3),
+        "bound ms": 1e3 * bound.seconds,
+        "model ms": 1e3 * bound.model,
+        "over bound": Figure.of(seconds, 1 / bound.seconds),
+        "target ms": 1e3 * goal if num_seqs == TARGET_SEQS else None,
+    }
+
+
+def show_decode(row: dict[str, Any]) -> None:
+    goal = row["target ms"]
+    verdict = "" if goal is None else ("  met" if row["step ms"].median <= goal else f"  MISSED, {goal:.2f} ms")
+    step, over = f"{row['step ms']:.2f}", f"{row['over bound']:.2f}"
+    print(f"{row['seqs']:6} {row['context']:8} {step:>22} {row['model ms']:9.2f} {row['bound ms']:9.2f} {over:>20}"
+          f"  {row['attention']}{verdict}")  # fmt: skip
+
+
+def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Callable[[], Moments]]:
+    length = max(map(len, prompts)) + options.tokens
+    engine = make_engine(model, len(prompts), length, options.attention)
+    found: dict[str, Callable[[], Moments]] = {
+        "kvpage": functools.partial(serve_kvpage, engine, prompts, options.tokens)
+    }
+    if hasattr(tf, "ContinuousBatchingConfig"):
+        found["generate_batch"] = functools.partial(
+            serve_generate_batch, model, BLOCK_SIZE, BATCHED_TOKENS, prompts, options.tokens
+        )
+    else:
+        print(f"generate_batch is left out: transformers {tf.__version__} has no ContinuousBatchingConfig")
+    return {name: run for name, run in found.items() if name not in options.without}
+
+
+def served(model: Any, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Serve the requests by all in turns, after their answers were compared."""
+    low, high = options.prompt_tokens // 2, options.prompt_tokens
+    prompts = make_prompts(options.requests, low, high, model.config.vocab_size)
+    runs = contenders(model, prompts, options)
+    first = {name: run() for name, run in runs.items()}
+    answers = {name: Served([one.tokens], one.seconds) for name, one in first.items()}
+    compared = compare_answers(TokenJudge(model), Workload("separate", [prompts]), answers)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for _ in until(deadline, options.rounds):
+        for name, run in runs.items():
+            rounds[name].append(run().summary())
+    return {
+        name: {key: Figure.of(each[key] for each in taken) for key in taken[0]}
+        | {"parted": compared[name].num_parted, "max_gap": compared[name].max_gap}
+        for name, taken in rounds.items()
+    }
+
+
+def until(deadline: float, rounds: int) -> Iterator[int]:
+    """Yield round numbers, at least one, until the time is up."""
+    for number in range(rounds):
+        if number and time.monotonic() > deadline:
+            print(f"stopped after {number} rounds: --seconds gives more")
+            return
+        yield number
+
+
+def show_served(results: dict[str, Any]) -> None:
+    print(f"\n{'':16} {'tokens/s':>24} {'first token ms':>20} {'p99':>8} {'between ms':>18} {'p99':>8} {'parted':>7}")
+    for name, row in results.items():
+        print(f"{name:16} {row['tokens/s']!s:>24} {row['ttft ms']!s:>20} {row['ttft p99 ms'].median:8.1f}"
+              f" {row['between ms']!s:>18} {row['between p99 ms'].median:8.1f} {row['parted']:7}")  # fmt: skip
+
+
+def plot(decodes: list[dict[str, Any]], results: dict[str, Any], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    seqs = [row["seqs"] for row in decodes]
+    left.plot(seqs, [row["step ms"].median for row in decodes], "o-", label="kvpage")
+    left.plot(seqs, [row["bound ms"] for row in decodes], ":", label="bound")
+    left.set(xlabel="sequences", ylabel="ms a decode step", ylim=(0, None))
+    left.legend()
+    right.barh(list(results), [row["tokens/s"].median for row in results.values()])
+    right.invert_yaxis()
+    right.set_xlabel("generated tokens/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument(
+        "--attention", choices=get_args(AttentionBackendName), default="auto", help="attention_backend of EngineConfig"
+    )
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=positive, default=1024, help="tokens of each sequence that decodes")
+    parser.add_argument("--requests", type=positive, default=64)
+    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="at most; at least half of it")
+    parser.add_argument("--tokens", type=positive, default=128, help="to generate for each request")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which nothing further begins")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if "kvpage" in options.without:
+        parser.error("--without must leave kvpage in, with whose tokens all are compared")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(dumps({"skipped": "needs a CUDA device: nothing was measured"}))
+        return
+    tf.logging.set_verbosity_error()
+    deadline = time.monotonic() + options.seconds
+    model = make_model(options.shape, options.device)
+    bandwidth = copy_bandwidth(model.device, COPY_BYTES[options.device])
+    print(f"  seqs  context                step ms  model ms  bound ms           over bound  attention"
+          f"   (copy {bandwidth / 1e9:.0f} GB/s)")  # fmt: skip
+    decodes = []
+    for number in until(deadline, len(options.batches)):
+        decodes.append(decode_row(model, options.batches[number], options.context, bandwidth, options.attention))
+        show_decode(decodes[-1])
+    results = served(model, options, deadline)
+    show_served(results)
+    if options.plot:
+        plot(decodes, results, options.plot)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    names = ("shape", "context", "requests", "prompt_tokens", "tokens", "rounds")
+    settings = {name: getattr(options, name) for name in names}
+    versions = {"machine": machine, "torch": torch.__version__, "transformers": tf.__version__}
+    print(dumps({"benchmark": "serving_gpu", **versions, **settings, "copy_gb_per_s": bandwidth / 1e9,
+                 "decode": decodes, "served": results}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""StaticStep: a decode step of some number of rows, which reads all of its numbers out of static memory."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.serving.loop.graphs.static_inputs import StaticInputs
+from kvpage.serving.model.step import ModelInputs, Step
+from kvpage.serving.sampling.likeliest import likeliest
+
+
+class Computing(Protocol):
+    """Computes a model; see ModelRunner."""
+
+    def compute(self, step: Step, given: ModelInputs) -> torch.Tensor:
+        """Write the tokens' K and V into the step's slots, and return the logits of all."""
+
+
+class StaticStep:
+    """A step of the first `num_rows` rows of `inputs`, with sequences of at most max_seq_len tokens.
+
+    logits: [num_rows, vocab_size] of the last computation; a replay of it writes them anew.
+    """
+
+    def __init__(
+        self, runner: Computing, cache: CacheEngine, inputs: StaticInputs, num_rows: int, max_seq_len: int
+    ) -> None:
+        self.num_rows = num_rows
+        self.logits = torch.empty(0)
+        self._runner, self._cache, self._max_seq_len = runner, cache, max_seq_len
+        self._views = inputs.views(num_rows)
+        self._fixed: Step | None = None
+        self._library = next(iter(cache.bound_layers.values())).library
+        if cache.device.type != "cpu":
+            self._fixed = self._make()
+            self._plan(self._fixed)
+
+    def compute(self) -> None:
+        """Compute the step. It allocates, and waits for nothing: a device can capture it."""
+        views, step = self._views, self._fixed or self._make()
+        token_ids = torch.where(views.token_ids < 0, views.newest_tokens.clamp(min=0), views.token_ids)
+        given = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
+        self.logits = self._runner.compute(step, given)
+        views.newest_tokens.copy_(likeliest(self.logits))
+
+    def renew_plan(self, seq_lens: Sequence[int]) -> None:
+        """Let a library that attends plan for these sequences, and for padding of one token after them."""
+        if self._library is not None and self._fixed is not None:
+            padded = [*seq_lens, *[1] * (self.num_rows - len(seq_lens))]
+            self._library.plan_again(self._fixed.sequences, padded)
+
+    def _make(self) -> Step:
+        views = self._views
+        return Step.of_static(self._cache, views.slots, views.tables, views.seq_lens, self._max_seq_len)
+
+    def _plan(self, step: Step) -> None:
+        """Plan for the longest sequences, in memory that stays; nothing is planned by the host's lengths after it."""
+        if self._library is not None:
+            self._library.plan_for_graph(step.sequences)
+        step.sequences.forget_host_lengths()

@@ -1,0 +1,101 @@
+"""Device: stands in for Triton's driver, so that a launch compiles a kernel for a GPU and runs its PTX on the CPU."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.ptx.kernel import Kernel
+from support.ptx.machine.execution import Pick
+from support.ptx.machine.global_memory import Region
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
+
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+NUM_MULTIPROCESSORS = {80: 108, 90: 132}
+
+
+class Device:
+    """arch: 80 or 90. pick, finds_races: as of Kernel.launch. change: makes the PTX that runs of the compiled one.
+
+    launches: how often each kernel ran. last: what each was compiled to when it ran the last time.
+    """
+
+    def __init__(
+        self, arch: int, pick: Pick | None = None, finds_races: bool = True, change: Callable[[str], str] | None = None
+    ) -> None:
+        self.arch, self.pick, self.finds_races, self.change = arch, pick, finds_races, change
+        self.number = 1000 + arch  # kernels keep by it what they have compiled
+        self.launches: Counter[str] = Counter()
+        self.last: dict[str, Kernel] = {}
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MAX_SHARED[self.arch], "multiprocessor_count": NUM_MULTIPROCESSORS[self.arch]}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
+        return name, name, 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Return what launches the kernel that was compiled of this source."""
+        made: list[Kernel] = []
+
+        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
+            if not made:
+                ptx = ptx_of(source, metadata)
+                made.append(Kernel(self.change(ptx) if self.change else ptx))
+            self.run(made[0], metadata, source.signature, (x, y, z), rest[3:])
+
+        return launch
+
+    def run(self, kernel: Kernel, metadata: Any, signature: dict[str, str], grid: Any, given: Iterable[Any]) -> None:
+        pairs = zip(signature.items(), given, strict=True)
+        arguments = {name: value for (name, kind), value in pairs if kind != "constexpr"}
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        regions = [region_of(tensor) for tensor in tensors]
+        regions += regions_at(addresses_in(arguments))
+        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
+        block_size = 32 * metadata.num_warps
+        parameters = kernel.pack(values)
+        kernel.launch(grid, block_size, parameters, regions, metadata.shared, self.pick, self.finds_races)
+        self.launches[kernel.entry.name] += 1
+        self.last[kernel.entry.name] = kernel
+
+
+def ptx_of(source: Any, metadata: Any) -> str:
+    """Return what was compiled of a source. Triton hands a driver no PTX, but keeps it in the cache of its compiler."""
+    files = get_cache_manager(metadata.hash).get_group(f"{source.name[:150]}.json")
+    return Path(next(path for name, path in files.items() if name.endswith(".ptx"))).read_text()
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Return all the memory that a tensor is a view of."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def addresses_in(arguments: dict[str, Any]) -> list[int]:
+    """Return the addresses that a kernel gets as numbers, or in a tensor of them."""
+    given = [value for name, value in arguments.items() if name.endswith("_address")]
+    return [*given, *(arguments["address_ptr"].tolist() if "address_ptr" in arguments else ())]
+
+
+def regions_at(addresses: list[int]) -> list[Region]:
+    """Return the memory of the tensors in which these addresses lie."""
+    wanted = [address for address in addresses if address]
+    if not wanted:
+        return []
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.device.type == "cpu"]
+    regions = {region_of(tensor) for tensor in tensors}
+    return [(start, size) for start, size in regions if any(start <= address < start + size for address in wanted)]
