@@ -26,8 +26,8 @@ from kvpage.kernels.sampling_rules import (
 from kvpage.kernels.sampling_search import (
     flat,
     held_keys,
-    last_key_of_blocks,
     last_kept_key,
+    last_key_of_blocks,
     list_blocks,
     listed_keys,
     listed_tokens,
@@ -48,7 +48,7 @@ LEAST_REST = tl.constexpr(2.0**-11)  # a rest below it is too small to bound a n
 BOUND_SLACK = tl.constexpr(0.125)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["record_ptr", "position_ptr"])
 def survey_kernel(
     logits_ptr, logits_stride,  # [num_rows, vocab_size], as integers
     record_ptr,  # int64 [num_rows, RECORD_WORDS]
@@ -65,9 +65,7 @@ def survey_kernel(
     block = tl.program_id(0) * SURVEY_BLOCKS + tl.arange(0, SURVEY_BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     position = tl.load(position_ptr + row)
-    logits = ruled_logits(
-        logits_ptr + row * logits_stride, token, vocab_size, record_ptr, position, SHAPE.value.ROW
-    )
+    logits = ruled_logits(logits_ptr + row * logits_stride, token, vocab_size, record_ptr, position, SHAPE.value.ROW)
     tops = tl.max(logits, 1)
     tl.store(top_ptr + row * block_stride + block, tops)
     temperature = low_float(tl.load(record_ptr + TEMPERATURE))
@@ -172,7 +170,7 @@ def draw_kept(
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["record_ptr", "position_ptr", "token_ptr"])
 def choose_kernel(
     logits_ptr, logits_stride,  # as survey_kernel's
     record_ptr, position_ptr, top_ptr, share_ptr,

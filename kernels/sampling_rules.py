@@ -2,8 +2,8 @@
 
     logit_bias ─► penalties of tokens seen ─► tokens that must not come yet ─► suppressed tokens
 
-A row's record is 10 words of 64 bits, which kvpage.serving.sampling.device_rows packs. Two tables of the row's own say
-what holds for each token: a bias, fp32, and a word of 32 bits:
+A row's record is 10 words of 64 bits, which kvpage/serving/sampling/device_rows.py packs. Two tables of the row's own
+say what holds for each token: a bias, fp32, and a word of 32 bits:
 
     bits  0..26   how often the token was generated
     bit   27      it is suppressed
@@ -67,7 +67,7 @@ def is_ruled_out(words, record_ptr, position):
 
 @triton.jit
 def ruled_logits(logits_ptr, token, vocab_size, record_ptr, position, ROW: tl.constexpr):
-    """Return the logits of tokens after the row's rules, fp32: -inf past the vocabulary, and +inf for all that are none.
+    """Return the logits of tokens after the row's rules, fp32: -inf past the vocabulary, +inf for all that are none.
 
     logits_ptr: the row's, as integers. token: int32. ROW: see kvpage.kernels.quantize.
     """

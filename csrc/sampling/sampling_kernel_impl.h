@@ -41,7 +41,8 @@ inline int64_t scale_masses(int64_t num_blocks, const Scale& scale, const Sampli
     raise_2_to<0>(factors);
     for (int lane = 0; lane < kLanes; ++lane) {
       const double shares = static_cast<double>(scratch.masses[block + lane]);
-      scratch.masses[block + lane] = static_cast<int64_t>(shares * static_cast<double>(factors.at[0][lane]) * kMassUnits);
+      scratch.masses[block + lane] =
+          static_cast<int64_t>(shares * static_cast<double>(factors.at[0][lane]) * kMassUnits);
       total += scratch.masses[block + lane];
     }
   }
@@ -79,8 +80,8 @@ inline float least_of_top_k(int64_t top_k, int64_t num_groups, const Scale& scal
     std::memcpy(groups.keys + i, &keys, sizeof(keys));
   }
   pad(groups);
-  return score_of(last_kept_key<false>(groups.list(false), num_groups, kEndKey, static_cast<double>(top_k),
-scratch.work));
+  return score_of(
+      last_kept_key<false>(groups.list(false), num_groups, kEndKey, static_cast<double>(top_k), scratch.work));
 }
 
 // Returns a score that no token is below without which the likeliest ones make up less than `share` of `total`.
@@ -98,8 +99,7 @@ inline int32_t last_of_nucleus(const Candidates& found, double share, int64_t to
                                const SamplingScratch& scratch) {
   const int32_t bound_key = key_of(least_of_nucleus(share, total, size));
   const int32_t end = 1 + (bound_key < last_key ? bound_key : last_key);
-  return last_kept_key<true>(found.list(true), found.count, end, share * static_cast<double>(total),
-                             scratch.work);
+  return last_kept_key<true>(found.list(true), found.count, end, share * static_cast<double>(total), scratch.work);
 }
 
 inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -124,8 +124,8 @@ int64_t draw_top_k(const LogitsRow& logits, const Choice& choice, const Sampling
   weigh(found);
   int32_t last_key = kEndKey - 1;
   if (found.count > choice.top_k)
-    last_key = last_kept_key<false>(found.list(false), found.count, kEndKey, static_cast<double>(choice.top_k),
-                                    scratch.work);
+    last_key =
+        last_kept_key<false>(found.list(false), found.count, kEndKey, static_cast<double>(choice.top_k), scratch.work);
   if (choice.top_p < 1) {
     const int64_t total = mass_before<true>(found.list(true), last_key + 1).weight;
     last_key = last_of_nucleus(found, choice.top_p, total, last_key, logits.size, scratch);
@@ -137,8 +137,8 @@ template <typename T>
 int64_t draw_top_p(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
   const bool is_short = logits.size <= kFewTokens;
-  const Survey top = is_short ? survey<false>(row, 1.0f, scratch)
-                              : survey<true>(row, Scale::log2_factor(choice.temperature), scratch);
+  const Survey top =
+      is_short ? survey<false>(row, 1.0f, scratch) : survey<true>(row, Scale::log2_factor(choice.temperature), scratch);
   if (!top.is_usable) return -1;
   const Scale scale{top.top, choice.temperature};
   if (is_short) {

@@ -1,14 +1,11 @@
-"""The choice of a token from each row of logits in a CUDA device's memory, by Triton kernels, without waiting for it."""
+"""The choice of a token from each row of logits in a CUDA device's memory, by Triton kernels that nobody waits for."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from kvpage.checks.values import as_integer
 from kvpage.ops.cuda.rows import _has_triton
-
-if TYPE_CHECKING:
-    from kvpage.kernels.sampling_launch import SamplingMemory
 
 RECORD_WORDS = 10
 """The words of 64 bits in a row's record; see kvpage/serving/sampling/device_rows.py and kernels/sampling_rules.py."""
@@ -29,27 +26,62 @@ def can_sample_rows(logits: torch.Tensor) -> bool:
     return logits.is_cuda and is_plain and logits.dtype in DTYPES and _has_triton()
 
 
-def sampling_memory(num_rows: int, vocab_size: int, device: torch.device) -> "SamplingMemory":
-    """Allocate what `sample_rows` works in. Its addresses stay, so that a CUDA graph may hold them.
+@dataclass(frozen=True, slots=True)
+class SamplingMemory:
+    """What `sample_rows` works in, for one call at a time. Its addresses stay, so that a CUDA graph may hold them.
 
     Args:
-        num_rows: the most rows of a call.
         vocab_size: logits of a row.
-        device: of the logits.
-
-    Returns:
-        The memory, for one call at a time.
-
-    Raises:
-        ValueError: a size is not positive.
+        tops: the greatest logit of each block; fp32 [num_rows, num_blocks].
+        shares: the sum of the shares of each block; int64 [num_rows, num_blocks].
+        lists: blocks that may hold tokens that stay; int32 [num_rows, num_blocks].
+        held: keys and ids of such tokens; int32 [num_rows, 2, num].
     """
-    from kvpage.kernels import sampling_launch
 
-    sizes = as_integer("num_rows", num_rows), as_integer("vocab_size", vocab_size)
-    for name, size in zip(("num_rows", "vocab_size"), sizes, strict=True):
-        if size < 1:
-            raise ValueError(f"{name} must be positive, got {size}")
-    return sampling_launch.sampling_memory(*sizes, torch.device(device))
+    vocab_size: int
+    tops: torch.Tensor
+    shares: torch.Tensor
+    lists: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def make(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> "SamplingMemory":
+        """Allocate the memory.
+
+        Args:
+            num_rows: the most rows of a call.
+            vocab_size: logits of a row.
+            device: of the logits.
+
+        Returns:
+            The memory: 16 bytes for each block of 256 logits, and 8 KiB, a row.
+
+        Raises:
+            ValueError: a size is not positive.
+        """
+        from kvpage.kernels.sampling_launch import CAPACITY, num_surveyed_blocks
+
+        for name, size in (("num_rows", num_rows), ("vocab_size", vocab_size)):
+            if as_integer(name, size) < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        shape = num_rows, num_surveyed_blocks(vocab_size)
+        tops = torch.empty(shape, dtype=torch.float32, device=device)
+        shares, lists = tops.new_empty(shape, dtype=torch.int64), tops.new_empty(shape, dtype=torch.int32)
+        held = lists.new_empty((num_rows, 2, CAPACITY))
+        return cls(vocab_size, tops, shares, lists, held)
+
+    def serves(self, num_rows: int, vocab_size: int, device: torch.device) -> bool:
+        """Return whether it is for such logits.
+
+        Args:
+            num_rows: rows of the call.
+            vocab_size: logits of a row.
+            device: of the logits.
+
+        Returns:
+            Whether it is.
+        """
+        return len(self.tops) >= num_rows and self.vocab_size == vocab_size and self.tops.device == device
 
 
 def sample_rows(
@@ -57,7 +89,7 @@ def sample_rows(
     records: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
-    memory: "SamplingMemory",
+    memory: SamplingMemory,
 ) -> None:
     """Choose one token a row, by two launches on the current stream. The host waits for nothing.
 
@@ -70,7 +102,7 @@ def sample_rows(
         positions: int64 [num_rows], contiguous: how many tokens each row's sequence has generated.
         out: int32 [num_rows], contiguous: takes the tokens; -1 for rows that hold NaN or +inf, or no finite number,
             before or after their rules.
-        memory: of `sampling_memory`, for at least so many rows and exactly this vocabulary.
+        memory: for at least so many rows and exactly this vocabulary.
 
     Raises:
         ValueError: an argument has another shape, dtype, layout or device.
@@ -79,11 +111,12 @@ def sample_rows(
     from kvpage.kernels import sampling_launch
 
     with torch.cuda.device(logits.device):
-        sampling_launch.sample_rows(logits, records, positions, out, memory)
+        tensors = memory.tops, memory.shares, memory.lists, memory.held
+        sampling_launch.sample_rows(logits, records, positions, out, *tensors)
 
 
 def _check(
-    logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, memory: "SamplingMemory"
+    logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, memory: SamplingMemory
 ) -> None:
     if logits.ndim != 2 or logits.dtype not in DTYPES or logits.shape[1] < 1 or logits.stride(1) != 1:
         raise ValueError(
