@@ -129,8 +129,8 @@ def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tenso
     """Return K's and V's elements, then their scales: the cache's own where it has some, else the given ones."""
     given = (None, None) if scales is None else (scales.key, scales.value)
     own = [None if view is None else view.scales for view in views]
-    elements = [None if view is None else as_bits(view.rows) for view in views]
-    return *elements, *(scale if mine is None else mine for mine, scale in zip(own, given, strict=True))
+    elements = [None if view is None else view.rows for view in views]
+    return *elements, *[scale if mine is None else mine for mine, scale in zip(own, given, strict=True)]
 
 
 def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:

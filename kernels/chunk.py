@@ -2,13 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import BAD_BLOCK, KVViews, as_bits, cache_pointers, cache_strides, row_constants
+from kvpage.kernels.arguments import (
+    BAD_BLOCK,
+    KVViews,
+    RowConstants,
+    cache_pointers,
+    cache_strides,
+    row_constants,
+)
 from kvpage.kernels.constants import Constants
+from kvpage.kernels.prepared import ALIGNMENT, Prepared, PreparedKinds, addresses_of, form
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -96,9 +105,9 @@ def move_part(
 def chunk_kernel(
     chunk_ptr,  # [num_layers, parts, num_tokens, NUM_HEADS, SIZE]
     address_ptr,  # int64 [4, num_layers], of K's and V's elements and scales; None for one layer, whose follow
-    key_address, value_address, key_scale_address, value_scale_address,
     block_ptr,  # int32 or int64, the ids of the sequence's blocks
     error_ptr,  # int32 [1]
+    key_address, value_address, key_scale_address, value_scale_address,
     num_tokens, start, num_layers, num_blocks,
     chunk_layer_stride, chunk_part_stride, chunk_token_stride, chunk_head_stride,  # all strides in elements
     key_block_stride, key_offset_stride, key_cache_head_stride, key_run_stride,
@@ -160,87 +169,116 @@ def move_chunk(
     """Move a chunk; one of the dtype of int8 caches holds each row's scale after the row, as it is."""
     if chunk.shape[0] == 0 or chunk.shape[2] == 0:
         return
-    addresses, given = _addresses(caches, views, scales), None if scales is None else scales[0]
+    part = _Part(views, chunk, None if scales is None else scales[0], to_chunk, max_programs)
+    places = _places(caches, views, scales)
     if one_by_one:
-        for layer, places in enumerate(addresses):
-            one = chunk[layer : layer + 1]
-            _launch(views, None, places, block_ids, start, one, given, error, to_chunk, max_programs)
+        for layer, addresses in enumerate(zip(*places, strict=True)):
+            one = part._replace(chunk=chunk[layer : layer + 1])
+            _launch(one, None, addresses, block_ids, start, error)
         return
-    table, block_ids = _uploaded(addresses, block_ids, error.device)
-    _launch(views, table, addresses[0], block_ids, start, chunk, given, error, to_chunk, max_programs)
+    table = _tables.on(error.device, places)
+    if block_ids.device != error.device:
+        pinned = torch.empty_like(block_ids, pin_memory=True).copy_(block_ids)  # a copy: the caller's may change
+        block_ids = pinned.to(error.device, non_blocking=True)
+    _launch(part, table, (0, 0, 0, 0), block_ids, start, error)
 
 
-def _addresses(
-    caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVScales] | None
-) -> list[tuple[int, int, int, int]]:
-    """Return the addresses of each layer's elements and scales of K and V; 0 for a missing one."""
-    base = caches[0].data_ptr()
-    offsets = [None if part is None else part.data_ptr() - base for part in cache_pointers(views, None)]
-    layers = []
-    for layer, cache in enumerate(caches):
-        key, value, key_scale, value_scale = (0 if offset is None else cache.data_ptr() + offset for offset in offsets)
-        if scales is not None:
-            key_scale, value_scale = scales[layer].key.data_ptr(), scales[layer].value.data_ptr()
-        layers.append((key, value, key_scale, value_scale))
-    return layers
+class _Part(NamedTuple):
+    """Rows to be moved: of layers that lie in memory as `views` do, and of their chunk."""
+
+    views: KVViews
+    chunk: torch.Tensor
+    scales: KVScales | None
+    to_chunk: bool
+    max_programs: int
+
+    def num_turns(self, constants: RowConstants) -> int:
+        """Return the tiles of a program: a power of two, so that few kernels are compiled."""
+        num_layers, _, num_tokens = self.chunk.shape[:3]
+        programs = -(-self.max_programs // num_layers)
+        return 1 << (-(-constants.num_tiles(num_tokens) // programs) - 1).bit_length()
+
+    def constants(self) -> RowConstants:
+        rows, chunk = self.views[0].rows, self.chunk
+        size = chunk.shape[4]
+        if self.views[0].scales is not None and chunk.dtype == rows.dtype:
+            size -= SCALE_BYTES
+        return row_constants((size, size if chunk.shape[1] == 2 else 0), chunk.dtype, self.views)
+
+    def prepared(self, constants: RowConstants, num_turns: int, is_aligned: bool) -> Prepared:
+        rows, scales = self.views[0], self.scales
+        has_scales = rows.scales is not None or (scales is not None and constants.CODE != "bits")
+        as_bytes, width = has_scales and constants.CODE == "bits", 8 * rows.rows.element_size()
+        options = ChunkConstants(has_scales, as_bytes, width, is_aligned, self.to_chunk, num_turns)
+        fixed = *self.chunk.stride()[:4], *cache_strides(self.views, scales), constants, options
+        return Prepared(chunk_kernel, fixed, constants.options, 1, 1)
 
 
-def _uploaded(
-    addresses: list[tuple[int, int, int, int]], block_ids: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the addresses, int64 [4 * num_layers], and the ids on the device: in one copy that is not waited for."""
-    table = torch.tensor([*zip(*addresses, strict=True)], dtype=torch.int64).flatten()
-    num_addresses, ids_are_there = len(table), block_ids.device == device
-    if not ids_are_there:
-        table = torch.cat([table, block_ids.long()])
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return table[:num_addresses], block_ids if ids_are_there else table[num_addresses:]
+Places = tuple[tuple[int, ...], ...]  # addresses of all layers: of K's, of V's elements, of K's, of V's scales
+
+
+def _places(caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVScales] | None) -> Places:
+    """Return the addresses; 0 for a missing part."""
+    bases = [cache.data_ptr() for cache in caches]
+    none = (0,) * len(bases)
+    places = []
+    own = [None if view is None else view.scales for view in views]
+    for part in (views[0].rows, None if views[1] is None else views[1].rows, *own):
+        offset = 0 if part is None else part.data_ptr() - bases[0]
+        places.append(none if part is None else tuple([base + offset for base in bases]))
+    if scales is not None:
+        places[2:] = [tuple([getattr(one, name).data_ptr() for one in scales]) for name in ("key", "value")]
+    return tuple(places)
+
+
+class _Tables:
+    """Tables of addresses on devices, each uploaded once. They name no memory that they would have to keep alive."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._known: dict[tuple[torch.device, Places], torch.Tensor] = {}
+
+    def on(self, device: torch.device, places: Places) -> torch.Tensor:
+        """Return the table, int64 [4 * num_layers], which any stream may read."""
+        table = self._known.get((device, places))
+        if table is None:
+            table = torch.tensor(places, dtype=torch.int64).flatten().to(device)  # waited for
+            if len(self._known) >= self._capacity:
+                self._known.clear()
+            self._known[device, places] = table
+        return table
+
+
+_tables = _Tables()
+_kinds = PreparedKinds()
 
 
 def _launch(
-    views: KVViews,
+    part: _Part,
     table: torch.Tensor | None,
-    addresses: tuple[int, int, int, int],
+    addresses: tuple[int, ...],  # of one layer, where there is no table
     block_ids: torch.Tensor,
     start: int,
-    chunk: torch.Tensor,
-    scales: KVScales | None,
     error: torch.Tensor,
-    to_chunk: bool,
-    max_programs: int,
 ) -> None:
-    rows, dtype = views[0].rows, chunk.dtype
-    num_layers, parts, num_tokens, _, size = chunk.shape
-    if views[0].scales is not None and dtype == rows.dtype:
-        size -= SCALE_BYTES
-    constants = row_constants((size, size if parts == 2 else 0), dtype, views)
-    has_scales = views[0].scales is not None or (scales is not None and constants.CODE != "bits")
-    num_tiles = constants.num_tiles(num_tokens)
-    num_turns = triton.next_power_of_2(
-        triton.cdiv(num_tiles, triton.cdiv(max_programs, num_layers))
-    )  # few are compiled
-    is_aligned = all(address % 16 == 0 for address in addresses)
-    chunk_kernel[(triton.cdiv(num_tiles, num_turns), num_layers)](
-        as_bits(chunk),
-        table,
-        *addresses,
-        block_ids,
-        error,
-        num_tokens,
-        start,
-        num_layers,
-        views[0].num_blocks,
-        *chunk.stride()[:4],
-        *cache_strides(views, scales),
-        constants,
-        ChunkConstants(
-            has_scales,
-            has_scales and constants.CODE == "bits",
-            8 * rows.element_size(),
-            is_aligned,
-            to_chunk,
-            num_turns,
-        ),
-        **constants.options,
+    views, chunk, scales, to_chunk, _ = part
+    pointers = cache_pointers(views, scales)
+    key, value, *_ = addresses_of(pointers)
+    is_aligned = (key | value) % ALIGNMENT == 0
+    kind = (
+        *(error.device, to_chunk, is_aligned, table is None, block_ids.dtype),
+        *(chunk.dtype, chunk.shape[1], chunk.shape[3:], chunk.stride(), *map(form, pointers)),
+    )
+    known = _kinds.get(kind)
+    if known is None:
+        known = part.constants(), {}
+        _kinds.keep(kind, known)
+    constants, by_turns = known
+    num_turns, (num_layers, _, num_tokens, *_) = part.num_turns(constants), chunk.shape
+    if num_turns not in by_turns:
+        by_turns[num_turns] = part.prepared(constants, num_turns, is_aligned)
+    by_turns[num_turns].launch(
+        (-(-constants.num_tiles(num_tokens) // num_turns), num_layers, 1),
+        (chunk, table, block_ids, error),
+        (*addresses, num_tokens, start, num_layers, views[0].num_blocks),
     )

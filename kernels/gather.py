@@ -10,11 +10,12 @@ from kvpage.kernels.arguments import (
     BAD_BLOCK,
     BAD_LENGTH,
     KVViews,
-    as_bits,
+    RowConstants,
     cache_pointers,
     cache_strides,
     row_constants,
 )
+from kvpage.kernels.prepared import Prepared, PreparedKinds, form
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -75,7 +76,15 @@ def sequence_of_rows(program, row, inside, length_ptr, start_ptr, end_ptr, tiles
 
 # Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
-    do_not_specialize=["num_tokens", "tiles_per_seq", "num_seqs", "num_steps", "max_blocks", "num_blocks"],
+    do_not_specialize=[
+        "num_tokens",
+        "tiles_per_seq",
+        "num_seqs",
+        "num_steps",
+        "max_blocks",
+        "num_blocks",
+        "table_stride",
+    ],
     do_not_specialize_on_alignment=[
         "key_scale_ptr",
         "value_scale_ptr",
@@ -84,7 +93,6 @@ def sequence_of_rows(program, row, inside, length_ptr, start_ptr, end_ptr, tiles
         "start_ptr",
         "end_ptr",
         "error_ptr",
-        "table_stride",
     ],
 )
 def gather_cache_kernel(
@@ -205,33 +213,40 @@ def _launch(
     check: bool,
 ) -> None:
     key, value = out
-    rows = key if value is None else value
     num_seqs, max_blocks = block_tables.shape
-    constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
-    tiles_per_seq = constants.num_tiles(num_tokens)
-    gather_cache_kernel[(tiles_per_seq * (num_seqs if key.dim() == 4 else 1) + check,)](
-        as_bits(key),
-        None if value is None else as_bits(rows),
-        *cache_pointers(views, scales),
-        block_tables,
-        *sequences,
-        error,
-        num_tokens,
-        tiles_per_seq,
-        num_seqs,
-        num_seqs.bit_length(),
-        max_blocks,
-        views[0].num_blocks,
-        block_tables.stride(0),
-        *_row_strides(key),
-        *_row_strides(rows),
-        *cache_strides(views, scales),
-        constants,
-        check,
-        BAD_BLOCK,
-        BAD_LENGTH,
-        **constants.options,
+    pointers = cache_pointers(views, scales)
+    kind = (
+        *(key.device, check, *map(form, (key, value, *pointers))),
+        *(None if row is None else row.dtype for row in sequences),
     )
+    known = _kinds.get(kind)
+    if known is None:
+        known = _prepared(views, out, scales, check)
+        _kinds.keep(kind, known)
+    constants, prepared = known
+    tiles_per_seq = constants.num_tiles(num_tokens)
+    prepared.launch(
+        (tiles_per_seq * (num_seqs if key.dim() == 4 else 1) + check, 1, 1),
+        (key, value, *pointers, block_tables, *sequences, error),
+        (
+            *(num_tokens, tiles_per_seq, num_seqs, num_seqs.bit_length()),
+            *(max_blocks, views[0].num_blocks, block_tables.stride(0)),
+        ),
+    )
+
+
+_kinds = PreparedKinds()
+
+
+def _prepared(
+    views: KVViews, out: tuple[torch.Tensor, torch.Tensor | None], scales: KVScales | None, check: bool
+) -> tuple[RowConstants, Prepared]:
+    key, value = out
+    rows = key if value is None else value
+    constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
+    strides = *_row_strides(key), *_row_strides(rows), *cache_strides(views, scales)
+    fixed = *strides, constants, check, BAD_BLOCK, BAD_LENGTH
+    return constants, Prepared(gather_cache_kernel, fixed, constants.options, 4, 4)
 
 
 def _row_strides(rows: torch.Tensor) -> tuple[int, ...]:

@@ -1,12 +1,21 @@
 """Writing the keys and values of new tokens into the slots of a cache: one launch for both."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import BAD_SLOT, KVViews, as_bits, cache_pointers, cache_strides, row_constants
+from kvpage.kernels.arguments import (
+    BAD_SLOT,
+    KVViews,
+    RowConstants,
+    cache_pointers,
+    cache_strides,
+    row_constants,
+)
+from kvpage.kernels.prepared import Prepared
 from kvpage.kernels.rows import at, into_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -61,15 +70,24 @@ def reshape_and_cache_kernel(
 
 
 class Reshape(NamedTuple):
-    """A launch that was made, to be made again on other addresses that are as aligned as those were."""
+    """A launch that can be made again, for any number of tokens."""
 
-    compiled: Any
-    grid: tuple[int, int, int]
-    fixed: tuple[Any, ...]  # the kernel's arguments from num_tokens on
+    constants: RowConstants
+    prepared: Prepared
 
-    def again(self, addresses: tuple[int, ...]) -> None:
-        """On the current stream; addresses: the kernel's first eight arguments, 0 for None."""
-        self.compiled[self.grid](*addresses, *self.fixed)
+    def again(self, addresses: Sequence[int], num_tokens: int, num_slots: int) -> bool:
+        """Launch on the current stream.
+
+        Args:
+            addresses: The kernel's first eight arguments, 0 for None.
+            num_tokens: At least 1.
+            num_slots: Of the cache.
+
+        Returns:
+            Whether it was launched. False, for addresses that are less aligned than most: nothing was done.
+        """
+        grid = self.constants.num_tiles(num_tokens), 1, 1
+        return self.prepared.repeat(grid, addresses, (num_tokens, num_slots))
 
 
 def reshape_and_cache(
@@ -86,16 +104,9 @@ def reshape_and_cache(
         return None
     rows = key if value is None else value
     constants = row_constants((key_size, 0 if value is None else rows.shape[2]), key.dtype, views)
-    pointers = (as_bits(key), None if value is None else as_bits(rows), *cache_pointers(views, scales), slots, error)
-    fixed = (
-        num_tokens,
-        views[0].num_blocks * constants.BLOCK_SIZE,
-        *key.stride()[:2],
-        *rows.stride()[:2],
-        *cache_strides(views, scales),
-        constants,
-        BAD_SLOT,
-    )
-    grid = (constants.num_tiles(num_tokens), 1, 1)
-    compiled = reshape_and_cache_kernel[grid](*pointers, *fixed, **constants.options)
-    return Reshape(compiled, grid, fixed)
+    strides = *key.stride()[:2], *rows.stride()[:2], *cache_strides(views, scales)
+    prepared = Prepared(reshape_and_cache_kernel, (*strides, constants, BAD_SLOT), constants.options, 4, 4)
+    tensors = key, value, *cache_pointers(views, scales), slots, error
+    numbers = num_tokens, views[0].num_blocks * constants.BLOCK_SIZE
+    prepared.launch((constants.num_tiles(num_tokens), 1, 1), tensors, numbers)
+    return Reshape(constants, prepared)

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS, as_bits
+from kvpage.kernels.arguments import _ROWS, BAD_SLOT, MAX_TILE_ROWS, TILE_ELEMENTS
 from kvpage.kernels.constants import Constants
+from kvpage.kernels.prepared import Prepared, PreparedKinds, form
 from kvpage.kernels.quantize import from_fp32, to_fp32
 from kvpage.kernels.rows import at, report, rows_of_tile
 from kvpage.layout.rotation import Rotation
@@ -230,36 +231,46 @@ def mix_rows(
         return
     if rotation is None:
         rows, out, fresh = _whole(rows, out, fresh)
-    num_heads, size = rows.shape[-2:]
-    first, num_pairs, is_interleaved = (
-        (0, 0, False) if rotation is None else (rotation.first, rotation.num_pairs, rotation.is_interleaved)
+    cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+    ids = [None if row is None else row.contiguous() for row in (fresh_rows, slots, out_slots)]
+    plan = None if rotation is None else (rotation.first, rotation.num_pairs, rotation.is_interleaved)
+    kind = error.device, plan, slots is None, out_slots is None, *map(form, (rows, out, fresh))
+    known = _kinds.get(kind)
+    if known is None:
+        known = _prepared(rows, out, fresh, plan, slots is None, out_slots is None)
+        _kinds.keep(kind, known)
+    constants, prepared = known
+    prepared.launch(
+        (-(-num_rows * constants.NUM_HEADS // constants.TILE_ROWS), 1, 1),
+        (rows, out, fresh, ids[0], cos, sin, ids[1], ids[2], error),
+        (
+            *(num_rows, 0 if fresh is None else len(fresh)),
+            0 if slots is None else rows.shape[0] * rows.shape[1],
+            0 if out_slots is None else out.shape[0] * out.shape[1],
+        ),
     )
+
+
+_kinds = PreparedKinds()
+
+
+def _prepared(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    fresh: torch.Tensor | None,
+    plan: tuple[int, int, bool] | None,  # first, num_pairs and is_interleaved of the rotation
+    is_plain: bool,  # `rows` are rows, not blocks
+    out_is_plain: bool,
+) -> tuple[MixConstants, Prepared]:
     constants = replace(
-        mix_constants(num_heads, size, first, num_pairs, is_interleaved, rows.dtype),
-        BLOCK_SIZE=0 if slots is None else rows.shape[1],
-        OUT_BLOCK_SIZE=0 if out_slots is None else out.shape[1],
+        mix_constants(*rows.shape[-2:], *(plan or (0, 0, False)), rows.dtype),
+        BLOCK_SIZE=0 if is_plain else rows.shape[1],
+        OUT_BLOCK_SIZE=0 if out_is_plain else out.shape[1],
     )
-    mix_rows_kernel[(triton.cdiv(num_rows * num_heads, constants.TILE_ROWS), 1, 1)](
-        as_bits(rows),
-        as_bits(out),
-        None if fresh is None else as_bits(fresh),
-        None if fresh_rows is None else fresh_rows.contiguous(),
-        None if rotation is None else rotation.cos,
-        None if rotation is None else rotation.sin,
-        None if slots is None else slots.contiguous(),
-        None if out_slots is None else out_slots.contiguous(),
-        error,
-        num_rows,
-        0 if fresh is None else len(fresh),
-        0 if slots is None else rows.shape[0] * rows.shape[1],
-        0 if out_slots is None else out.shape[0] * out.shape[1],
-        *_strides(rows, slots),
-        *_strides(out, out_slots),
-        *((0, 0) if fresh is None else fresh.stride()[:2]),
-        constants,
-        num_warps=constants.num_warps,
-        enable_fp_fusion=False,  # a product and a sum round twice
-    )
+    strides = *_strides(rows, is_plain), *_strides(out, out_is_plain)
+    fixed = *strides, *((0, 0) if fresh is None else fresh.stride()[:2]), constants
+    options = {"num_warps": constants.num_warps, "enable_fp_fusion": False}  # a product and a sum round twice
+    return constants, Prepared(mix_rows_kernel, fixed, options, 3, 6)
 
 
 def mix_constants(
@@ -287,5 +298,5 @@ def _whole(
     return whole[0], whole[1], whole[2]
 
 
-def _strides(rows: torch.Tensor, slots: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, *rows.stride()[:2]) if slots is None else rows.stride()[:3]
+def _strides(rows: torch.Tensor, is_plain: bool) -> tuple[int, ...]:
+    return (0, *rows.stride()[:2]) if is_plain else rows.stride()[:3]

@@ -26,6 +26,7 @@ from kvpage.blocks.states import Allocation
 from kvpage.blocks.stats import BlockStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
+from kvpage.cache.layered_moves import Arrival, LayeredMoves
 from kvpage.cache.transfer import Transfer
 from kvpage.cache.transfer_stream import TransferEvent, TransferStream
 from kvpage.layout.backends import AttentionBackend, register_backend
@@ -39,6 +40,7 @@ __version__: str = _C.build_info()["version"]
 
 __all__ = [
     "Allocation",
+    "Arrival",
     "AttentionBackend",
     "BlockManager",
     "BlockMove",
@@ -53,6 +55,7 @@ __all__ = [
     "HostPolicy",
     "KVScales",
     "KVView",
+    "LayeredMoves",
     "LoadOrCompute",
     "Match",
     "ModelConfig",

@@ -254,10 +254,13 @@ class CacheEngine:
         do[move.kind](torch.from_numpy(move.pairs))
 
     def layered_moves(self, moves: Sequence[BlockMove]) -> LayeredMoves:
-        """Return moves to be made beside the computation, layer by layer, by `start_moves`. None is made yet.
+        """Prepare moves to be made beside the computation, layer by layer, by `start_moves`.
 
         Args:
             moves: The moves, in their order.
+
+        Returns:
+            The moves, of which none is made yet.
         """
         return LayeredMoves(moves, len(self.gpu_cache), self._block_bytes, self._piece_copiers.get)
 
@@ -279,7 +282,7 @@ class CacheEngine:
         self._transfers.poll()
         transfer = Transfer(moves.num_bytes, BlockPins((None, None), torch.zeros(0, 2, dtype=torch.int64)), on_done)
         self._transfers.start(transfer, moves.steps(), [last - first for first, last in moves.pieces])
-        transfer.raise_error()
+        transfer._raise_error()
         return Arrival(transfer, self.layer_ids, moves.pieces)
 
     def poll(self) -> int:

@@ -34,6 +34,9 @@ def layer_pieces(num_layers: int, layer_bytes: int) -> list[tuple[int, int]]:
     Args:
         num_layers: Layers in all.
         layer_bytes: Bytes that are moved in each.
+
+    Returns:
+        The runs, in order.
     """
     least = 1
     while least < num_layers and least * layer_bytes < MIN_PIECE_BYTES:
@@ -58,7 +61,13 @@ class PieceCopiers:
         self._made: dict[tuple[Kind, int, int], Copier] = {}
 
     def get(self, kind: Kind, first: int, last: int) -> Copier:
-        """Return the copier of a kind for the layers [first, last)."""
+        """Return the copier of a kind for the layers [first, last).
+
+        Args:
+            kind: The kind of move.
+            first: The first layer.
+            last: The layer after the last one.
+        """
         key = kind, first, last
         if key not in self._made:
             self._made[key] = self._make[kind](first, last)
@@ -92,7 +101,11 @@ class LayeredMoves:
         ]  # of each piece
 
     def steps(self) -> list[Callable[[], None]]:
-        """Return one function a piece, which makes what is left of it."""
+        """Return what is left to be made.
+
+        Returns:
+            One function for each piece.
+        """
         return [partial(_make_all, left) for left in self._left]
 
     @property

@@ -85,7 +85,7 @@ class Transfer:
             Exception: The error of the copy, or of on_done.
         """
         self._wait_quietly()
-        self.raise_error()
+        self._raise_error()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
         """Order a stream's further work after the copy. The host waits only on a CPU device.
@@ -98,7 +98,7 @@ class Transfer:
             Exception: The transfer's error, as far as it is known by then.
         """
         self._event().wait_stream(stream)
-        self.raise_error()
+        self._raise_error()
 
     def is_done(self) -> bool:
         """Return whether the blocks are copied, or the transfer failed. If so, the pins are given back.
@@ -121,7 +121,7 @@ class Transfer:
             Exception: The error of a failed transfer.
         """
         ready = self._layer_event(layer).is_done()
-        self.raise_error()
+        self._raise_error()
         return ready
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -136,7 +136,7 @@ class Transfer:
             Exception: The error of a failed transfer.
         """
         self._layer_event(layer).wait_stream(stream)
-        self.raise_error()
+        self._raise_error()
 
     @property
     def seconds(self) -> float | None:
@@ -214,8 +214,7 @@ class Transfer:
             self._error = self._error or error
         self._on_done, self._steps = None, ()  # their objects may go
 
-    def raise_error(self) -> None:
-        """Raise the transfer's error, as far as it is known by now."""
+    def _raise_error(self) -> None:
         if self._error is not None:
             self._error_seen = True
             raise self._error

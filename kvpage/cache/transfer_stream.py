@@ -80,6 +80,17 @@ def open_stream(device: torch.device) -> TransferStream:
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
+def current_point(device: torch.device) -> TransferEvent:
+    """Return the point after all work that the caller's current stream has by now."""
+    if device.type == "cuda":
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+        event.record(torch.cuda.current_stream(device))
+        return CudaEvent(event, device)
+    passed: Future[float] = Future()
+    passed.set_result(time.perf_counter())
+    return HostEvent(passed)
+
+
 class CudaEvent:
     """An event of a CUDA stream."""
 

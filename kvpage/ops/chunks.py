@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 
 import kvpage._C as _C
-from kvpage.checks.tensors import check_plain, check_writable, readable, tensor_list
+from kvpage.checks.tensors import check_plain, check_writable, readable
 from kvpage.checks.values import as_integer
-from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout, check_layout
+from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.args.tokens import check_cache, check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
+from kvpage.ops.args.layers import KnownLayers
+from kvpage.ops.args.tokens import check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
 from kvpage.ops.cuda import chunks as chunk_ops_cuda
 
 FORMATS = ("vllm", "huggingface")
@@ -62,7 +63,7 @@ def store_chunk(
             it.
     """
     check_writable("chunk", chunk)
-    _move(tensor_list("caches", caches), block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
+    _move(list(caches), block_ids, chunk, layout, start, fmt, scales, num_threads, to_chunk=True)
 
 
 def load_chunk(
@@ -91,10 +92,7 @@ def load_chunk(
         TypeError: As in `store_chunk`.
         ValueError: As in `store_chunk`, or ids on the host name a block twice among those that are written.
     """
-    caches = tensor_list("caches", caches)
-    for layer, cache in enumerate(caches):
-        check_writable(f"caches[{layer}]", cache)
-    _move(caches, block_ids, readable("chunk", chunk), layout, start, fmt, scales, num_threads, to_chunk=False)
+    _move(list(caches), block_ids, readable("chunk", chunk), layout, start, fmt, scales, num_threads, to_chunk=False)
 
 
 def _move(
@@ -108,17 +106,18 @@ def _move(
     num_threads: int | None,
     to_chunk: bool,
 ) -> None:
-    device, num_blocks = _check_caches(caches, layout, scales)
+    device, num_blocks, num_parts, alike = _layers.check(caches, layout, is_written=not to_chunk)
+    _check_scales(scales, caches, layout)
     rows = _by_token(chunk, fmt)
     start, num_tokens = as_integer("start", start), rows.shape[2]
     num_threads = torch.get_num_threads() if num_threads is None else as_integer("num_threads", num_threads)
-    _check_chunk(rows, caches, layout, device)
+    _check_chunk(rows, (len(caches), num_parts), layout, device)
     _check_block_ids(block_ids, device, start, num_tokens, layout)
     if not to_chunk and block_ids.device.type == "cpu":
         _check_distinct(block_ids, start, num_tokens, layout)
     if device.type == "cuda":
         move = chunk_ops_cuda.store_chunk if to_chunk else chunk_ops_cuda.load_chunk
-        move(caches, block_ids, start, rows, layout, scales)
+        move(caches, block_ids, start, rows, layout, scales, alike)
         return
     ids = block_ids.contiguous()  # held until the call is over
     (_C.store_chunk if to_chunk else _C.load_chunk)(
@@ -134,24 +133,16 @@ def _move(
     )
 
 
-def _check_caches(
-    caches: Sequence[torch.Tensor], layout: CacheLayout, scales: Sequence[KVScales] | None
-) -> tuple[torch.device, int]:
-    """Return the device of all caches, and the number of blocks of each."""
-    check_layout(layout)
-    if not caches:
-        raise ValueError("caches must be at least one layer's, got none")
-    if scales is not None and len(scales) != len(caches):
+_layers = KnownLayers()
+
+
+def _check_scales(scales: Sequence[KVScales] | None, caches: Sequence[torch.Tensor], layout: CacheLayout) -> None:
+    if scales is None:
+        return
+    if len(scales) != len(caches):
         raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(scales)}")
-    for layer, cache in enumerate(caches):
-        check_plain(f"caches[{layer}]", cache)
-        check_cache(cache, layout)
-        if scales is not None:
-            check_given_scales("scales", scales[layer], cache, layout)
-    places = {(cache.device, layout.num_blocks(cache)) for cache in caches}
-    if len(places) > 1:
-        raise ValueError(f"caches must be on one device with as many blocks in each, got {sorted(map(str, places))}")
-    return places.pop()
+    for cache, given in zip(caches, scales, strict=True):
+        check_given_scales("scales", given, cache, layout)
 
 
 def _by_token(chunk: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -162,11 +153,11 @@ def _by_token(chunk: torch.Tensor, fmt: str) -> torch.Tensor:
     return chunk if fmt == "vllm" else chunk.transpose(2, 3)
 
 
-def _check_chunk(rows: torch.Tensor, caches: Sequence[torch.Tensor], layout: CacheLayout, device: torch.device) -> None:
+def _check_chunk(rows: torch.Tensor, parts: tuple[int, int], layout: CacheLayout, device: torch.device) -> None:
+    """parts: numbers of layers, and of a layer's parts."""
     raw_int8 = layout.has_token_scales and rows.dtype == torch.int8
     if not raw_int8:
         check_dtype("chunk", rows, row_dtypes(layout))
-    num_parts = sum(view is not None for view in layout.views(caches[0]))
     raw_size = layout.padded_head_size + SCALE_BYTES
     size, least, most = rows.shape[4], raw_size if raw_int8 else 1, raw_size if raw_int8 else layout.head_size
     if not least <= size <= most:
@@ -176,7 +167,7 @@ def _check_chunk(rows: torch.Tensor, caches: Sequence[torch.Tensor], layout: Cac
     on_host = rows.device.type == "cpu"
     if on_host and device.type == "cuda" and not rows.is_pinned():
         raise ValueError(f"chunk must be on {device} or in pinned host memory, got pageable memory")
-    shape = (len(caches), num_parts, rows.shape[2], layout.num_kv_heads, size)
+    shape = (*parts, rows.shape[2], layout.num_kv_heads, size)
     check_tensor("chunk", rows, rows.dtype, shape, rows.device if on_host else device)
 
 

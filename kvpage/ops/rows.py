@@ -62,6 +62,8 @@ def reshape_and_cache(
     held = bound(cache, layout, scales)
     if not held.is_writable:
         held.check_writable()
+    if held.is_cuda and cuda.repeat_reshape(key, value, held, slot_mapping):
+        return
     key = readable("key", key)
     value = None if value is None else readable("value", value)
     slots = readable("slot_mapping", slot_mapping)

@@ -211,7 +211,6 @@ class KVStore:
         """
         load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
         num_chunks = self._tiers.read(load.keys, load.read)
-        load.finish()
         loaded = load.end_of(num_chunks)
         self._tiers.count(hit_tokens=loaded - load.start)
         return loaded

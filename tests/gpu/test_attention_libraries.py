@@ -77,7 +77,7 @@ def test_a_graph_of_a_library_reads_new_lengths(rules):
     cache.use_library(library)
     ops.attend(query, cache, sequences, options)
     fixed = Sequences(cache, len(query), sequences.block_tables, LENGTHS)
-    if not library.plan_for_graph(fixed):
+    if not library.plan_for_graph(fixed, cache):
         pytest.skip(f"{rules.name} is not captured")
     ops.attend(query, cache, fixed, options)
     graph = torch.cuda.CUDAGraph()

@@ -17,7 +17,7 @@ from kvpage.layout.kv_view import KVView
 from kvpage.layout.view_layout import layout_of
 from kvpage.ops import rows as token_ops
 from kvpage.ops.args.bound_cache import BoundCache
-from kvpage.ops.cuda.launches import Launches, Rows
+from kvpage.ops.cuda.launches import Launches
 
 ONE = torch.tensor(1.0)
 SIGNATURES = {
@@ -143,7 +143,7 @@ def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
 
     def capture(key, value, cache, slots, layout, scales):
         bound = BoundCache(cache, layout, scales)
-        calls.append((Rows(key, value, bound, slots), [view.rows.data_ptr() for view in bound.views]))
+        calls.append(((key, value, bound, slots), [view.rows.data_ptr() for view in bound.views]))
 
     monkeypatch.setattr(token_ops, "reshape_and_cache", capture)
     layers = torch.zeros(4, 4, 2, 3, 2, 8).unbind(0)  # [num_blocks, 2, ...] each
@@ -152,9 +152,9 @@ def test_calls_are_repeated_on_a_gpu_where_k_and_v_lie_alike(monkeypatch):
     for key_cache, value_cache in [*((layer[:, 0], layer[:, 1]) for layer in layers), apart]:
         vllm_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, torch.tensor([0]), "auto", ONE, ONE)
     known = Launches()
-    known.keep(calls[0][0], SimpleNamespace(again=launches.append))
-    assert [known.repeat(rows, error) for rows, _ in calls[1:]] == [True, True, True, False]
-    assert [list(addresses[2:4]) for addresses in launches] == [where for _, where in calls[1:4]]
+    known.keep(*calls[0][0], SimpleNamespace(again=lambda *call: launches.append(call) or True))
+    assert [known.repeat(*rows, error) for rows, _ in calls[1:]] == [True, True, True, False]
+    assert [list(addresses[2:4]) for addresses, *_ in launches] == [where for _, where in calls[1:4]]
 
 
 def test_a_value_smaller_than_its_key():

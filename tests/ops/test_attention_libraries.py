@@ -202,7 +202,7 @@ def test_a_graphs_plan_is_renewed_in_its_own_memory(fakes, name, layout):
     ops.attend(query, cache, sequences, Attention(**options))
     shorter = torch.tensor([1, 9, 1, 16, 60])
     fixed = make_sequences(cache, sequences.block_tables, shorter.tolist(), counts.tolist())
-    assert library.plan_for_graph(fixed)
+    assert library.plan_for_graph(fixed, cache)
     call = fixed.plans[library, next(iter(library._seen))].calls[0][1]
     for now in (shorter, lengths):
         library.plan_again(fixed, now.tolist())
@@ -211,14 +211,28 @@ def test_a_graphs_plan_is_renewed_in_its_own_memory(fakes, name, layout):
         assert fixed.plans[library, next(iter(library._seen))].calls[0][1] is call
 
 
+def test_a_graph_over_8_bit_floats_after_a_trial_over_the_models_own_dtype(fakes):
+    """As at load: the model is tried out over blocks of its dtype, then over those that quantise."""
+    trial, sequences, query, *_ = make_case(CacheLayout(16, 2, 64, BF16), "decode")
+    library = make_library(trial[0].layout, "flashinfer")
+    trial[0].use_library(library)
+    ops.attend(query, trial[0], sequences, Attention())
+    (cache,), sequences, query, *lengths = make_case(CacheLayout(16, 2, 64, E4M3), "decode")
+    cache.use_library(library)
+    want = expected(cache, sequences, query, *lengths)
+    check(ops.attend(query, cache, sequences, Attention()), want)
+    assert library.plan_for_graph(sequences, cache)
+    check(ops.attend(query, cache, sequences, Attention()), want)
+
+
 def test_what_has_no_plan_in_a_graph(fakes):
     latents, heads = CacheLayout(64, 1, 576, BF16, "mla"), CacheLayout(16, 2, 64, BF16)
     (cache,), sequences, query, *_ = make_case(latents, "decode")
     cache.use_library(make_library(latents, "flash_mla"))
     ops.attend(query, cache, sequences, Attention(value_size=512))
-    assert not cache.library.plan_for_graph(sequences), "FlashMLA's tiles are of the lengths at the capture"
+    assert not cache.library.plan_for_graph(sequences, cache), "FlashMLA's tiles are of the lengths at the capture"
     (cache,), sequences, query, *_ = make_case(heads, "mixed")
-    assert not make_library(heads, "flashinfer").plan_for_graph(sequences), "prefills are not captured"
+    assert not make_library(heads, "flashinfer").plan_for_graph(sequences, cache), "prefills are not captured"
 
 
 def test_calls_that_are_no_librarys_kind_are_ours(fakes):

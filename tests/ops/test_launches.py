@@ -1,22 +1,32 @@
 """Launches without a GPU: what is launched again, on which addresses, and what is not taken for known."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from kvpage import CacheLayout, KVScales, ops
-from kvpage.ops.cuda.launches import Launches, Rows
+from kvpage.ops.cuda.launches import Launches
 
 LAYOUT = CacheLayout(4, 2, 16, torch.int8)
 FP8 = CacheLayout(4, 2, 16, torch.float8_e4m3fn)
 ERROR = torch.zeros(1, dtype=torch.int32)
 
 
+class Rows(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor | None
+    cache: ops.BoundCache
+    slots: torch.Tensor
+
+
 class Recorder:
     def __init__(self):
         self.calls = []
 
-    def again(self, addresses):
-        self.calls.append(addresses)
+    def again(self, addresses, num_tokens, num_slots):
+        self.calls.append((addresses, num_tokens, num_slots))
+        return True
 
 
 def bound(layout=LAYOUT, scales=None, num_blocks=3):
@@ -31,14 +41,14 @@ def make_rows(layout=LAYOUT, num_tokens=5, scales=None, **fields):
 @pytest.fixture
 def known():
     launches, recorder, rows = Launches(), Recorder(), make_rows()
-    launches.keep(rows, recorder)
+    launches.keep(*rows, recorder)
     return launches, recorder, rows
 
 
 def test_rows_of_a_known_kind_are_launched_on_their_own_memory(known):
     launches, recorder, _ = known
     rows = make_rows()
-    assert launches.repeat(rows, ERROR)
+    assert launches.repeat(*rows, ERROR)
     key_view, value_view = LAYOUT.views(rows.cache.tensor)
     parts = (
         rows.key,
@@ -50,32 +60,31 @@ def test_rows_of_a_known_kind_are_launched_on_their_own_memory(known):
         rows.slots,
         ERROR,
     )
-    assert recorder.calls == [tuple(part.data_ptr() for part in parts)]
+    assert recorder.calls == [(tuple(part.data_ptr() for part in parts), 5, 12)]
 
 
 def test_given_scales_are_those_of_the_cache():
     launches, recorder = Launches(), Recorder()
-    launches.keep(make_rows(FP8, scales=KVScales.of(1, [2, 3])), recorder)
+    launches.keep(*make_rows(FP8, scales=KVScales.of(1, [2, 3])), recorder)
     rows = make_rows(FP8, scales=KVScales.of(4, [5, 6]))
-    assert launches.repeat(rows, ERROR)
-    assert recorder.calls[0][4:6] == (rows.cache.scales.key.data_ptr(), rows.cache.scales.value.data_ptr())
-    assert not launches.repeat(make_rows(FP8), ERROR)
-    assert not launches.repeat(make_rows(FP8, scales=KVScales.of(1, 1)), ERROR)
+    assert launches.repeat(*rows, ERROR)
+    assert recorder.calls[0][0][4:6] == (rows.cache.scales.key.data_ptr(), rows.cache.scales.value.data_ptr())
+    assert not launches.repeat(*make_rows(FP8), ERROR)
+    assert not launches.repeat(*make_rows(FP8, scales=KVScales.of(1, 1)), ERROR)
 
 
 def test_what_is_not_there_has_no_address():
     layout = CacheLayout(4, 1, 16, torch.bfloat16, "mla")
     launches, recorder = Launches(), Recorder()
     rows = make_rows(layout, key=torch.zeros(5, 1, 16, dtype=torch.bfloat16), value=None)
-    launches.keep(rows, recorder)
-    assert launches.repeat(rows, ERROR)
-    assert [recorder.calls[0][i] for i in (1, 3, 4, 5)] == [0] * 4
+    launches.keep(*rows, recorder)
+    assert launches.repeat(*rows, ERROR)
+    assert [recorder.calls[0][0][i] for i in (1, 3, 4, 5)] == [0] * 4
 
 
 def unlike_rows():
     rows = torch.zeros(5, 2, 16, dtype=torch.bfloat16)
     yield {"key": rows.half()}
-    yield {"key": rows[:4]}
     yield {"key": rows[..., :8]}
     yield {"key": rows.transpose(0, 1).contiguous().transpose(0, 1)}
     yield {"value": rows.float()}
@@ -91,25 +100,55 @@ def unlike_rows():
 @pytest.mark.parametrize("fields", list(unlike_rows()))
 def test_rows_that_differ_are_not_known(known, fields):
     launches, recorder, rows = known
-    assert launches.repeat(rows, ERROR)
-    assert not launches.repeat(rows._replace(**fields), ERROR) and len(recorder.calls) == 1
+    assert launches.repeat(*rows, ERROR)
+    assert not launches.repeat(*rows._replace(**fields), ERROR) and len(recorder.calls) == 1
 
 
-@pytest.mark.parametrize("name", ["key", "value", "cache"])
-def test_addresses_that_are_not_aligned_are_not_known(known, name):
+def test_fewer_and_more_rows_are_of_the_same_kind(known):
+    """A prefill has another number of tokens in each step."""
+    launches, recorder, _ = known
+    for num_tokens in (1, 4, 6, 100):
+        assert launches.repeat(*make_rows(num_tokens=num_tokens), ERROR)
+    assert [call[1] for call in recorder.calls] == [1, 4, 6, 100]
+
+
+def unchecked_rows():
+    """Rows for which the operation has an error, or must look closer."""
+    rows = torch.zeros(5, 2, 16, dtype=torch.bfloat16)
+    yield {"key": rows[:4]}
+    yield {"value": rows[:4]}
+    yield {"slots": torch.arange(4)}
+    yield {"slots": torch.arange(5, dtype=torch.int32)}
+    yield {"slots": torch.arange(10)[::2]}
+    yield {"slots": torch.arange(5)[:, None]}
+    yield {"slots": torch.arange(5).to_sparse()}
+    yield {"slots": torch.nn.Parameter(torch.arange(5), requires_grad=False)}
+    yield {"key": torch._neg_view(rows)}
+    yield {"value": rows.to_sparse()}
+    yield {"value": torch.nn.Parameter(rows)}
+    yield {"key": rows[0]}
+    yield {"key": rows[None]}
+    yield {"value": rows[0]}
+    yield {"key": rows[:0], "value": rows[:0], "slots": torch.arange(0)}
+
+
+@pytest.mark.parametrize("fields", list(unchecked_rows()))
+def test_rows_that_need_a_closer_look_are_not_known(known, fields):
     launches, recorder, rows = known
-    tensor = rows.cache.tensor if name == "cache" else getattr(rows, name)
-    memory = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
-    shifted = memory[4:].as_strided(tensor.shape, tensor.stride())
-    unlike = rows._replace(**{name: ops.BoundCache(shifted, LAYOUT) if name == "cache" else shifted})
-    assert shifted.data_ptr() % 16 and not launches.repeat(unlike, ERROR)
-    launches.keep(unlike, recorder)
-    assert not launches.repeat(unlike, ERROR) and recorder.calls == []
+    unlike = rows._replace(**fields)
+    assert not launches.repeat(*unlike, ERROR) and recorder.calls == []
+    assert launches.repeat(*rows, ERROR)
+
+
+def test_an_address_that_the_launch_refuses_is_not_known(known):
+    launches, recorder, rows = known
+    recorder.again = lambda *call: False
+    assert not launches.repeat(*rows, ERROR)
 
 
 def test_when_full_it_starts_anew():
     launches, recorder = Launches(capacity=2), Recorder()
-    each = [make_rows(num_tokens=count) for count in (1, 2, 3)]
+    each = [make_rows(key=torch.zeros(5, 2, size, dtype=torch.bfloat16)) for size in (1, 2, 3)]
     for rows in each:
-        launches.keep(rows, recorder)
-    assert [launches.repeat(rows, ERROR) for rows in each] == [False, False, True]
+        launches.keep(*rows, recorder)
+    assert [launches.repeat(*rows, ERROR) for rows in each] == [False, False, True]

@@ -3,11 +3,10 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
-#include <vector>
 
+#include "copy/copy_engine/extent_arrays.h"
 #include "cuda/cuda_check.h"
 #include "cuda/cuda_stream.h"
 #include "cuda/device_guard.h"
@@ -17,18 +16,6 @@ namespace kvpage {
 namespace {
 
 constexpr size_t kExtentsPerBatch = size_t{1} << 16;  // bounds the memory of the arrays, 24 bytes an extent
-
-// The arrays that a batched copy takes.
-struct Extents {
-  std::vector<CUdeviceptr> dsts, srcs;
-  std::vector<size_t> sizes;
-
-  void reserve(size_t n) { dsts.reserve(n), srcs.reserve(n), sizes.reserve(n); }
-  void clear() { dsts.clear(), srcs.clear(), sizes.clear(); }
-  void add(Address src, Address dst, int64_t bytes) {
-    dsts.push_back(dst), srcs.push_back(src), sizes.push_back(static_cast<size_t>(bytes));
-  }
-};
 
 // Source bytes are read in the stream's order, both ways: read at any other time, a block could be copied before the
 // work that writes it has run.
@@ -48,32 +35,31 @@ BatchedCopy find_batched_copy() {
 }
 
 // False if the driver says that it cannot do this at all.
-bool copy_batch(BatchedCopy copy, Extents& extents, cudaStream_t stream) {
+bool copy_batch(BatchedCopy copy, ExtentArrays& extents, cudaStream_t stream) {
   CUmemcpyAttributes attributes{};
   attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
   attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;  // not by a kernel that takes multiprocessors
   size_t first = 0, failed = 0;
-  const CUresult code = copy(extents.dsts.data(), extents.srcs.data(), extents.sizes.data(), extents.sizes.size(),
-                             &attributes, &first, 1, &failed, stream);
+  const CUresult code =
+      copy(extents.dsts(), extents.srcs(), extents.sizes(), extents.count(), &attributes, &first, 1, &failed, stream);
   if (code == CUDA_ERROR_NOT_SUPPORTED) return false;
   if (code != CUDA_SUCCESS) {
-    throw CudaError(
-        "cuMemcpyBatchAsync", "CUresult " + std::to_string(static_cast<int>(code)),
-        (failed < extents.sizes.size() ? "extent " + std::to_string(failed) : std::string("no one extent")) + " of " +
-            std::to_string(extents.sizes.size()));
+    throw CudaError("cuMemcpyBatchAsync", "CUresult " + std::to_string(static_cast<int>(code)),
+                    (failed < extents.count() ? "extent " + std::to_string(failed) : std::string("no one extent")) +
+                        " of " + std::to_string(extents.count()));
   }
   return true;
 }
 #else
 using BatchedCopy = void*;
 BatchedCopy find_batched_copy() { return nullptr; }
-bool copy_batch(BatchedCopy, Extents&, cudaStream_t) { return false; }
+bool copy_batch(BatchedCopy, ExtentArrays&, cudaStream_t) { return false; }
 #endif
 
-void copy_each(const Extents& extents, cudaStream_t stream) {
-  for (size_t i = 0; i < extents.sizes.size(); ++i) {
-    KVPAGE_CUDA(cudaMemcpyAsync, reinterpret_cast<void*>(extents.dsts[i]), reinterpret_cast<void*>(extents.srcs[i]),
-                extents.sizes[i], cudaMemcpyDefault, stream);
+void copy_each(ExtentArrays& extents, cudaStream_t stream) {
+  for (size_t i = 0; i < extents.count(); ++i) {
+    KVPAGE_CUDA(cudaMemcpyAsync, reinterpret_cast<void*>(extents.dsts()[i]), reinterpret_cast<void*>(extents.srcs()[i]),
+                extents.sizes()[i], cudaMemcpyDefault, stream);
   }
 }
 
@@ -86,23 +72,14 @@ struct CopyEngine::State {
 
   const int device;
   const BatchedCopy batched_copy;  // null: extent by extent
-  Extents extents;  // kept for the next call: fresh memory would cost more than filling it
+  ExtentArrays extents{kExtentsPerBatch};
   std::optional<Stream> side;
   std::optional<Event> before, after;
 
   void copy(const CopyPlan& plan, cudaStream_t stream) {
-    extents.clear();
-    extents.reserve(std::min<size_t>(plan.num_extents(), kExtentsPerBatch));
-    auto flush = [&] {
-      if (extents.sizes.empty()) return;
+    extents.fill(plan, [&] {
       if (!batched_copy || !copy_batch(batched_copy, extents, stream)) copy_each(extents, stream);
-      extents.clear();
-    };
-    plan.for_each(0, plan.num_bytes(), [&](Address src, Address dst, int64_t bytes) {
-      extents.add(src, dst, bytes);
-      if (extents.sizes.size() == kExtentsPerBatch) flush();
     });
-    flush();
   }
 
   // The null stream goes on after the side stream even when a copy fails half-way: enqueued copies still run.

@@ -6,8 +6,9 @@ extents (src, dst, size)     ├──┤              ├─────┤    
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,35 @@ class _Extents:
         return _Extents(*(part[chosen] for part in parts))
 
 
+class _SideStream:
+    """A stream for the copies of the legacy null stream, which refuses them, and the events that order both.
+
+    They are made once: the driver would make them again in every call otherwise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
+        with torch.cuda.device(device):
+            self._before, self._after = _event(), _event()
+
+    def run(self, copies: Sequence[Callable[[int], None]], current: torch.cuda.Stream) -> None:
+        """Enqueue copies between the work that `current` has and the work that it gets later, also after an error."""
+        with self._lock:
+            self._before.record(current)
+            self._stream.wait_event(self._before)
+            try:
+                for copy in copies:
+                    copy(self._stream.cuda_stream)
+            finally:
+                self._after.record(self._stream)
+                current.wait_event(self._after)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+
+
 class RegisteredMemory:
     """A set of tensors whose memory may be addressed. It holds them until they are unregistered. Thread-safe."""
 
@@ -64,6 +94,7 @@ class RegisteredMemory:
         self._spans: Counter[tuple[int, int]] = Counter()
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
         self._regions: list[_Region] = []
+        self._sides: dict[torch.device, _SideStream] = {}
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allow copies from and to the memory from each tensor's first element to its last.
@@ -119,7 +150,7 @@ class RegisteredMemory:
         extents = _Extents(srcs, dsts, sizes, src_regions, dst_regions).select(chosen)
         if len(extents.sizes):
             _check_overlap(extents)
-            _copy(extents, regions)
+            self._copy(extents, regions)
 
     def bytes_from(self, name: str, address: int) -> torch.Tensor:
         """Return a view, uint8 [num_bytes], of the registered memory from the address to the end of its region.
@@ -138,6 +169,32 @@ class RegisteredMemory:
         begins = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in region.tensors]
         ends = [begin + tensor.untyped_storage().nbytes() for tensor, begin in begins if begin <= address]
         return region.bytes_at(address, min(region.end, max(ends)) - address)
+
+    def _copy(self, extents: _Extents, regions: list[_Region]) -> None:
+        src = _device("src_ptrs", extents.src_regions, regions)
+        dst = _device("dst_ptrs", extents.dst_regions, regions)
+        if src.type == dst.type == "cuda" and src != dst:
+            raise ValueError(f"src_ptrs and dst_ptrs must be on one CUDA device, got {src} and {dst}")
+        cuda = dst if dst.type == "cuda" else src if src.type == "cuda" else None
+        if cuda is not None and not _native_cuda():
+            _copy_by_torch(extents, regions)
+            return
+        used = np.unique(np.concatenate([extents.src_regions, extents.dst_regions]))
+        host = [regions[index].tensors[0] for index in used if regions[index].device.type == "cpu"]
+        pinned = cuda is not None and all(tensor.is_pinned() for tensor in host)
+        copies = [partial(_run, _copier(part, src, dst, pinned)) for part in _parts(extents)]
+        current = None if cuda is None else torch.cuda.current_stream(cuda)
+        if current is not None and current.cuda_stream == 0 and src.type != dst.type:
+            self._side(src if src.type == "cuda" else dst).run(copies, current)
+            return
+        for copy in copies:
+            copy(0 if current is None else current.cuda_stream)
+
+    def _side(self, device: torch.device) -> _SideStream:
+        with self._lock:
+            if device not in self._sides:
+                self._sides[device] = _SideStream(device)
+            return self._sides[device]
 
     def _merge(self) -> None:
         """Make one region of spans that overlap, as those of layers in one slab do."""
@@ -186,23 +243,9 @@ def _check_overlap(extents: _Extents) -> None:
         raise ValueError("src_ptrs and dst_ptrs must not overlap, a byte is both source and destination")
 
 
-def _copy(extents: _Extents, regions: list[_Region]) -> None:
-    src = _device("src_ptrs", extents.src_regions, regions)
-    dst = _device("dst_ptrs", extents.dst_regions, regions)
-    if src.type == dst.type == "cuda" and src != dst:
-        raise ValueError(f"src_ptrs and dst_ptrs must be on one CUDA device, got {src} and {dst}")
-    cuda = dst if dst.type == "cuda" else src if src.type == "cuda" else None
-    if cuda is not None and not _native_cuda():
-        _copy_by_torch(extents, regions)
-        return
-    used = np.unique(np.concatenate([extents.src_regions, extents.dst_regions]))
-    host = [regions[index].tensors[0] for index in used if regions[index].device.type == "cpu"]
-    pinned = cuda is not None and all(tensor.is_pinned() for tensor in host)
-    copiers = [_copier(part, src, dst, pinned) for part in _parts(extents)]
+def _run(copier: _C.BlockCopier, stream: int) -> None:
     pair = np.zeros(2, np.int64)
-    stream = 0 if cuda is None else torch.cuda.current_stream(cuda).cuda_stream
-    for copier in copiers:
-        copier.run(pair.ctypes.data, 1, stream, torch.get_num_threads())
+    copier.run(pair.ctypes.data, 1, stream, torch.get_num_threads())
 
 
 def _device(name: str, used: _Integers, regions: list[_Region]) -> torch.device:

@@ -47,7 +47,7 @@ class AttentionOfOthers(Protocol):
     ) -> torch.Tensor | None:
         """Return attention over blocks, or None where kvpage's own is to compute it."""
 
-    def plan_for_graph(self, sequences: Any) -> bool:
+    def plan_for_graph(self, sequences: Any, cache: "BoundCache") -> bool:
         """Plan decoding for a graph; return whether the graph may hold the library's calls."""
 
     def plan_again(self, sequences: Any, seq_lens: list[int]) -> None:
@@ -73,6 +73,7 @@ class BoundCache:
     """
 
     __slots__ = (
+        "_addresses",
         "_geometry",
         "_place",
         "_scale_numbers",
@@ -104,8 +105,25 @@ class BoundCache:
         self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
         self.is_writable = False  # not known yet
         self._geometry: tuple[Any, ...] | None = None
+        self._addresses: Numbers | None = None
         self._scale_numbers: tuple[float, float] | None = None
         self.library: AttentionOfOthers | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of all blocks."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def addresses(self) -> Numbers:
+        """Those of K's and V's elements, then of their scales, the cache's own or the given; 0 for a missing one."""
+        if self._addresses is None:
+            scales = [None if view is None else view.scales for view in self.views]
+            if self.scales is not None:
+                scales = [self.scales.key, self.scales.value]
+            parts = *(None if view is None else view.rows for view in self.views), *scales
+            self._addresses = tuple(0 if part is None else part.data_ptr() for part in parts)
+        return self._addresses
 
     @property
     def views(self) -> tuple[KVView, KVView | None]:
@@ -114,12 +132,12 @@ class BoundCache:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All but addresses: two caches that are equal in it are read and written by the same launches."""
+        """All but addresses: two caches that are equal in it take the same rows, in the same launches."""
         if self._geometry is None:
             tensors = [tensor for view in self.views if view is not None for tensor in (view.rows, view.scales)]
             scales = () if self.scales is None else (self.scales.key, self.scales.value)
             described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
-            self._geometry = self.device, *described
+            self._geometry = self.device, self.shape, self.row_dtypes, *described
         return self._geometry
 
     @property

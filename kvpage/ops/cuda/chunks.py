@@ -11,6 +11,7 @@ import torch
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops import reference
+from kvpage.ops.args.layers import runs_alike
 from kvpage.ops.cuda.rows import _check_if_debugging, _error_word, _has_triton
 
 HOST_PROGRAMS = 64  # fill a bus; the other multiprocessors are left to computation
@@ -23,14 +24,16 @@ def store_chunk(
     chunk: torch.Tensor,
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
+    alike: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Copy the tokens from `start` on of a sequence's blocks into the chunk, all layers with one launch.
 
     chunk: [num_layers, parts, num_tokens, num_kv_heads, size], any strides with the last dimension contiguous. It is on
         the caches' device or in pinned host memory; there it is complete once the stream is done.
     block_ids: int32, on the host or the device. See reference.store_chunk.
+    alike: runs of layers that have equal strides and are as aligned as each other; None to find them.
     """
-    _move(caches, block_ids, start, chunk, layout, scales, to_chunk=True)
+    _move(caches, block_ids, start, chunk, layout, scales, alike, to_chunk=True)
 
 
 def load_chunk(
@@ -40,9 +43,10 @@ def load_chunk(
     chunk: torch.Tensor,
     layout: CacheLayout,
     scales: Sequence[KVScales] | None = None,
+    alike: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Write the chunk's tokens into the blocks. A chunk on the host must stay until the stream is done."""
-    _move(caches, block_ids, start, chunk, layout, scales, to_chunk=False)
+    _move(caches, block_ids, start, chunk, layout, scales, alike, to_chunk=False)
 
 
 def _move(
@@ -52,6 +56,7 @@ def _move(
     chunk: torch.Tensor,
     layout: CacheLayout,
     scales: Sequence[KVScales] | None,
+    alike: Sequence[tuple[int, int]] | None,
     to_chunk: bool,
 ) -> None:
     if not caches:
@@ -70,7 +75,7 @@ def _move(
             raise ValueError(
                 "block_ids must be on the device where a graph captures: those of the host are gone at replay"
             )
-        for first, last in _alike(caches, scales):
+        for first, last in _alike(caches, scales) if alike is None or scales is not None else alike:
             move_chunk(
                 caches[first:last],
                 layout.views(caches[first]),
@@ -88,12 +93,16 @@ def _move(
 
 def _alike(caches: Sequence[torch.Tensor], scales: Sequence[KVScales] | None) -> list[tuple[int, int]]:
     """Return runs [first, last) of layers that one launch can serve: almost always one run of all."""
-    kinds = [
-        (cache.stride(), cache.data_ptr() % 16, None if scales is None else (len(scales[i].key), len(scales[i].value)))
-        for i, cache in enumerate(caches)
-    ]
-    firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
-    return list(zip(firsts, [*firsts[1:], len(kinds)], strict=True))
+    return runs_alike(
+        [
+            (
+                cache.stride(),
+                cache.data_ptr() % 16,
+                None if scales is None else (len(scales[i].key), len(scales[i].value)),
+            )
+            for i, cache in enumerate(caches)
+        ]
+    )
 
 
 def _check_ids(block_ids: torch.Tensor, num_blocks: int) -> None:

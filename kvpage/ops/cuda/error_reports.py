@@ -4,18 +4,23 @@ kernels of a step ─► fetch: error word ─► pinned memory ─► the step'
                           on the same stream                                    the word is there by then
 """
 
+from collections import deque
+
 import torch
 
 from kvpage.ops.cuda.rows import clear_error_word, find_error_word, raise_errors
 
 
 class _FetchedWord:
-    """An error word on its way to the host, behind the work of the current stream."""
+    """Room for an error word on the host, and the copy that is on its way there."""
 
-    def __init__(self, word: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self._landed = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        self._landed.copy_(word, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+
+    def begin(self, word: torch.Tensor) -> None:
+        """Have the word copied after the work of the current stream."""
+        self._landed.copy_(word, non_blocking=True)
         self._event.record(torch.cuda.current_stream(word.device))
 
     def read(self) -> int | None:
@@ -25,7 +30,7 @@ class _FetchedWord:
 
 
 class ErrorReports:
-    """The error word of one device, as one loop reads it.
+    """The error word of one device, as one loop reads it: after each pass, also where the next one has begun.
 
     Args:
         device: A CUDA device with its index. On another device there is nothing to read.
@@ -33,25 +38,31 @@ class ErrorReports:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fetched: _FetchedWord | None = None
+        self._under_way: deque[_FetchedWord] = deque()
+        self._free: list[_FetchedWord] = []
 
     def fetch(self) -> None:
-        """Have the word copied after the current stream's work, unless an earlier copy is on its way still."""
+        """Have the word copied after the current stream's work."""
         word = find_error_word(self._device)
-        if word is not None and self._fetched is None:
-            with torch.cuda.device(self._device):
-                self._fetched = _FetchedWord(word)
+        if word is None:
+            return
+        with torch.cuda.device(self._device):
+            fetched = self._free.pop() if self._free else _FetchedWord()
+            fetched.begin(word)
+        self._under_way.append(fetched)
 
     def check(self) -> None:
-        """Check the word that was fetched, if it has come. Each error is raised once.
+        """Check the words that have come. Each error is raised once.
 
         Raises:
-            ValueError: A kernel met a bad id before the fetch.
+            ValueError: A kernel met a bad id before such a fetch. Passes that were begun since are not looked at.
         """
-        bits = None if self._fetched is None else self._fetched.read()
-        if bits is None:
-            return
-        self._fetched = None
-        if bits:
-            clear_error_word(self._device)
-            raise_errors(bits, self._device)
+        while self._under_way:
+            bits = self._under_way[0].read()
+            if bits is None:
+                return
+            self._free.append(self._under_way.popleft())
+            if bits:
+                self._under_way.clear()  # they would tell the same again
+                clear_error_word(self._device)
+                raise_errors(bits, self._device)

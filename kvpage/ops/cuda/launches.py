@@ -1,52 +1,25 @@
-"""Launches: earlier launches of a kernel that writes rows, so that the next one like them needs no look-up by Triton.
+"""Launches: earlier launches of a kernel that writes rows, so that the next one like them is only made, not derived.
 
-Triton derives from all arguments the machine code to run. This takes longer than writing the rows of a step, and a
-model asks for the same once a layer and step. All arguments are checked before; only addresses are read anew here.
+Triton derives from all arguments the machine code to run, and kvpage checks them. Both take longer than writing the
+rows of a step, and a model asks for the same once a layer and step. What was checked once is checked no more: a known
+kind of rows differs in nothing but its number of rows and their addresses.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from kvpage.ops.args.bound_cache import BoundCache
 
-ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no multiple of it
+Kind = tuple[Any, ...]
 
 
 class Launched(Protocol):
     """A launch that can be made again; see kvpage.kernels.reshape."""
 
-    def again(self, addresses: tuple[int, ...]) -> None:
-        """Launch on other memory, on the current stream; 0 for memory that is not there."""
-
-
-class Rows(NamedTuple):
-    """Rows to be written into slots of a cache, checked."""
-
-    key: torch.Tensor
-    value: torch.Tensor | None
-    cache: BoundCache
-    slots: torch.Tensor
-
-    def kind(self) -> tuple[Any, ...]:
-        """Return all that a kernel is compiled for, but for the alignment of addresses."""
-        key, value, cache, _ = self
-        return (
-            cache.geometry,
-            (key.dtype, key.shape, key.stride()),
-            None if value is None else (value.dtype, value.shape, value.stride()),
-        )
-
-    def addresses(self, error: torch.Tensor) -> tuple[int, ...]:
-        """Return those of key, value, K's and V's elements and scales, slots, and error word; 0 for a missing one."""
-        cache = self.cache
-        views, scales = cache.views, cache.scales
-        given = [None if view is None else view.scales for view in views]
-        if scales is not None:
-            given = [scales.key, scales.value]
-        parts = [None if view is None else view.rows for view in views]
-        tensors = self.key, self.value, *parts, *given, self.slots, error
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    def again(self, addresses: Sequence[int], num_tokens: int, num_slots: int) -> bool:
+        """Launch on other memory, on the current stream; 0 for memory that is not there. False: it was not done."""
 
 
 class Launches:
@@ -54,29 +27,60 @@ class Launches:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._known: dict[tuple[Any, ...], Launched] = {}
+        self._known: dict[Kind, Launched] = {}
 
-    def keep(self, rows: Rows, launched: Launched) -> None:
-        """Keep a launch of these rows, unless they are in memory that is not aligned."""
-        if not _are_aligned(rows.addresses(rows.slots)):
+    def keep(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        cache: BoundCache,
+        slots: torch.Tensor,
+        launched: Launched,
+    ) -> None:
+        """Keep the launch of rows that were checked."""
+        kind = _kind(key, value, cache, slots)
+        if kind is None:
             return
         if len(self._known) >= self._capacity:
             self._known.clear()
-        self._known[rows.kind()] = launched
+        self._known[kind] = launched
 
-    def repeat(self, rows: Rows, error: torch.Tensor) -> bool:
-        """Launch for these rows and return True, if a launch of their kind is known."""
-        launched = self._known.get(rows.kind())
+    def repeat(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        cache: BoundCache,
+        slots: torch.Tensor,
+        error: torch.Tensor,
+    ) -> bool:
+        """Launch for these rows, checked or not, and return True, if rows of their kind have been checked before."""
+        launched = self._known.get(_kind(key, value, cache, slots))  # type: ignore[arg-type]  # None is not known
         if launched is None:
             return False
-        addresses = rows.addresses(error)
-        if not _are_aligned(addresses):
+        num_tokens = slots.shape[0]
+        if num_tokens == 0 or key.shape[0] != num_tokens or (value is not None and value.shape[0] != num_tokens):
             return False
-        launched.again(addresses)
-        return True
+        address = 0 if value is None else value.data_ptr()
+        addresses = key.data_ptr(), address, *cache.addresses, slots.data_ptr(), error.data_ptr()
+        return launched.again(addresses, num_tokens, cache.num_slots)
 
 
-def _are_aligned(addresses: tuple[int, ...]) -> bool:
-    """Return whether the addresses of key, value, and K's and V's elements are aligned."""
-    key, value, key_part, value_part, *_ = addresses
-    return (key | value | key_part | value_part) % ALIGNMENT == 0
+def _kind(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> Kind | None:
+    """Return all that is checked and that a kernel is compiled for, but for numbers of rows; None for rare tensors."""
+    if not (_is_plain(key) and _is_plain(slots) and (value is None or _is_plain(value))):
+        return None
+    shape, sizes = key.shape, None if value is None else value.shape
+    if len(shape) != 3 or (sizes is not None and len(sizes) != 3) or slots.stride() != (1,):
+        return None
+    return (
+        *(cache.geometry, slots.dtype, slots.get_device()),
+        *(key.dtype, key.get_device(), shape[1], shape[2], key.stride()),
+        *(() if value is None else (value.dtype, value.get_device(), sizes[1], sizes[2], value.stride())),
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether its numbers are those in memory, by its strides."""
+    return (
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
+    )

@@ -13,7 +13,7 @@ import torch
 
 from kvpage.ops import reference
 from kvpage.ops.args.bound_cache import BoundCache
-from kvpage.ops.cuda.launches import Launches, Rows
+from kvpage.ops.cuda.launches import Launches
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
 _ERRORS = {
@@ -98,23 +98,27 @@ def _has_triton() -> bool:
     return False
 
 
+def repeat_reshape(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> bool:
+    """Write rows into slots and return True, if rows of their kind were checked and written before."""
+    error = _error_words.get(cache.device)
+    if error is None or _DEBUG or torch.cuda.current_device() != cache.device.index:
+        return False
+    return _launches.repeat(key, value, cache, slots, error)
+
+
 def reshape_and_cache(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> None:
     """Write rows into slots; all but the values of the slots is checked."""
     if not _has_triton():
         _check_slots(slots, cache.shape[0] * cache.shape[1])
         reference.reshape_and_cache(key, value, cache.tensor, slots, cache.layout, cache.scales)
         return
-    error, rows = _error_word(cache.device), Rows(key, value, cache, slots)
-    is_current = torch.cuda.current_device() == cache.device.index
-    if is_current and not _DEBUG and _launches.repeat(rows, error):
-        return
     from kvpage.kernels import reshape
 
     with torch.cuda.device(cache.device):
-        launched = reshape.reshape_and_cache(key, value, cache.views, slots, cache.scales, error)
+        launched = reshape.reshape_and_cache(key, value, cache.views, slots, cache.scales, _error_word(cache.device))
         _check_if_debugging(cache.device)
     if launched is not None:
-        _launches.keep(rows, launched)
+        _launches.keep(key, value, cache, slots, launched)
 
 
 def gather_cache(

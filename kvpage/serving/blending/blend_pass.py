@@ -32,6 +32,7 @@ from kvpage.blend.segments import Reuse
 from kvpage.blend.selection import Selection, ranks, seam_weights, select_tokens, token_deviation
 from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation
+from kvpage.serving.blending.row_uploads import RowUploads, sent
 from kvpage.serving.model.attention import IN_PLACE_DTYPES, attend_rows, row_dtype, write_rows
 from kvpage.serving.model.row_hooks import RowHooks, RowsChosen
 from kvpage.serving.model.step import BatchItem, Step
@@ -69,12 +70,13 @@ class BlendPass:
             for reuse in item.reuse
         ]
         device = step.slot_mapping.device
-        self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._uploads = RowUploads(self._reuses, device)
+        self._rows = sent(torch.from_numpy(np.concatenate(rows)), device)
         offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
-        self._weights = seam_weights(offsets, config.seam).to(device)  # of the reused rows
+        self._weights = sent(seam_weights(offsets, config.seam), device)  # of the reused rows
         sensitivity, is_known, whose = _known(items, config)
         self._knows_all = bool(is_known.all())
-        self._sensitivity, self._is_known, whose = (part.to(device) for part in (sensitivity, is_known, whose))
+        self._sensitivity, self._is_known, whose = (sent(part, device) for part in (sensitivity, is_known, whose))
         self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one item and kind compare
         self._stages = _stages(items, config, len(layers))
         self._rotations: dict[RotaryTables | None, list[Rotation | None]] = {}
@@ -139,9 +141,10 @@ class BlendPass:
         if caches is None:
             write_rows(*self._retrieved(index, like), layer, step, step.slot_mapping[self._rows])
             return
-        for one, rotation, slots in zip(self._reuses, self._rotations_of(index), self._open_slots, strict=True):
-            for rows, cache, how in zip(one.rows(index), caches, (rotation, None), strict=True):
-                ops.mix_rows(rows.to(like.device), cache, how, out_slots=slots)
+        rows = zip(*self._uploads.rows(index), self._rotations_of(index), self._open_slots, strict=True)
+        for key, value, rotation, slots in rows:
+            ops.mix_rows(key.to(like.device), caches[0], rotation, out_slots=slots)
+            ops.mix_rows(value.to(like.device), caches[1], None, out_slots=slots)
 
     def _open_blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the layer's K and V, [num_blocks, block_size, kv heads, size]; None if rows do not fit in."""
@@ -156,8 +159,8 @@ class BlendPass:
         """K, rotated, and V of the reused rows in one layer: [num rows, kv heads, head size] each."""
         dtype = row_dtype(like.dtype, self._step.layout)
         keys, values = [], []
-        for one, rotation in zip(self._reuses, self._rotations_of(index), strict=True):
-            key, value = (rows.to(like.device, dtype) for rows in one.rows(index))
+        for *rows, rotation in zip(*self._uploads.rows(index), self._rotations_of(index), strict=True):
+            key, value = (part.to(like.device, dtype) for part in rows)
             keys.append(key if rotation is None else mix(key, 0, key.shape[-1], rotation))
             values.append(value)
         return torch.cat(keys), torch.cat(values)

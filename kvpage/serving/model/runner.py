@@ -22,12 +22,15 @@ NOTHING = nullcontext()
 class ModelRunner:
     """Run a view of `model`. The model does not change, not even within `forward`: see ModelView.
 
-    native: see ModelView. Raises ValueError if its attention does not go through AttentionInterface, or its forward
-    takes no position_ids.
+    native: see ModelView. holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
+    Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     """
 
-    def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, native: NativeLayers | None = None, *, holds_interrupts: bool = False
+    ) -> None:
         self.model = model
+        self._holds_interrupts = holds_interrupts
         self._view = ModelView(model, native)
         self._threads = None if native is None else native.threads
         self._no_grad = torch.no_grad()
@@ -95,7 +98,7 @@ class ModelRunner:
             current_step.reset(token)
 
     def _logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        with interruptible():
+        with NOTHING if self._holds_interrupts else interruptible():
             logits: torch.Tensor = self.view(**inputs).logits
         return logits
 

@@ -8,10 +8,9 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -20,9 +19,11 @@ from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_tokens
 from kvpage.layout.cache_layout import SCALE_BYTES
 from kvpage.ops.chunks import load_chunk, native_chunk_parts, store_chunk
+from kvpage.store.load.device_lanes import LanePool
+from kvpage.store.load.device_pipeline import DevicePipeline, DeviceRun
 from kvpage.store.records.keys import KVStoreMetadata, scales_digest
 from kvpage.store.records.record import Shape
-from kvpage.store.tiers.stretches import Runs, address_of, digests_of
+from kvpage.store.tiers.stretches import Runs, address_of
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -55,7 +56,7 @@ def metadata_of(
     )
 
 
-RUN_BYTES = 4 << 20  # copied from or to a GPU at once: more would leave the CPU's cache before it is hashed
+RUN_BYTES = 8 << 20  # copied from or to a GPU at once: longer than it takes the host to start the next copy
 MIN_RUN_BYTES = 4096  # of memory that is written directly; shorter runs are copied into one piece first
 MAX_PLANS = 64
 
@@ -91,7 +92,7 @@ class ChunkPlans:
 
 
 class BlockChunks:
-    """The blocks of one sequence.
+    """The blocks of one sequence, as they are after the work of the caller's current stream.
 
     Raises ValueError unless the engine matches the metadata. Metadata without a dtype match any dtype.
     """
@@ -102,6 +103,7 @@ class BlockChunks:
         block_table: npt.ArrayLike | torch.Tensor,
         metadata: KVStoreMetadata,
         plans: "ChunkPlans | None" = None,
+        lanes: LanePool | None = None,
     ) -> None:
         expected = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
         for name in ("kv_dtype", "row_layout", "scales_digest"):
@@ -115,6 +117,10 @@ class BlockChunks:
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
         self._mine: dict[int, _C.ChunkPlan] = {}  # by number of tokens
+        self._is_on_device = engine.device.type != "cpu"
+        if self._is_on_device:  # threads that copy have other current streams than the caller
+            device, pool = engine.gpu_cache[0].device, lanes or LanePool()
+            self.pipeline = DevicePipeline(pool, device, pool.mark(device))
 
     @property
     def num_layers(self) -> int:
@@ -147,7 +153,7 @@ class BlockChunks:
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
         wanted = begin if first is None else first, end if last is None else last
-        kind = HostBlockChunk if self.engine.device.type == "cpu" else DeviceBlockChunk
+        kind = DeviceBlockChunk if self._is_on_device else HostBlockChunk
         return kind(self, begin, end, *wanted)
 
     def plan(self, num_tokens: int) -> _C.ChunkPlan:
@@ -156,11 +162,6 @@ class BlockChunks:
             make = functools.partial(self._make_plan, num_tokens)
             self._mine[num_tokens] = self._plans.get(self.engine, self.fmt, num_tokens, make)
         return self._mine[num_tokens]
-
-    def finish(self) -> None:
-        """Wait for a GPU's work on the blocks."""
-        if self.engine.device.type == "cuda":
-            torch.cuda.current_stream(self.engine.device).synchronize()
 
     # --- inside ---
 
@@ -236,49 +237,40 @@ class HostBlockChunk(BlockChunk):
 
 
 class DeviceBlockChunk(BlockChunk):
-    """Blocks on a GPU, by way of a buffer there, since not every tier's memory is pinned; a few layers at a time."""
+    """Blocks on a GPU, a few layers at a time: see DevicePipeline."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        digests = []
-        for caches, piece in self._runs(begin, buffer):
-            rows = self._rows(piece)
-            chunk = torch.empty_like(rows, device=self._blocks.engine.device)
-            store_chunk(caches, self._blocks.ids, chunk, self._blocks.engine.layout, self._begin, self._blocks.fmt)
-            rows.copy_(chunk)
-            digests.append(digests_of(piece, self.stretch_bytes, num_threads))
-        return b"".join(digests)
+        return self._blocks.pipeline.store(
+            self._runs(begin, buffer, self._gather), self.stretch_bytes, num_threads, streaming
+        )
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        digests, dim = [], 2 if self._blocks.fmt == "vllm" else 3
-        for caches, run in self._runs(begin, piece):
-            digests.append(digests_of(run, self.stretch_bytes, num_threads))
-            rows = self._rows(run).to(self._blocks.engine.device)
-            chunk = rows.narrow(dim, self._first, self._last - self._first)
-            start = self._begin + self._first
-            load_chunk(caches, self._blocks.ids, chunk, self._blocks.engine.layout, start, self._blocks.fmt)
-        return b"".join(digests)
+        return self._blocks.pipeline.load(self._runs(begin, piece, self._scatter), self.stretch_bytes, num_threads)
 
-    def _runs(self, begin: int, data: memoryview) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
-        """Walk over the caches and bytes of a few layers each."""
+    def _runs(
+        self, begin: int, data: memoryview, move: Callable[[list[torch.Tensor], torch.Tensor], None]
+    ) -> list[DeviceRun]:
+        """Return runs of a few layers each. move: takes their caches, and their rows on the device as bytes."""
         step, first = max(RUN_BYTES // self.stretch_bytes, 1), begin // self.stretch_bytes
+        runs = []
         for at in range(0, len(data) // self.stretch_bytes, step):
             run = data[at * self.stretch_bytes : (at + step) * self.stretch_bytes]
-            yield self._blocks.engine.gpu_cache[first + at :][: len(run) // self.stretch_bytes], run
+            caches = self._blocks.engine.gpu_cache[first + at :][: len(run) // self.stretch_bytes]
+            runs.append(DeviceRun(run, functools.partial(move, caches)))
+        return runs
 
-    def _rows(self, buffer: memoryview) -> torch.Tensor:
+    def _gather(self, caches: list[torch.Tensor], data: torch.Tensor) -> None:
+        blocks = self._blocks
+        store_chunk(caches, blocks.ids, self._rows(data), blocks.engine.layout, self._begin, blocks.fmt)
+
+    def _scatter(self, caches: list[torch.Tensor], data: torch.Tensor) -> None:
+        blocks, dim = self._blocks, 2 if self._blocks.fmt == "vllm" else 3
+        chunk = self._rows(data).narrow(dim, self._first, self._last - self._first)
+        load_chunk(caches, blocks.ids, chunk, blocks.engine.layout, self._begin + self._first, blocks.fmt)
+
+    def _rows(self, data: torch.Tensor) -> torch.Tensor:
         """Return a view of some layers' bytes: [layers, parts, ...]."""
-        array = np.frombuffer(buffer, np.uint8)
-        if not array.flags.writeable:  # torch has no read-only tensors, and this one is only read
-            array = np.asarray(_Unlocked(array))
-        return torch.from_numpy(array).view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
-
-
-class _Unlocked:
-    """Shows read-only bytes to torch as if they could be written; see DeviceBlockChunk._rows."""
-
-    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
-        self._array = array
+        return data.view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
 
 
 def _row_layout(engine: "CacheEngine") -> str:

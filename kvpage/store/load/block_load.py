@@ -40,10 +40,6 @@ class BlockLoad:
         chunk = self._chunk(index)
         read_record(reader, self._kinds.of(self.keys[index], chunk.shape, self._namespace), chunk, num_threads)
 
-    def finish(self) -> None:
-        """Wait for a GPU's work on the blocks."""
-        self._blocks.finish()
-
     def end_of(self, num_chunks: int) -> int:
         """Return the token after the last wanted one of the leading chunks."""
         last = min((self._first + num_chunks) * self._size, self.end)
@@ -54,7 +50,6 @@ class BlockLoad:
 
         It is a call under way, for the gate, until it ends.
         """
-        self.finish()  # the work on the blocks' former contents
         opened: list[tuple[Placed, Key, OpenChunk]] = []
         readers = tiers.open_leading(self.keys)
         for index, (placed, reader) in enumerate(readers):
@@ -68,9 +63,7 @@ class BlockLoad:
 
         def take_one(layer: int, index: int) -> bool:
             placed, key, one = opened[index]
-            is_right: bool = tiers.verified(placed, key, functools.partial(one.take, layer)) or False
-            self.finish()
-            return is_right
+            return tiers.verified(placed, key, functools.partial(one.take, layer)) or False
 
         def take(layer: int, num_chunks: int) -> int:
             return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)

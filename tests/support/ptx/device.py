@@ -1,5 +1,6 @@
 """Device: stands in for Triton's driver, so that a launch compiles a kernel for a GPU and runs its PTX on the CPU."""
 
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,15 +19,13 @@ NUM_MULTIPROCESSORS = {80: 108, 90: 132}
 
 
 class Device:
-    """arch: 80 or 90. pick, finds_races: as of Kernel.launch. change: makes the PTX that runs of the compiled one.
+    """arch: 80 or 90. pick, finds_races: as of Kernel.launch.
 
     launches: how often each kernel ran. last: what each was compiled to when it ran the last time.
     """
 
-    def __init__(
-        self, arch: int, pick: Pick | None = None, finds_races: bool = True, change: Callable[[str], str] | None = None
-    ) -> None:
-        self.arch, self.pick, self.finds_races, self.change = arch, pick, finds_races, change
+    def __init__(self, arch: int, pick: Pick | None = None, finds_races: bool = True) -> None:
+        self.arch, self.pick, self.finds_races = arch, pick, finds_races
         self.number = 1000 + arch  # kernels keep by it what they have compiled
         self.launches: Counter[str] = Counter()
         self.last: dict[str, Kernel] = {}
@@ -53,8 +52,7 @@ class Device:
 
         def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
             if not made:
-                ptx = ptx_of(source, metadata)
-                made.append(Kernel(self.change(ptx) if self.change else ptx))
+                made.append(Kernel(ptx_of(source, metadata)))
             self.run(made[0], metadata, source.signature, (x, y, z), rest[3:])
 
         return launch
@@ -64,7 +62,8 @@ class Device:
         arguments = {name: value for (name, kind), value in pairs if kind != "constexpr"}
         tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         regions = [region_of(tensor) for tensor in tensors]
-        regions += regions_at(addresses_in(arguments))
+        pointers = [value for name, value in arguments.items() if signature[name][0] == "*" and type(value) is int]
+        regions += regions_at([*pointers, *addresses_in(arguments)])
         values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
         block_size = 32 * metadata.num_warps
         parameters = kernel.pack(values)
@@ -88,7 +87,10 @@ def region_of(tensor: torch.Tensor) -> Region:
 def addresses_in(arguments: dict[str, Any]) -> list[int]:
     """Return the addresses that a kernel gets as numbers, or in a tensor of them."""
     given = [value for name, value in arguments.items() if name.endswith("_address")]
-    return [*given, *(arguments["address_ptr"].tolist() if "address_ptr" in arguments else ())]
+    table = arguments.get("address_ptr")
+    if isinstance(table, int):  # of a launch that is repeated
+        return [*given, *(ctypes.c_int64 * (4 * arguments["num_layers"])).from_address(table)]
+    return [*given, *(() if table is None else table.tolist())]
 
 
 def regions_at(addresses: list[int]) -> list[Region]:

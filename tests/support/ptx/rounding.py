@@ -13,6 +13,12 @@ def to_bf16(numbers: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(numbers), NAN16, nearest.astype(np.uint16))
 
 
+def to_bf16_by_cutting(numbers: np.ndarray) -> np.ndarray:
+    """Return the bits of the nearest bf16 towards zero."""
+    words = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    return np.where(np.isnan(numbers), NAN16, (words >> np.uint32(16)).astype(np.uint16))
+
+
 def to_f16(numbers: np.ndarray) -> np.ndarray:
     """Return the bits of the nearest fp16."""
     return np.where(np.isnan(numbers), NAN16, numbers.astype(np.float16).view(np.uint16))

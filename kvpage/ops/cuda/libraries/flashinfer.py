@@ -3,8 +3,8 @@
     decodes   BatchDecodeWithPagedKVCacheWrapper        the rest   BatchPrefillWithPagedKVCacheWrapper
     latents   BatchMLAPagedAttentionWrapper, for both
 
-A wrapper is kept for each set of options, since it owns 8 MiB on the device and as much pinned. Another step may have
-planned it meanwhile: then a run plans again.
+A wrapper is kept for each set of options and each layout, since it owns 8 MiB on the device and as much pinned. Another
+step may have planned it meanwhile: then a run plans again.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.cuda.libraries.library import PlanOptions
 from kvpage.ops.cuda.libraries.parts import Part, indptr, num_blocks_of, used_block_ids
@@ -100,11 +101,11 @@ class FlashInferHeads:
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[bool, PlanOptions], PlannedWrapper] = {}
+        self._wrappers: dict[tuple[bool, PlanOptions, CacheLayout], PlannedWrapper] = {}
 
     def plan(self, part: Part, cache: BoundCache, options: PlanOptions) -> PlannedCall:
         """Plan a part of a step."""
-        key = part.is_decode, options
+        key = part.is_decode, options, cache.layout
         if key not in self._wrappers:
             make = self._make_decode if part.is_decode else self._make_prefill
             self._wrappers[key] = PlannedWrapper(make(cache, options))
@@ -181,11 +182,11 @@ class FlashInferLatents:
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[bool, PlanOptions], PlannedWrapper] = {}
+        self._wrappers: dict[tuple[bool, PlanOptions, CacheLayout], PlannedWrapper] = {}
 
     def plan(self, part: Part, cache: BoundCache, options: PlanOptions) -> PlannedCall:
         """Plan a part of a step."""
-        key = part.is_decode, options
+        key = part.is_decode, options, cache.layout
         if key not in self._wrappers:
             self._wrappers[key] = PlannedWrapper(self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace))
         return self._planned(self._wrappers[key], part, cache, options)

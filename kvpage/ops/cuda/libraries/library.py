@@ -98,7 +98,7 @@ class AttentionLibrary:
 
     def __init__(self, rules: LibraryRules, kernels: Kernels, is_named: bool) -> None:
         self.rules, self._kernels, self._is_named = rules, kernels, is_named
-        self._seen: dict[PlanOptions, tuple[BoundCache, int]] = {}
+        self._seen: dict[PlanOptions, int] = {}  # and the size of a value
 
     @property
     def name(self) -> str:
@@ -138,7 +138,7 @@ class AttentionLibrary:
         return None if plan is None else plan.run(query, cache)
 
     def _plan(self, cache: BoundCache, sequences: Sequences, options: PlanOptions, value_size: int) -> StepPlan | None:
-        self._seen[options] = cache, value_size
+        self._seen[options] = value_size
         parts = parts_of(sequences)
         if parts is None or (self._kernels.decodes_only and not all(part.is_decode for part in parts)):
             return None
@@ -146,11 +146,12 @@ class AttentionLibrary:
             return None
         return StepPlan([(part, self._kernels.plan(part, cache, options)) for part in parts], value_size)
 
-    def plan_for_graph(self, sequences: Sequences) -> bool:
+    def plan_for_graph(self, sequences: Sequences, cache: BoundCache) -> bool:
         """Plan decoding for a graph that will be captured and replayed, for all options that were met so far.
 
         Args:
             sequences: One query each. Tables and lengths stay where they are; the bound of lengths is max_seq_len.
+            cache: A layer's; the others are like it.
 
         Returns:
             Whether the graph may hold the library's calls. Else it holds kvpage's kernel.
@@ -158,7 +159,7 @@ class AttentionLibrary:
         parts = parts_of(sequences)
         if parts is None or len(parts) != 1 or not parts[0].is_decode:
             return False
-        for options, (cache, value_size) in self._seen.items():
+        for options, value_size in self._seen.items():
             call = self._kernels.plan_fixed(parts[0], cache, options)
             sequences.plans[self, options] = None if call is None else StepPlan([(parts[0], call)], value_size)
         return any(sequences.plans.values())

@@ -58,5 +58,5 @@ class StaticStep:
     def _plan(self, step: Step) -> None:
         """Plan for the longest sequences, in memory that stays; nothing is planned by the host's lengths after it."""
         if self._library is not None:
-            self._library.plan_for_graph(step.sequences)
+            self._library.plan_for_graph(step.sequences, next(iter(step.caches.values())))
         step.sequences.forget_host_lengths()

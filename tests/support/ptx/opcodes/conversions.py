@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from support.ptx.machine.threads import Lanes, Step, Threads
 from support.ptx.opcodes.elementwise import Build
-from support.ptx.rounding import FP8, flushed, one_nan, to_bf16, to_f16, to_fp8
+from support.ptx.rounding import FP8, flushed, one_nan, to_bf16, to_bf16_by_cutting, to_f16, to_fp8
 from support.ptx.scalars import FLOATS, integer, is_float, is_pair, packed, width
 from support.ptx.source.program import Instruction
 from support.ptx.values import Read, reader, writer
@@ -16,11 +16,13 @@ _TO_INTEGERS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil
 def convert(instruction: Instruction) -> Step:
     to, given = instruction.types
     if is_pair(to) and given == "f32":
-        return _two_floats(instruction, to_bf16 if to == "bf16x2" else to_f16)
+        return _two_floats(instruction, _rounds_to_bf16(instruction) if to == "bf16x2" else to_f16)
     if to in ("e4m3x2", "e5m2x2"):
         return _two_fp8(instruction, to[:4], given)
     if given in ("e4m3x2", "e5m2x2"):
         return _from_two_fp8(instruction, FP8[given[:4]])
+    if to == "bf16" and given == "f32":
+        return _single(instruction, reader(instruction.operands[1], "f32"), _rounds_to_bf16(instruction))
     if to == "tf32":
         return _single(instruction, reader(instruction.operands[1], "b32"), _to_tf32)
     return _single(instruction, reader(instruction.operands[1], given), _function(instruction, to, given))
@@ -64,6 +66,10 @@ def _between_integers(numbers: np.ndarray, dtype: type, saturates: bool) -> np.n
         most = min(np.iinfo(dtype).max, np.iinfo(numbers.dtype).max)
         numbers = np.clip(numbers, max(np.iinfo(dtype).min, np.iinfo(numbers.dtype).min), most)
     return numbers.astype(dtype)
+
+
+def _rounds_to_bf16(instruction: Instruction) -> Callable[[np.ndarray], np.ndarray]:
+    return to_bf16_by_cutting if "rz" in instruction.parts else to_bf16
 
 
 def _to_tf32(words: np.ndarray) -> np.ndarray:

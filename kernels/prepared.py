@@ -1,0 +1,142 @@
+"""Prepared: a kernel with the arguments that many launches share, so that Triton compares them once.
+
+    kernel(tensors ...,  numbers ...,   fixed ...)
+           new at each launch           strides and constants: those of one kind of launches
+
+Triton derives from all arguments the machine code to run. This takes longer than most kernels here need on a device,
+and a model asks for the same once a layer and step. A repeated launch only reads addresses.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from kvpage.kernels.arguments import as_bits
+
+ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no multiple of it
+LARGEST = 2**31 - 1  # larger numbers are of another type: kernels are compiled anew for these
+CAPACITY = 4096
+
+TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+_HOOKS: Any = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel  # where Triton keeps them
+
+Grid = tuple[int, int, int]
+
+
+class Prepared:
+    """A kernel that launches on other memory what it has launched before. It keeps no tensor alive.
+
+    Tensors of one Prepared have the same dtypes, and the same of them are None. They are on one device.
+
+    Args:
+        kernel: Compiled by triton.jit. It is not specialised on the numbers, and its constants are its last arguments.
+        fixed: The arguments after tensors and numbers.
+        options: Those of a launch, as num_warps.
+        num_bits: So many tensors, from the first on, are passed as integers of their size.
+        num_aligned: So many tensors, from the first on, may be what the kernel is specialised on the alignment of.
+    """
+
+    __slots__ = ("_compiled", "_fixed", "_kernel", "_num_aligned", "_num_bits", "_options")
+
+    def __init__(
+        self, kernel: Any, fixed: tuple[Any, ...], options: dict[str, Any], num_bits: int, num_aligned: int
+    ) -> None:
+        self._kernel, self._fixed, self._options = kernel, fixed, options
+        self._num_bits, self._num_aligned = num_bits, num_aligned
+        self._compiled: _Compiled | None = None
+
+    def launch(self, grid: Grid, tensors: Sequence[torch.Tensor | None], numbers: tuple[int, ...]) -> None:
+        """Launch on the current stream of the tensors' device, which is the current one."""
+        addresses = addresses_of(tensors)
+        if self.repeat(grid, addresses, numbers):
+            return
+        bits = self._num_bits
+        rows = [None if tensor is None else as_bits(tensor) for tensor in tensors[:bits]]
+        found = self._kernel[grid](*rows, *tensors[bits:], *numbers, *self._fixed, **self._options)
+        if isinstance(found, CompiledKernel) and self._is_usual(addresses, numbers):
+            self._compiled = _Compiled.of(found, self._kernel, self._fixed)
+
+    def repeat(self, grid: Grid, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
+        """Launch on tensors of these addresses, 0 for None. Return False, and do nothing, before the first launch."""
+        compiled = self._compiled
+        if compiled is None or not compiled.is_current() or not self._is_usual(addresses, numbers):
+            return False
+        compiled.launch(grid, (*addresses, *numbers))
+        return True
+
+    def _is_usual(self, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
+        bits = 0
+        for address in addresses[: self._num_aligned]:
+            bits |= address
+        return bits % ALIGNMENT == 0 and max(numbers) <= LARGEST
+
+
+class _Compiled(NamedTuple):
+    """Machine code on a device, and its last arguments."""
+
+    kernel: Any  # Triton's CompiledKernel
+    driver: Any  # Triton's, of the device
+    device: int
+    run: Any  # Triton's launcher
+    function: Any
+    metadata: Any
+    fixed: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, kernel: Any, source: Any, fixed: tuple[Any, ...]) -> "_Compiled":
+        """Up to Triton 3.2 launchers take no constants, from 3.3 on they take all arguments."""
+        if not TAKES_CONSTANTS:
+            fixed = fixed[: len(fixed) - len(source.constexprs)]
+        run = kernel.run  # loads the code
+        active = driver.active
+        return cls(kernel, active, active.get_current_device(), run, kernel.function, kernel.packed_metadata, fixed)
+
+    def is_current(self) -> bool:
+        """Return whether the current device is the one with the machine code."""
+        active = driver.active
+        return active is self.driver and bool(active.get_current_device() == self.device)
+
+    def launch(self, grid: Grid, arguments: tuple[int, ...]) -> None:
+        if _is_watched():
+            self.kernel[grid](*arguments, *self.fixed)
+            return
+        stream = self.driver.get_current_stream(self.device)
+        self.run(*grid, stream, self.function, self.metadata, None, None, None, *arguments, *self.fixed)
+
+
+def _is_watched() -> bool:
+    """Return whether a profiler asked to be called at each launch: then Triton launches, which does that."""
+    enter, leave = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook  # each None, a function, or some functions
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class PreparedKinds:
+    """At most `capacity` kinds of launches of one kernel, each prepared once; when it is full, it starts anew."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._known: dict[Hashable, Any] = {}
+
+    def get(self, kind: Hashable) -> Any:
+        """Return what was kept for this kind, or None."""
+        return self._known.get(kind)
+
+    def keep(self, kind: Hashable, prepared: Any) -> None:
+        """Keep a kind's launch: a Prepared, and what else follows from the kind."""
+        if len(self._known) >= self._capacity:
+            self._known.clear()
+        self._known[kind] = prepared
+
+
+def addresses_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return the addresses; 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def form(tensor: torch.Tensor | None) -> Hashable:
+    """Return the dtype, the sizes after the first, and the strides: what a launch on many rows shares with another."""
+    return None if tensor is None else (tensor.dtype, tensor.shape[1:], tensor.stride())

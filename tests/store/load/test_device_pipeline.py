@@ -1,0 +1,260 @@
+"""Blocks of a device to records and back, by copies that land late: every byte, after errors too."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.late_lanes import POISON, LateLanes
+from support.store_engines import TOKENS, B, C, all_bytes, make_engine
+
+from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.load import block_chunks, device_lanes
+from kvpage.store.load.device_lanes import LanePool
+from kvpage.store.tiers.memory_tier import MemoryTier
+
+TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
+LAYOUTS = [{}, {"backend": "paged"}, {"backend": "mla"}, {"kv_layout": "HND", "layer_layout": "packed"}]
+PINNED = pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+
+
+@pytest.fixture(autouse=True)
+def one_layer_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_chunks, "RUN_BYTES", 1)
+
+
+def on_device(engine: CacheEngine) -> CacheEngine:
+    """The same engine, as if its blocks were on a GPU."""
+    engine.device = torch.device("cuda", 0)
+    return engine
+
+
+def make_store(engine: CacheEngine, lanes: LateLanes | None, fmt: str = "vllm", num_threads: int = 2) -> KVStore:
+    tier = MemoryTier(1 << 16, pin_memory=False)
+    tier._slab.fill_(POISON)
+    store = KVStore(KVStoreConfig(C, num_threads=num_threads), metadata_of(engine, "m", fmt=fmt), [tier])
+    if lanes is not None:
+        store._chunks._lanes = lanes.pool
+    return store
+
+
+def tier_of(store: KVStore) -> MemoryTier:
+    return store._tiers.tiers[0].tier
+
+
+def slab(store: KVStore) -> list[bytes]:
+    """Each record, and what no record has."""
+    tier, left = tier_of(store), tier_of(store)._slab.clone()
+    found = []
+    for key in sorted(tier._entries):
+        entry = tier._entries[key]
+        place = slice(entry.begin * 4096, entry.begin * 4096 + entry.num_bytes)
+        found.append(tier._slab[place].numpy().tobytes())
+        left[place] = POISON
+    assert bool((left == POISON).all()), "bytes of no record were written"
+    return found
+
+
+def check_idle(store: KVStore, lanes: LateLanes) -> None:
+    """No copy is under way, no record is held, and no lane is lent."""
+    tier = tier_of(store)
+    tier.check()
+    assert lanes.is_idle() and lanes.pool._num_used == 0
+    assert all(entry.num_readers == 0 for entry in tier._entries.values())
+    used = sum(-(-entry.num_bytes // 4096) for entry in tier._entries.values())
+    assert tier._extents.num_free == tier._extents.num_units - used, "half a record is left"
+
+
+@PINNED
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()) or "flash")
+def test_records_and_blocks_are_those_of_a_cpu(layout: dict, fmt: str, pinned: bool) -> None:
+    for seed in range(3):
+        source, lanes = make_engine(seed=1, **layout), LateLanes(seed, pinned)
+        plain = make_store(source, None, fmt)
+        store = make_store(on_device(make_engine(seed=1, **layout)), lanes, fmt)
+        assert plain.store_blocks(TOKENS, source, TABLE) == len(TOKENS)
+        assert store.store_blocks(TOKENS, on_device(make_engine(seed=1, **layout)), TABLE) == len(TOKENS)
+        check_idle(store, lanes)
+        assert slab(store) == slab(plain)
+        for start in (0, 5, C, 2 * C + 1):
+            target, expected = on_device(make_engine(seed=2, **layout)), make_engine(seed=2, **layout)
+            assert store.load_blocks(TOKENS, target, OTHER, start) == len(TOKENS)
+            assert plain.load_blocks(TOKENS, expected, OTHER, start) == len(TOKENS)
+            check_idle(store, lanes)
+            for found, wanted in zip(all_bytes(target), all_bytes(expected), strict=True):
+                assert torch.equal(found, wanted)
+    assert store.stats().corrupt_records == 0
+
+
+@PINNED
+def test_layer_by_layer(pinned: bool) -> None:
+    lanes, engine = LateLanes(3, pinned), make_engine(seed=1)
+    store = make_store(engine, lanes)
+    store.store_blocks(TOKENS, engine, TABLE)
+    target, expected = on_device(make_engine(seed=2)), make_engine(seed=2)
+    with store.load_layers(TOKENS, target, OTHER) as load:
+        assert load.result() == len(TOKENS)
+    store.load_blocks(TOKENS, expected, OTHER)
+    check_idle(store, lanes)
+    for found, wanted in zip(all_bytes(target), all_bytes(expected), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@PINNED
+def test_lanes_begin_after_the_callers_work(pinned: bool) -> None:
+    """Each lane of a call first waits for the point at which the call was made, in whatever thread it runs."""
+    lanes, engine = LateLanes(4, pinned), on_device(make_engine(seed=1))
+    store = make_store(engine, lanes)
+    store.store_blocks(TOKENS, engine, TABLE)
+    store.load_blocks(TOKENS, engine, OTHER)
+    assert lanes.num_marks == 2 and lanes.streams
+    for stream in lanes.streams:
+        assert stream.log[0] == "ready"
+    lent = sum(stream.log.count("ready") for stream in lanes.streams)
+    assert lent == 2 * 3 * device_lanes.NUM_LANES, "of three chunks, stored and loaded"
+
+
+def test_several_copies_are_under_way_while_one_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, engine, under_way = LateLanes(5), on_device(make_engine(seed=1)), []
+    store = make_store(engine, lanes, num_threads=1)
+    digests_of = block_chunks.DevicePipeline._digest_stored
+
+    def watch(self, *arguments):
+        under_way.append(sum(stream.num_put > 0 for stream in lanes.streams))
+        return digests_of(self, *arguments)
+
+    monkeypatch.setattr(block_chunks.DevicePipeline, "_digest_stored", watch)
+    store.store_blocks(TOKENS[:C], engine, TABLE)
+    assert under_way[0] == device_lanes.NUM_LANES, "a copy begins only when the one before is hashed"
+
+
+def num_works(pinned: bool, loads: bool) -> int:
+    lanes, engine = LateLanes(0, pinned), on_device(make_engine(seed=1))
+    store = make_store(engine, lanes)
+    store.store_blocks(TOKENS, engine, TABLE)
+    before = lanes.num_works
+    if loads:
+        store.load_blocks(TOKENS, engine, OTHER)
+        return lanes.num_works - before
+    return before
+
+
+@PINNED
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_error_in_any_copy_leaves_nothing_behind(pinned: bool, num_threads: int) -> None:
+    engine = on_device(make_engine(seed=1))
+    for number in range(1, num_works(pinned, loads=False) + 1):
+        lanes = LateLanes(number, pinned, failing_work=number)
+        store = make_store(engine, lanes, num_threads=num_threads)
+        with pytest.raises(RuntimeError, match=f"copy {number} has failed"):
+            store.store_blocks(TOKENS, engine, TABLE)
+        check_idle(store, lanes)
+        assert store.store_blocks(TOKENS, engine, TABLE) == len(TOKENS)
+        check_idle(store, lanes)
+        target, expected = make_engine(seed=2), make_engine(seed=2)
+        store.load_blocks(TOKENS, target, OTHER)
+        for start in range(0, len(TOKENS), C):
+            store.load_blocks(TOKENS, expected, OTHER, start)
+        lanes.failing_work = lanes.num_works + number
+        with pytest.raises(RuntimeError, match="has failed"):
+            store.load_blocks(TOKENS, on_device(make_engine(seed=3)), OTHER)
+        check_idle(store, lanes)
+        again = on_device(make_engine(seed=2))
+        assert store.load_blocks(TOKENS, again, OTHER) == len(TOKENS)
+        for found, wanted in zip(all_bytes(again), all_bytes(target), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@PINNED
+def test_an_interrupt_in_any_wait_leaves_nothing_behind(pinned: bool) -> None:
+    engine = on_device(make_engine(seed=1))
+    for number in range(1, 7):
+        lanes = LateLanes(number, pinned, failing_wait=number)
+        store = make_store(engine, lanes, num_threads=1)
+        with pytest.raises(KeyboardInterrupt):
+            store.store_blocks(TOKENS, engine, TABLE)
+        check_idle(store, lanes)
+        assert store.store_blocks(TOKENS, engine, TABLE) == len(TOKENS)
+        lanes.failing_wait = lanes.num_waits + number
+        with pytest.raises(KeyboardInterrupt):
+            store.load_blocks(TOKENS, on_device(make_engine(seed=3)), OTHER)
+        check_idle(store, lanes)
+
+
+@PINNED
+def test_a_digest_that_does_not_fit_is_a_miss(pinned: bool) -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        lanes, engine = LateLanes(1, pinned), on_device(make_engine(seed=1))
+        store = make_store(engine, lanes)
+        store.store_blocks(TOKENS, engine, TABLE)
+        tier, keys = tier_of(store), store.keys_of(TOKENS)
+        chunk = rng.randrange(len(keys))
+        entry = tier._entries[keys[chunk]]
+        tier._slab[entry.begin * 4096 + rng.randrange(entry.num_bytes)] ^= 1 << rng.randrange(8)
+        target = on_device(make_engine(seed=2))
+        assert store.load_blocks(TOKENS, target, OTHER) == chunk * C
+        check_idle(store, lanes)
+        assert store.stats().corrupt_records == 1 and len(tier._entries) == len(keys) - 1
+
+
+@PINNED
+def test_copies_that_nobody_waits_for_are_caught(pinned: bool) -> None:
+    lanes, engine = LateLanes(2, pinned, is_hasty=True), make_engine(seed=1)
+    plain, store = make_store(engine, None), make_store(engine, lanes)
+    plain.store_blocks(TOKENS, engine, TABLE)
+    store.store_blocks(TOKENS, on_device(make_engine(seed=1)), TABLE)
+    assert not lanes.is_idle()
+    assert [np.frombuffer(one, np.uint8)[64:].tobytes() for one in slab(store)] != [one[64:] for one in slab(plain)]
+
+
+def test_a_pool_keeps_few_sets() -> None:
+    lanes = LateLanes()
+    pool, places = lanes.pool, [torch.device("cuda", index) for index in range(3)]
+    for size in (8, 16, 4):
+        for place in places * 2:
+            with pool.lanes(place, size) as lent:
+                assert len(lent) == device_lanes.NUM_LANES and len(lent[0].on_device) >= size
+    assert len(pool._free) <= device_lanes.MAX_SETS and pool._num_used == 0
+    with pool.lanes(places[2], 16) as first, pool.lanes(places[2], 16) as second:
+        assert first is not second
+    before = [kept for _, kept in pool._free]
+    with pytest.raises(RuntimeError, match="the device has failed"), pool.lanes(places[2], 16) as lent:
+        raise RuntimeError("the device has failed")
+    assert all(kept is not lent for _, kept in pool._free) and len(pool._free) == len(before) - 1
+    assert pool._num_used == 0
+
+
+def test_rooms_that_cannot_be_made() -> None:
+    def fail(device: torch.device, num_bytes: int) -> None:
+        raise MemoryError
+
+    pool = LanePool(rooms=fail)
+    for _ in range(2 * device_lanes.MAX_SETS):
+        with pytest.raises(MemoryError), pool.lanes(torch.device("cpu"), 8):
+            pass
+    assert B and not pool._free
+
+
+@pytest.mark.gpu
+@PINNED
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_blocks_of_a_gpu(fmt: str, pinned: bool) -> None:
+    """Its records are those of the same blocks on a CPU, and come back into its blocks bit by bit."""
+    config, shape = CacheConfig(B, 24), ModelConfig(10, 2, ("full_attention",) * 3, torch.bfloat16)
+    sources = [make_engine(seed=seed) for seed in (1, 2)]
+    engines = [CacheEngine(config, shape, None, DeviceConfig("cuda")) for _ in sources]
+    for engine, source in zip(engines, sources, strict=True):
+        for layer, plain in zip(engine.gpu_cache, source.gpu_cache, strict=True):
+            layer.copy_(plain)
+    store = KVStore(
+        KVStoreConfig(C, num_threads=2), metadata_of(sources[0], "m", fmt=fmt), [MemoryTier(1 << 16, pin_memory=pinned)]
+    )
+    assert store.store_blocks(TOKENS, engines[0], TABLE) == len(TOKENS)
+    assert store.load_blocks(TOKENS, sources[1], OTHER, 5) == len(TOKENS)
+    assert store.load_blocks(TOKENS, engines[1], OTHER, 5) == len(TOKENS)
+    for found, wanted in zip(all_bytes(engines[1]), all_bytes(sources[1]), strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    store.close()

@@ -1,0 +1,100 @@
+"""Kernels whose machine code is held against the table in docs/gpu.md. A new kernel is one line more in CASES."""
+
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from support.machine_code.cost import Cost
+from support.machine_code.sass import Sass
+
+ROOT = Path(__file__).parents[3]
+ARCHS = (80, 90)
+BF16, E4M3, E5M2, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+Measure = Callable[[int], Cost]
+
+
+def compile_tests(name: str) -> ModuleType:
+    """Return the tests that compile kernels ahead of time, of tests/kernels."""
+    path = ROOT / "tests" / "kernels" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"machine_code_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cuobjdump() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def measured(compiled: Any, arch: int, loop: tuple[str, ...]) -> Cost:
+    """Return the cost of a loop that has these instructions, or of the whole kernel where none are named."""
+    sass = Sass.of(compiled.asm["cubin"], cuobjdump())
+    code = sass.loop(*loop) if loop else sass.path()
+    return Cost.of(code, sass.registers, compiled.metadata.shared, compiled.metadata.num_warps, arch)
+
+
+def rows(kernel: str, dtype: torch.dtype, arch: int) -> Cost:
+    tests = compile_tests("test_triton_compile")
+    return measured(tests.compile_kernel(kernel, arch, tests.make_layout("flash", dtype), BF16), arch, ())
+
+
+def mix(arch: int) -> Cost:
+    return measured(compile_tests("test_blend_compile").compile_mix("llama", arch, BF16, "all"), arch, ())
+
+
+def deviation(arch: int) -> Cost:
+    tests = compile_tests("test_blend_compile")
+    constants = tests.deviation_constants(8, 128, BF16)
+    return measured(tests.compiled_of(tests.row_deviation_kernel, arch, constants, BF16, {}), arch, ())
+
+
+def copy(vector: str, arch: int) -> Cost:
+    """The loop over units of the kernel that copies blocks, as nvcc compiles it."""
+    source = ROOT / "csrc" / "copy" / "sm_kernel" / "sm_kernel.cu"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        command = ["nvcc", "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin", source]
+        subprocess.run([*command, "-o", file.name], check=True)
+        sass = Sass.of(Path(file.name).read_bytes(), cuobjdump(), f"copy_inlineI{vector}Ll8128E")
+    return Cost.of(sass.loop("LDG", "STG"), sass.registers, 0, 8, arch)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """unit: what the counted instructions move. program: needed besides Triton; None for nothing."""
+
+    unit: str
+    measure: Measure
+    program: str | None = None
+
+    @property
+    def can_run(self) -> bool:
+        return self.program is None or shutil.which(self.program) is not None
+
+
+CASES = {
+    "reshape bf16": Case("a tile", partial(rows, "reshape", BF16)),
+    "reshape e4m3": Case("a tile", partial(rows, "reshape", E4M3)),
+    "reshape int8": Case("a tile", partial(rows, "reshape", INT8)),
+    "gather bf16": Case("a tile", partial(rows, "gather packed", BF16)),
+    "gather e4m3": Case("a tile", partial(rows, "gather packed", E4M3)),
+    "gather int8": Case("a tile", partial(rows, "gather packed", INT8)),
+    "store chunk bf16": Case("a tile", partial(rows, "store chunk", BF16)),
+    "store chunk e4m3": Case("a tile", partial(rows, "store chunk", E4M3)),
+    "load chunk bf16": Case("a tile", partial(rows, "load chunk", BF16)),
+    "load chunk e4m3": Case("a tile", partial(rows, "load chunk", E4M3)),
+    "mix rows bf16": Case("a row", mix),
+    "deviation bf16": Case("a row", deviation),
+    "copy blocks, 16 bytes a thread": Case("2 KiB", partial(copy, "NS_8Vector16E"), "nvcc"),
+    "copy blocks, 1 byte a thread": Case("128 bytes", partial(copy, "h"), "nvcc"),
+}
