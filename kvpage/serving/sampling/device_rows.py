@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage import ops
+from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.sampled_sequence import SampledSequence
 from kvpage.serving.sampling.token_tables import TokenTables
@@ -69,6 +70,15 @@ class DeviceRows:
     def serves(self, logits: torch.Tensor) -> bool:
         """Whether such logits are what it was made for."""
         return logits.device == self._device and logits.shape[1] == self._vocab_size
+
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what `sample` does, on the device and without a wait; the next call overwrites it.
+
+        No rule of any row may count tokens: the host may not know the last one.
+        """
+        (given,) = upload([positions], self._device)
+        ops.sample_rows(logits, self._records, given, self._out, self._memory)
+        return self._out
 
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
