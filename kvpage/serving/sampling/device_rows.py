@@ -8,6 +8,7 @@ A token is the one that a CPU chooses from the same bits of logits.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ import torch
 from kvpage import ops
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.sampling.sampled_row import SampledRow
-from kvpage.serving.sampling.sampled_sequence import SampledSequence
 from kvpage.serving.sampling.token_tables import TokenTables
 
 RECORD = np.dtype(
@@ -41,6 +41,18 @@ RECORD = np.dtype(
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 
 
+class DeviceSequence(Protocol):
+    """A sequence, as kernels that choose its token need it; see SampledSequence."""
+
+    @property
+    def sampled_row(self) -> SampledRow | None:
+        """The rules as arrays; None where the likeliest token is taken as it is."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and the generated tokens, then room for more."""
+
+
 class DeviceRows:
     """Sequences that are sampled together on a device, for as long as they stay the same.
 
@@ -49,7 +61,7 @@ class DeviceRows:
 
     def __init__(
         self,
-        sequences: Sequence[SampledSequence],
+        sequences: Sequence[DeviceSequence],
         records: npt.NDArray[np.void],
         vocab_size: int,
         device: torch.device,
