@@ -11,7 +11,7 @@ import pytest
 WORK = Path(__file__).resolve().parents[2] / "support" / "rank_work.py"
 SECONDS = 300  # for a busy machine; it takes a fraction
 SAME = [
-    *((2, name) for name in ("llama", "qwen3", "mixtral", "deepseek_v3", "latents", "steered", "poisoned")),
+    *((2, name) for name in ("llama", "qwen3", "mixtral", "deepseek_v3", "latents", "steered", "poisoned", "example")),
     *((2, name) for name in ("to the store", "out of the store")),
     *((4, name) for name in ("llama", "mixtral")),
 ]
@@ -65,8 +65,8 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(folder: Path, name: 
 
 
 def test_an_error_of_one_rank_ends_all(folder: Path) -> None:
-    first, again = seen(folder, 2, 0)["alone"]
-    assert "the ranks cannot go on" in first and "the ranks cannot go on" in again
+    first, _ = seen(folder, 2, 0)["alone"]  # the next call raises RankLost, too
+    assert first.startswith("a step failed, and the ranks cannot go on: ")
     assert "the model does not like this token" in seen(folder, 2, 1)["alone"]
 
 
