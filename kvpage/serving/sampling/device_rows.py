@@ -15,7 +15,6 @@ import torch
 
 from kvpage import ops
 from kvpage.serving.sampling.sampled_row import SampledRow
-from kvpage.serving.sampling.sampled_sequence import SampledSequence
 from kvpage.serving.sampling.token_tables import TokenTables
 
 RECORD = np.dtype(
@@ -43,18 +42,19 @@ SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 class DeviceRows:
     """Sequences that are sampled together on a device, for as long as they stay the same.
 
-    records: their rows of `sample_rows`, see kvpage.serving.sampling.native_rows.
+    rows: the rules of each. tokens: the prompt and the generated tokens of each, then room for more. records: their
+    rows of `sample_rows`, see kvpage.serving.sampling.native_rows.
     """
 
     def __init__(
         self,
-        sequences: Sequence[SampledSequence],
+        rows: Sequence[SampledRow | None],
+        tokens: Sequence[npt.NDArray[np.int32]],
         records: npt.NDArray[np.void],
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
-        rows = [sequence.sampled_row for sequence in sequences]
+        self._rows, self._tokens, self._vocab_size, self._device = rows, tokens, vocab_size, device
         self._tables = [None if row is None else row.tables_on(device, vocab_size) for row in rows]
         packed = np.array([_record(row, tables) for row, tables in zip(rows, self._tables, strict=True)], RECORD)
         for name in SAME_FIELDS:
@@ -73,17 +73,17 @@ class DeviceRows:
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
         held = [
-            (index, tables, sequence.tokens, row.num_prompt_tokens + int(positions[index]))
-            for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
-            if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
+            (index, tables, row.num_prompt_tokens + int(positions[index]))
+            for index, (tables, row) in enumerate(zip(self._tables, self._rows, strict=True))
+            if tables is not None and tables.counts and row is not None
         ]
-        for _, tables, tokens, num_tokens in held:
-            tables.hold(tokens[:num_tokens])
+        for index, tables, num_tokens in held:
+            tables.hold(self._tokens[index][:num_tokens])
         self._staged.numpy()[:] = positions
         self._positions.copy_(self._staged, non_blocking=True)
         ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)
         chosen: npt.NDArray[np.int32] = self._out.cpu().numpy().copy()
-        for index, tables, _, num_tokens in held:
+        for index, tables, num_tokens in held:
             tables.note_chosen(num_tokens, int(chosen[index]))
         return chosen
 

@@ -99,7 +99,9 @@ class Sampler:
 
     def _device(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         if self._on_device is None or not self._on_device.serves(logits):
-            self._on_device = DeviceRows(self._sequences, self._records, logits.shape[1], logits.device)
+            rules = [sequence.sampled_row for sequence in self._sequences]
+            tokens = [sequence.tokens for sequence in self._sequences]
+            self._on_device = DeviceRows(rules, tokens, self._records, logits.shape[1], logits.device)
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
         return self._with_torch(logits, self._on_device.sample(rows, positions))
 
