@@ -6,19 +6,20 @@ same run, alternating with the operation. Beside it what torch offers: index_cop
 
 On a CPU: calls by the clock, medians with their quartiles, and shares of the copy of the same turn. With several
 threads each waits until those of OpenMP, idle after torch's copy, have ceased to spin: they would keep a processor from
-whatever comes next. On a CUDA device
-(--device cuda): by events around ten calls that wait behind a delay until all are launched, so that it is the device
-that is measured; and as "call us" the host's time until a call returns. Chunks are of all layers of a model (of eight
-on a CPU), on the device ("device" in format "vllm", "hf" in "huggingface"), and in pinned host memory (against one
-large copy_ over the bus). Scales are 1, or with "heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a
-GPU 0.85 from 8k tokens. Where others keep a machine busy, one thread (--threads 1) tells more than several.
+whatever comes next. On a CUDA device (--device cuda): by events around up to ten calls that wait behind a delay until
+all are launched (benchmarks/device_clock.py), so that it is the device that is measured; and as "call us" the host's
+time until a call returns. Chunks are of all layers of a model (of eight on a CPU), on the device ("device" in format
+"vllm", "hf" in "huggingface"), and in pinned host memory (against one large copy_ over the bus). Scales are 1, or with
+"heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens. Where others keep a
+machine busy, one thread (--threads 1) tells more than several.
 
     python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--chunk-tokens N ...]
-        [--threads N] [--plot PATH]
+        [--threads N] [--seconds S] [--plot PATH]
 """
 
 import argparse
 import functools
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpage import CacheLayout, KVScales, ops
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.device_clock import DeviceClock
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, within
 from kvpage.ops import reference
 
 BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-CALLS, DELAY = 10, 4_000_000  # cycles of the device: some 2 ms, for the host to launch them all
+CALLS = 10  # at most, behind one delay of the device
 REST = 0.01  # seconds; OpenMP's idle threads spin for some milliseconds
 
 LLAMA = ("flash", 8, 128, 32)  # Llama 3 8B: 4 KiB a token and layer in bf16
@@ -101,16 +103,10 @@ def rest() -> None:
         pass
 
 
-def seconds(call: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(DELAY)
-        start.record()
-        for _ in range(CALLS):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / CALLS
+def seconds(call: Callable[[], object], clock: DeviceClock | None) -> float:
+    """Return the time of one call. clock: a CUDA device's; None on a CPU."""
+    if clock is not None:
+        return clock.time(call, call, CALLS).seconds
     if torch.get_num_threads() > 1:
         rest()
     before = time.perf_counter()
@@ -121,7 +117,8 @@ def seconds(call: Callable[[], object], device: str) -> float:
 def taken_in_turns(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[list[float]]:
     """The seconds of each call in each round."""
     numbered = {str(n): call for n, call in enumerate(calls)}
-    turns = in_turns(numbered, rounds, 1, lambda call, _: seconds(call, device), warmups=2)
+    clock = DeviceClock() if device == "cuda" else None
+    turns = in_turns(numbered, rounds, 1, lambda call, _: seconds(call, clock), warmups=2)
     return list(turns.values())
 
 
@@ -315,6 +312,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, nargs="+", default=CHUNK_TOKENS)
     parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing further begins")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -327,7 +325,8 @@ def main() -> None:
     print(f"{'of copy':>17} {'of index':>17} call us")
     results = []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
-    for result in every_result(options.device, tokens, options.chunk_tokens, options.rounds):
+    measured = every_result(options.device, tokens, options.chunk_tokens, options.rounds)
+    for result in within(options.seconds, measured):
         results.append(result)
         print(table_line(result), flush=True)
     if options.plot:

@@ -14,7 +14,7 @@ The peer of swaps is the driver's own cuMemcpyBatchAsync over the same pieces, w
 
 Medians of rounds in which every case is measured once. Before anything is timed, every destination byte is compared.
 
-Usage: python benchmarks/bench_swap.py [--rounds 10] [--groups 16] [--plot PATH]
+Usage: python benchmarks/bench_swap.py [--rounds 10] [--groups 16] [--seconds S] [--plot PATH]
 Without a GPU it measures the plan, says so, and ends.
 """
 
@@ -22,14 +22,16 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
+from kvpage.benchmarks.figure import within
 from kvpage.benchmarks.raw_batch_copy import RawBatchCopy, find_call
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier
@@ -220,15 +222,22 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def swaps(calibration: Calibration, rounds: int) -> list[dict[str, Any]]:
+def each_swap(calibration: Calibration, rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure each size in all directions before the next."""
+    memory = Memory()
+    for size in PIECE_BYTES:
+        for direction in ("out", "in", "copy"):
+            for count in sorted({min(count, MOST_BYTES // size) for count in NUM_PIECES}):
+                yield measure(memory, direction, size, count, calibration, rounds)
+
+
+def swaps(calibration: Calibration, rounds: int, seconds: float) -> list[dict[str, Any]]:
     print("              pieces GB/s: by      by       the               one copy    large")
     print("        KiB  of them   engine   kernel  driver's   chosen  as much     copy  of it  of raw  enqueue us")
-    memory, rows = Memory(), []
-    for direction in ("out", "in", "copy"):
-        for size in PIECE_BYTES:
-            for count in sorted({min(count, MOST_BYTES // size) for count in NUM_PIECES}):
-                rows.append(measure(memory, direction, size, count, calibration, rounds))
-                show(rows[-1])
+    rows = []
+    for row in within(seconds, each_swap(calibration, rounds)):
+        rows.append(row)
+        show(row)
     return rows
 
 
@@ -236,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further swap is measured")
     parser.add_argument("--plot")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -248,7 +258,10 @@ def main() -> None:
     calibration = calibrate("cuda", options.groups)
     print(f"calibration: kernel up to {calibration.max_bytes_in} bytes in, {calibration.max_bytes_out} out; "
           f"{calibration.seconds:.2f} s")  # fmt: skip
-    report |= {"calibration": dataclasses.asdict(calibration), "rows": swaps(calibration, options.rounds)}
+    report |= {
+        "calibration": dataclasses.asdict(calibration),
+        "rows": swaps(calibration, options.rounds, options.seconds),
+    }
     report["call_us"] = {}
     for layer_layout in ("separate", "packed"):
         for name, kernel in (("kernel", True), ("engine", False)):

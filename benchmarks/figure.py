@@ -4,7 +4,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +92,16 @@ def in_turns(
         if was_enabled:
             gc.enable()
     return taken
+
+
+def within(seconds: float, results: Iterable[Any]) -> Iterator[Any]:
+    """Yield results until `seconds` have passed, at least one; say so where some are left out."""
+    deadline = time.monotonic() + seconds
+    for result in results:
+        yield result
+        if time.monotonic() > deadline:
+            print(f"stopped after {seconds:.0f} s: --seconds gives more")
+            return
 
 
 def dumps(result: Any) -> str:

@@ -1,4 +1,4 @@
-"""Attention over blocks in place: prefill, chunked prefill and decoding in one launch, and one more if keys are split.
+"""Attention over blocks in place: prefill, chunked prefill or decoding in one launch, and one more if keys are split.
 
     query rows of a tile            keys 0 1 2 3 4 5 6 7 8 9        tiles of 2 keys, window of 7 keys
     token 5, its heads of a group        # # # # # # . . . .        edge  [0 1]: token 7 no longer sees 0
@@ -6,19 +6,20 @@
     token 7                              . # # # # # # # . .        edge  [6 7]
                                                                     [8 9] is never read
 
-A thread block takes one tile of queries, one KV head and one split of the keys. It keeps a running maximum, a running
-sum and the weighted values in fp32 (online softmax). The sequences' queries follow each other. Each thread block finds
-its sequence by adding up the lengths, which stay on the device.
+A thread block takes one tile of queries, one KV head and one split of the keys (see kvpage.kernels.attention_tiles). It
+keeps a running maximum, a running sum and the weighted values in fp32 (online softmax). The sequences' queries follow
+each other.
 
 Unseen keys reach no sum: keys that no query of the tile sees are not read, and keys that only some queries see are made
-finite for the others. A block id out of range is reported, and its keys count as not there.
+finite for the others. A block id out of range is reported, and its keys count as not there. The report has a loop of
+its own: in the loop over keys it would be a load that nothing hides.
 """
 
 import triton
 import triton.language as tl
 
 from kvpage.kernels.attention_rows import load_queries, load_values, score
-from kvpage.kernels.attention_tiles import keys_of_split, positions_of_rows, program_of, queries_of_tile, sequence_of
+from kvpage.kernels.attention_tiles import item_of, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import at, report
 
 
@@ -32,11 +33,70 @@ def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def blocks_of_keys(table_row, key, inside, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Return block id and offset of each key, int64, and whether there is such a block."""
-    block_id = tl.load(table_row + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    offset = (key % BLOCK_SIZE).to(tl.int64)
-    return block_id, offset, (block_id >= 0) & (block_id < num_blocks)
+def tile_of_step(step, begin, before, jump):
+    """Return the tile of keys of a step of the loop, which leaves `jump` tiles out after the first `before`."""
+    return begin + step + tl.where(step >= before, jump, 0)
+
+
+@triton.jit
+def are_wanted(key, low, last, A: tl.constexpr):
+    """Return whether any row may see the keys."""
+    if A.value.WINDOW:
+        return (key >= low) & (key <= last)
+    else:
+        return key <= last
+
+
+@triton.jit
+def are_known(entry, key, low, last, num_blocks, A: tl.constexpr):
+    """Return whether the keys are wanted, and their block ids are in range. A negative id is large without its sign."""
+    known = entry.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32)
+    if A.value.BLOCK_SIZE % A.value.TILE_KEYS == 0:  # one entry for all keys
+        known = known & are_wanted(key, low, last, A)
+    return known
+
+
+@triton.jit
+def entries_of_tile(key_tile, low, last, table_row, A: tl.constexpr):
+    """Return the table's entry for each key of a tile, or one for all; -1 where no key is in [low, last]."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    begin = key_tile * TILE_KEYS
+    if BLOCK_SIZE % TILE_KEYS == 0:
+        return tl.load(table_row + begin // BLOCK_SIZE, mask=(begin <= last) & (begin + TILE_KEYS > low), other=-1)
+    else:
+        key = begin + tl.arange(0, TILE_KEYS)
+        return tl.load(table_row + key // BLOCK_SIZE, mask=are_wanted(key, low, last, A), other=-1)
+
+
+@triton.jit
+def offsets_of_tile(key_tile, A: tl.constexpr):
+    """Return each key's offset in its block, int64. It is the same in all tiles that begin with a block."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    if TILE_KEYS % BLOCK_SIZE == 0:
+        offset = tl.arange(0, TILE_KEYS) % BLOCK_SIZE
+    elif BLOCK_SIZE % TILE_KEYS == 0:
+        offset = key_tile * TILE_KEYS % BLOCK_SIZE + tl.arange(0, TILE_KEYS)
+    else:
+        offset = (key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)) % BLOCK_SIZE
+    return offset.to(tl.int64)
+
+
+@triton.jit
+def report_unknown(table_row, low, begin, end, last, num_blocks, error_ptr, A: tl.constexpr):
+    """Report a block id out of range among those of the keys of tiles [begin, end), from `low` to `last`."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    IDS: tl.constexpr = A.value.IDS
+    first_block = tl.maximum(begin * TILE_KEYS, low) // BLOCK_SIZE
+    end_block = (tl.minimum(end * TILE_KEYS, last + 1) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    unknown = tl.zeros([IDS], tl.int32)
+    for start_block in range(first_block, end_block, IDS):
+        block = start_block + tl.arange(0, IDS)
+        block_id = tl.load(table_row + block, mask=block < end_block, other=0)
+        unknown |= ((block_id < 0) | (block_id >= num_blocks)).to(tl.int32)
+    report(unknown > 0, error_ptr, A.value.BIT)
 
 
 @triton.jit
@@ -84,14 +144,15 @@ def store_out(out_ptr, token, head, token_stride, head_stride, total, values, va
 
 @triton.jit
 def store_partial(
-    partial_ptr, sum_ptr, token, head, num_kv_heads, split, num_splits, largest, total, values, valid, A: tl.constexpr
+    partial_ptr, sum_ptr, item, query, head, num_kv_heads, largest, total, values, valid, A: tl.constexpr
 ):
-    """Write the rows of a split: values as they are, their maximum and their sum."""
+    """Write the rows of an item: values as they are, their maximum and their sum. query: within the tile."""
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     GROUP: tl.constexpr = A.value.GROUP
     SIZE: tl.constexpr = A.value.VALUE_SIZE
     column = tl.arange(0, values.shape[1])
     mask = valid[:, None] & (column < SIZE)[None, :]
-    row = (token.to(tl.int64) * num_kv_heads * GROUP + head) * num_splits + split
+    row = (item.to(tl.int64) * TILE_TOKENS + query) * num_kv_heads * GROUP + head
     tl.store(partial_ptr + (row[:, None] * SIZE + column[None, :]), values, mask=mask)
     tl.store(sum_ptr + row * 2, largest, mask=valid)
     tl.store(sum_ptr + row * 2 + 1, total, mask=valid)
@@ -100,7 +161,7 @@ def store_partial(
 @triton.jit
 def attend(
     largest, total, values, q, q_tail, row_factor, position, window, softcap,
-    key, wanted, block_id, offset, kv_head,  # of a tile of keys
+    key_tile, entry, low, last, num_blocks, kv_head,  # entry: of the table, for each key of the tile
     key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,  # key_head: offset of the KV head
     value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
     key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
@@ -111,6 +172,10 @@ def attend(
     """Return the running maximum, sum and weighted values with one more tile of keys."""
     KEY_ALIGN: tl.constexpr = A.value.KEY_ALIGN
     VALUE_ALIGN: tl.constexpr = A.value.VALUE_ALIGN
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    wanted = are_known(entry, key, low, last, num_blocks, A)
+    block_id, offset = entry.to(tl.int64), offsets_of_tile(key_tile, A)
     kv_head = kv_head.to(tl.int64)
     # The compiler learns what divides the result of an operation, but not that of a call.
     key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
@@ -125,8 +190,11 @@ def attend(
     if A.value.SHARED:
         v = k
     else:
-        value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
-        value_row = tl.multiple_of(value_row, VALUE_ALIGN)
+        if A.value.SAME_STRIDES:
+            value_row = key_row
+        else:
+            value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
+            value_row = tl.multiple_of(value_row, VALUE_ALIGN)
         v = load_values(value_ptr, value_row, wanted, value_run_stride, A)
     value_scales = None
     if A.value.TOKEN_SCALES:
@@ -163,8 +231,10 @@ def start(sink_ptr, head, valid, split, A: tl.constexpr):
 
 # Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_splits", "num_seqs", "num_tokens", "num_blocks", "capacity", "window"],
-    do_not_specialize_on_alignment=["sink_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"],
+    do_not_specialize=[
+        *("num_items", "num_pieces", "num_seqs", "num_tokens", "num_blocks", "capacity", "window", "table_stride")
+    ],
+    do_not_specialize_on_alignment=["sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"],
 )
 def paged_attention_kernel(
     query_ptr, out_ptr,  # [num_tokens, num_kv_heads * GROUP, KEY_SIZE], and VALUE_SIZE
@@ -174,12 +244,12 @@ def paged_attention_kernel(
     table_ptr,  # int32 [num_seqs, capacity / BLOCK_SIZE]
     seq_len_ptr, query_len_ptr,  # [num_seqs]; the latter None for one each
     position_ptr,  # int64 [num_tokens]: of each query in its sequence, ascending; or None for the last ones
-    partial_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, VALUE_SIZE] or None for one split
-    sum_ptr,  # fp32 [num_tokens * num_kv_heads * GROUP, num_splits, 2]: maximum and sum
+    partial_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, VALUE_SIZE] or None for one split each
+    sum_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, 2]: maximum and sum
     error_ptr,  # int32 [1]
     factor, softcap,  # see scaled()
     window,
-    num_tiles, num_splits, num_kv_heads, num_seqs, num_tokens, num_blocks,
+    num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks,
     capacity,  # keys that a row of the table has room for
     query_token_stride, query_head_stride,  # all strides in elements
     out_token_stride, out_head_stride,
@@ -190,12 +260,14 @@ def paged_attention_kernel(
     value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     A: tl.constexpr,  # AttentionConstants
 ):  # fmt: skip
-    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     TOKEN_SCALES: tl.constexpr = A.value.TOKEN_SCALES
     QUERY_ALIGN: tl.constexpr = A.value.QUERY_ALIGN
     NUM_PHASES: tl.constexpr = A.value.NUM_PHASES
-    head_tile, kv_head, split, tile = program_of(num_tiles, num_splits, num_kv_heads, A)
-    seq, num_queries, first_row, first_query = sequence_of(tile, query_len_ptr, num_seqs, A)
+    SPLIT: tl.constexpr = partial_ptr is not None
+    head_tile, kv_head, item = program_of(num_items, num_kv_heads, A)
+    seq, num_queries, first_row, first_query, split, num_splits = item_of(
+        item, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, SPLIT, A
+    )
     if seq >= num_seqs:
         return
     length = length_of(seq, seq_len_ptr, capacity, error_ptr, A)
@@ -214,34 +286,33 @@ def paged_attention_kernel(
     table_row = table_ptr + seq.to(tl.int64) * table_stride
     key_head = kv_head.to(tl.int64) * key_head_stride
     value_head = kv_head.to(tl.int64) * value_head_stride
-    unknown = tl.zeros([TILE_KEYS], tl.int32)
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
             before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
         else:
             before, num_steps, jump = 0, full_end - full_begin, full_begin - begin
+        entry = entries_of_tile(tile_of_step(0, begin, before, jump), low, last, table_row, A)
         for step in range(0, num_steps):
-            key_tile = begin + step + tl.where(step >= before, jump, 0)
-            key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-            inside = (key >= low) & (key <= last)
-            block_id, offset, known = blocks_of_keys(table_row, key, inside, num_blocks, A.value.BLOCK_SIZE)
-            unknown |= (inside & (known == 0)).to(tl.int32)
+            key_tile = tile_of_step(step, begin, before, jump)
+            tile_after = tile_of_step(step + 1, begin, before, jump)
+            entry_after = entries_of_tile(tile_after, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
             largest, total, values = attend(
                 largest, total, values, q, q_tail, row_factor, position, window, softcap,
-                key, inside & known, block_id, offset, kv_head,
+                key_tile, entry, low, last, num_blocks, kv_head,
                 key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
                 value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
                 value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
                 phase == 1, A,
             )  # fmt: skip
-    report(unknown > 0, error_ptr, A.value.BIT)
+            entry = entry_after
 
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
-    if partial_ptr is None:
-        store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
+    if SPLIT and num_splits > 1:
+        row = query - first_query
+        store_partial(partial_ptr, sum_ptr, item, row, head, num_kv_heads, largest, total, values, valid, A)
     else:
-        store_partial(
-            partial_ptr, sum_ptr, token, head, num_kv_heads, split, num_splits, largest, total, values, valid, A
-        )
+        store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
+    if (kv_head == 0) & (head_tile == 0):
+        report_unknown(table_row, low, begin, end, last, num_blocks, error_ptr, A)

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpage.kernels.arguments import BAD_BLOCK
+from kvpage.kernels.attention_plan import MAX_SPLITS
 from kvpage.kernels.constants import Constants
 
 SEARCH = 128  # sequences at a time
+IDS = 128  # block ids at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,14 @@ class AttentionConstants(Constants):
     TOKEN_SCALES: scales are of a token's head, not of a head.
     SCALE_VALUES: V is multiplied by them, not the weights: in fp16.
     SHARED: V is the first VALUE_SIZE elements of each key, all within its tile.
+    SAME_STRIDES: a row of V is as far from V's beginning as K's from K's.
     WINDOW, SOFTCAP: whether there is one.
     TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
     TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
+    BOUNDED: the window bounds the keys that a tile of queries reads: its queries follow each other.
     MIN_SPLIT_TILES: tiles of keys that a split has at least.
+    MAX_SPLITS: splits that a sequence has at most.
+    IDS: block ids that are checked at a time.
     SEARCH: sequences that are searched at a time.
     BIT: of the error word, for a block id out of range.
     """
@@ -46,6 +52,7 @@ class AttentionConstants(Constants):
     TOKEN_SCALES: bool
     SCALE_VALUES: bool
     SHARED: bool
+    SAME_STRIDES: bool
     WINDOW: bool
     SOFTCAP: bool
     TILE_ROWS: int
@@ -55,7 +62,10 @@ class AttentionConstants(Constants):
     KEY_TILE: int
     KEY_TAIL: int
     VALUE_TILE: int
+    BOUNDED: bool
     MIN_SPLIT_TILES: int
+    MAX_SPLITS: int = MAX_SPLITS
+    IDS: int = IDS
     SEARCH: int = SEARCH
     BIT: int = BAD_BLOCK
 

@@ -1,16 +1,27 @@
-"""Launching attention over blocks: one kernel, and the merging one where keys are split. Waits for nothing."""
+"""Launching attention over blocks: one kernel, and the merging one where keys are split. Waits for nothing.
+
+decodes of a batch     rows of one token, splits of their keys, a merge
+its other sequences    tiles of many tokens, a launch of their own
+"""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from kvpage.kernels.attention import paged_attention_kernel
-from kvpage.kernels.attention_constants import SEARCH, AttentionConstants
+from kvpage.kernels.attention_constants import AttentionConstants
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
-from kvpage.kernels.attention_plan import Sizes, Tile, choose_splits, choose_tile, min_keys_of_split
+from kvpage.kernels.attention_plan import (
+    Sizes,
+    Tile,
+    choose_items,
+    choose_pieces,
+    choose_tile,
+    min_keys_of_split,
+)
 from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -27,14 +38,27 @@ class Rows(NamedTuple):
 
 class DeviceSequences(NamedTuple):
     """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each.
-    num_keys: of all sequences, or a bound."""
+    num_decodes: sequences at the beginning that have one query each, as far as the host knows them."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
     query_lens: torch.Tensor | None
     max_seq_len: int
     max_query_len: int
-    num_keys: int
+    num_decodes: int = 0
+
+    def decodes(self) -> "DeviceSequences":
+        """Return the sequences at the beginning that have one query each."""
+        few = slice(0, self.num_decodes)
+        return DeviceSequences(self.block_tables[few], self.seq_lens[few], None, self.max_seq_len, 1)
+
+    def prefills(self) -> "DeviceSequences":
+        """Return the other sequences."""
+        rest = slice(self.num_decodes, None)
+        queries = None if self.query_lens is None else self.query_lens[rest]
+        return DeviceSequences(
+            self.block_tables[rest], self.seq_lens[rest], queries, self.max_seq_len, self.max_query_len
+        )
 
 
 class Device(NamedTuple):
@@ -53,29 +77,33 @@ class Plan(NamedTuple):
     tile_tokens: int
     num_tiles: int  # of queries
     head_tiles: int
-    num_splits: int  # of the keys
+    num_pieces: int  # of the keys of all sequences; 0 where none is split
+    num_items: int  # a bound of each tile's splits, added up
 
 
 def plan_of(
     query: torch.Tensor,
     value_size: int,
     key: Rows,
-    shares_rows: bool,
+    value: Rows | None,
     sequences: DeviceSequences,
     device: Device,
 ) -> Plan:
-    """Choose tiles and splits from the shapes and the bounds, without waiting for the device."""
+    """Choose tiles and splits from the shapes and the bounds, without waiting for the device.
+
+    The plan depends on shapes, max_seq_len, max_query_len and num_decodes alone, and so do the grids and the sizes of
+    partial results. A graph that is captured with a bucket's bounds may be replayed with any lengths up to them.
+    """
     num_tokens, num_seqs = len(query), len(sequences.seq_lens)
     max_query_len = min(sequences.max_query_len, num_tokens)
-    sizes = sizes_of(query, value_size, key, shares_rows)
+    sizes = sizes_of(query, value_size, key, value)
     tile = choose_tile(sizes, sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs)), device.capability)
     tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
     num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
     head_tiles = key.data.shape[2] * -(-sizes.group_size // tile.rows)
-    total_tiles = num_tiles * head_tiles
-    num_keys = total_tiles * -(-sequences.num_keys // num_seqs)
-    num_splits = choose_splits(total_tiles, sequences.max_seq_len, num_keys, tile, device.num_multiprocessors)
-    return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, num_splits)
+    num_pieces = choose_pieces(num_tiles, head_tiles, sequences.max_seq_len, tile, device.num_multiprocessors)
+    num_items = choose_items(num_tiles, num_pieces, sequences.max_seq_len, tile)
+    return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, num_pieces, num_items)
 
 
 def paged_attention(
@@ -87,55 +115,76 @@ def paged_attention(
     attention: Attention,  # scale is given, sinks are fp32, positions on the device
     device: Device,
 ) -> None:
-    """Launch attention, and the merging of its splits if there are several."""
+    """Launch attention, and the merging of its splits if there are several; decodes apart from the other sequences.
+
+    Tiles for many queries would be mostly empty for one, and never split.
+    """
+    num_decodes, num_seqs = sequences.num_decodes, len(sequences.seq_lens)
+    if not 0 < num_decodes < num_seqs:
+        _launch(query, out, key, value, sequences, attention, device)
+        return
+    for rows, part in (
+        (slice(0, num_decodes), sequences.decodes()),
+        (slice(num_decodes, None), sequences.prefills()),
+    ):
+        positions = None if attention.query_positions is None else attention.query_positions[rows]
+        options = replace(attention, query_positions=positions)
+        _launch(query[rows], out[rows], key, value, part, options, device)
+
+
+def _launch(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    key: Rows,
+    value: Rows | None,
+    sequences: DeviceSequences,
+    attention: Attention,
+    device: Device,
+) -> None:
     num_tokens, num_heads, value_size = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return
-    plan = plan_of(query, value_size, key, value is None, sequences, device)
+    plan = plan_of(query, value_size, key, value, sequences, device)
+    constants = constants_of(plan, query, key, value, attention, device.capability)
     partial = sums = None
-    if plan.num_splits > 1:
-        partial = out.new_empty(num_tokens * num_heads, plan.num_splits, value_size, dtype=torch.float32)
-        sums = out.new_empty(num_tokens * num_heads, plan.num_splits, 2, dtype=torch.float32)
+    if plan.num_pieces:
+        partial_rows = plan.num_items * plan.tile_tokens, num_heads
+        partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
+        sums = out.new_empty(*partial_rows, 2, dtype=torch.float32)
     value_rows = key if value is None else value
-    paged_attention_kernel[(plan.num_tiles * plan.head_tiles * plan.num_splits,)](
+    capacity = sequences.block_tables.shape[1] * key.data.shape[1]
+    window = min(attention.sliding_window or 0, 2**31 - 1)
+    paged_attention_kernel[(plan.num_items * plan.head_tiles,)](
         *(query, out, _as_stored(key.data), _as_stored(value_rows.data), key.scales, value_rows.scales),
         *(attention.sinks, sequences.block_tables, sequences.seq_lens, sequences.query_lens),
         *(attention.query_positions, partial, sums, device.error),
         *_factors(attention),
-        min(attention.sliding_window or 0, 2**31 - 1),
-        *(plan.num_tiles, plan.num_splits, key.data.shape[2], len(sequences.seq_lens), num_tokens, len(key.data)),
-        sequences.block_tables.shape[1] * key.data.shape[1],
+        window,
+        *(plan.num_items, plan.num_pieces, key.data.shape[2], len(sequences.seq_lens), num_tokens, len(key.data)),
+        capacity,
         *(*query.stride()[:2], *out.stride()[:2], sequences.block_tables.stride(0)),
         *(*key.data.stride()[:4], *value_rows.data.stride()[:4]),
         *(*_scale_strides(key), *_scale_strides(value_rows)),
-        constants_of(plan, query, key, value, attention, device.capability),
+        constants,
         num_warps=plan.tile.num_warps,
         num_stages=plan.tile.num_stages,
     )
-    if partial is not None and sums is not None:
-        _merge(out, partial, sums, sequences, plan.num_splits)
+    if partial is not None:
+        merge_splits_kernel[(num_tokens * num_heads,)](
+            *(out, partial, sums, sequences.seq_lens, sequences.query_lens, len(sequences.seq_lens), num_heads),
+            *(plan.num_items, plan.num_pieces, capacity, window, *out.stride()[:2], MERGED, constants),
+            num_warps=4,
+        )
 
 
-def _merge(
-    out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, sequences: DeviceSequences, num_splits: int
-) -> None:
-    num_tokens, num_heads, value_size = out.shape
-    merge_splits_kernel[(num_tokens * num_heads,)](
-        *(out, partial, sums, sequences.query_lens, len(sequences.seq_lens), num_heads, num_splits),
-        *out.stride()[:2],
-        VALUE_SIZE=value_size,
-        VALUE_TILE=triton.next_power_of_2(value_size),
-        SPLITS_TILE=triton.next_power_of_2(num_splits),
-        MERGED=MERGED,
-        SEARCH=SEARCH,
-        num_warps=4,
-    )
-
-
-def sizes_of(query: torch.Tensor, value_size: int, key: Rows, shares_rows: bool) -> Sizes:
+def sizes_of(query: torch.Tensor, value_size: int, key: Rows, value: Rows | None) -> Sizes:
     group_size = query.shape[1] // key.data.shape[2]
     stored, computed = key.data.element_size(), query.element_size()
-    return Sizes(group_size, query.shape[2], value_size, stored, computed, shares_rows, key.data.dtype == torch.int8)
+    is_scattered = value is not None and value.data.shape[3] > 1 and value.data.shape[4] == 1
+    has_token_scales = key.data.dtype == torch.int8
+    return Sizes(
+        group_size, query.shape[2], value_size, stored, computed, value is None, has_token_scales, is_scattered
+    )
 
 
 def constants_of(
@@ -168,6 +217,7 @@ def constants_of(
         TOKEN_SCALES=dtype == torch.int8,
         SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
         SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
+        SAME_STRIDES=value is not None and key.data.stride() == value.data.stride(),
         WINDOW=attention.sliding_window is not None,
         SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,
@@ -177,6 +227,7 @@ def constants_of(
         KEY_TILE=tile.key_tile,
         KEY_TAIL=tile.key_tail,
         VALUE_TILE=tile.value_tile,
+        BOUNDED=attention.sliding_window is not None and attention.query_positions is None,
         MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
     )
 

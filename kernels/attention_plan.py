@@ -3,15 +3,16 @@
 rows of a tile     TILE_TOKENS tokens of HEADS query heads of one KV head: token * HEADS + head of the group
                    a group of more heads than rows takes HEAD_TILES tiles, each of one token
 keys of a tile     TILE_KEYS at a time, of those that any of its rows sees
-splits             few tiles over many keys would leave multiprocessors without work: the keys are split over NUM_SPLITS
-                   thread blocks, whose partial sums a second kernel merges
+pieces             few tiles over many keys would leave multiprocessors idle: all keys are cut into about so many
+                   pieces, each sequence's into as many as its length asks for, and a second kernel merges partial sums
 """
 
 from typing import NamedTuple
 
 MIN_ROWS = 16  # of a tensor core's product
-MAX_SPLITS = 128
-FEW_BYTES = 20_000  # of a tile of keys: more than one has to be under way to keep memory busy
+MAX_SPLITS = 128  # of a sequence
+MIDDLE_ROWS = 64
+NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
 
 
 class Sizes(NamedTuple):
@@ -24,6 +25,7 @@ class Sizes(NamedTuple):
     compute_bytes: int
     shares_rows: bool  # V is the first part of K
     has_token_scales: bool
+    is_scattered: bool = False  # neighbours of a row of V lie apart: each element has an address
 
 
 class Tile(NamedTuple):
@@ -63,14 +65,19 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
     shares = sizes.shares_rows and sizes.value_size <= key_tile
     value_tile = key_tile if shares else max(next_power_of_2(sizes.value_size), MIN_ROWS)
     widest = max(key_tile + key_tail, value_tile)
-    rows = min(max(next_power_of_2(rows_wanted), MIN_ROWS), _most_rows(widest, sizes, capability))
+    rows = _rows(rows_wanted, _most_rows(widest, sizes, capability))
     row_bytes = (key_tile + key_tail + (0 if shares else value_tile)) * sizes.compute_bytes
     bytes_wanted = 2**14 if sizes.compute_bytes == 4 and rows > MIN_ROWS else 2**15
+    if sizes.is_scattered and rows == MIN_ROWS:
+        bytes_wanted //= 2
     keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_ROWS), 128 if rows == MIN_ROWS else 64)
     num_warps = 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
-    stored_tile = keys * row_bytes // sizes.compute_bytes * sizes.stored_bytes
-    num_stages = 2 if rows * widest >= 2**14 else 5 if rows == MIN_ROWS and stored_tile < FEW_BYTES else 3
-    return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, num_stages, _precision(widest))
+    return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
+
+
+def _rows(wanted: int, most: int) -> int:
+    """Return the rows of a tile: of few sizes, since a kernel is compiled for each."""
+    return next(rows for rows in (MIN_ROWS, min(MIDDLE_ROWS, most), most) if rows >= min(wanted, most))
 
 
 def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
@@ -93,18 +100,30 @@ def _precision(widest: int) -> str:
     return "tf32x3" if widest <= 128 else "ieee"
 
 
-def choose_splits(num_tiles: int, max_seq_len: int, total_keys: int, tile: Tile, num_multiprocessors: int) -> int:
-    """Choose the number of thread blocks over which the keys of the longest sequence are split.
+def choose_pieces(num_tiles: int, head_tiles: int, max_seq_len: int, tile: Tile, num_multiprocessors: int) -> int:
+    """Choose the number of pieces into which the keys of all sequences are cut, each by head_tiles thread blocks.
 
-    num_tiles: tiles of queries, over all heads. total_keys: keys that these tiles read, or a bound. Decoding is bound
-    by memory and merging is cheap, so it takes enough pieces for all thread blocks to end together. Tiles of many rows
-    are split only where they are too few for the device.
+    num_tiles: tiles of queries. max_seq_len: a bound. Decoding is bound by memory and merging is cheap, so it takes
+    enough pieces for all thread blocks to end together, however unlike the sequences are. Tiles of many rows are split
+    only where they are too few for the device. Returns 0 where no sequence is split.
     """
-    pieces = num_multiprocessors * (8 if tile.rows <= 2 * MIN_ROWS else 2)
-    if num_tiles == 0 or max_seq_len == 0 or (tile.rows > 2 * MIN_ROWS and num_tiles >= num_multiprocessors):
-        return 1
-    piece = max(-(-total_keys // pieces), min_keys_of_split(tile))
-    return min(max(-(-max_seq_len // piece), 1), MAX_SPLITS)
+    is_wide = tile.rows > 2 * MIN_ROWS
+    if num_tiles == 0 or max_seq_len <= min_keys_of_split(tile):
+        return 0
+    if is_wide and num_tiles * head_tiles >= num_multiprocessors:
+        return 0
+    return max(num_multiprocessors * (2 if is_wide else 8) // head_tiles, 1)
+
+
+def choose_items(num_tiles: int, num_pieces: int, max_seq_len: int, tile: Tile) -> int:
+    """Return a bound of the splits of all tiles of queries.
+
+    A split of a tile has a piece's keys, but for the tile's last one: all have at most num_tiles + num_pieces.
+    """
+    if num_pieces == 0:
+        return num_tiles
+    most = min(max(-(-max_seq_len // min_keys_of_split(tile)), 1), MAX_SPLITS)  # of one tile
+    return min(num_tiles + num_pieces, num_tiles * most)
 
 
 def min_keys_of_split(tile: Tile) -> int:

@@ -1,8 +1,14 @@
 """Queries and keys that a program of the attention kernel takes.
 
-    program ─► KV head, split, tile of queries ─► sequence, rows, positions ─► tiles of keys, those that all rows see
+    program ─► KV head, item ─► sequence, tile of queries, split of its keys ─► rows, positions ─► tiles of keys
 
-Tiles of queries are numbered over all sequences, one after the other; the lengths stay on the device.
+Items are numbered over all sequences, one after the other: a sequence has its tiles of queries times its splits.
+
+    lengths           9000   200   200           one query each, three pieces wished for
+    splits               3     1     1           a piece is a third of all keys, or more
+    items            0 1 2     3     4           the grid has num_tiles + num_pieces: at least as many
+
+The lengths stay on the device. Each program finds its item by adding up.
 """
 
 import triton
@@ -10,49 +16,112 @@ import triton.language as tl
 
 
 @triton.jit
-def program_of(num_tiles, num_splits, num_kv_heads, A: tl.constexpr):
-    """Return (tile of heads of a group, KV head, split of the keys, tile of queries) of this program."""
+def program_of(num_items, num_kv_heads, A: tl.constexpr):
+    """Return (tile of heads of a group, KV head, item) of this program."""
     GROUP: tl.constexpr = A.value.GROUP
     HEADS: tl.constexpr = A.value.HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.program_id(0)
     head_tile = program % HEAD_TILES
     kv_head = (program // HEAD_TILES) % num_kv_heads
-    split = (program // HEAD_TILES // num_kv_heads) % num_splits
-    tile = num_tiles - 1 - program // HEAD_TILES // num_kv_heads // num_splits  # a prompt's last, its longest, first
-    return head_tile, kv_head, split, tile
+    item = num_items - 1 - program // HEAD_TILES // num_kv_heads  # a prompt's last, its longest, first
+    return head_tile, kv_head, item
 
 
 @triton.jit
-def sequence_of(tile, query_len_ptr, num_seqs, A: tl.constexpr):
-    """Return (sequence, its queries, row of the first, index of the tile's first); num_seqs for a tile too many."""
+def queries_of(index, query_len_ptr, num_seqs):
+    """Return the queries of the sequences of this index: 0 for one that is not there."""
     if query_len_ptr is None:
-        seq, num_queries, first_row, first_query = tile, tile * 0 + 1, tile, tile * 0
+        return (index < num_seqs).to(tl.int32)
     else:
-        seq, num_queries, first_row, first_query = find_sequence(tile, query_len_ptr, num_seqs, A)
-    return seq, num_queries, first_row, first_query
+        return tl.maximum(tl.load(query_len_ptr + index, mask=index < num_seqs, other=0).to(tl.int32), 0)
 
 
 @triton.jit
-def find_sequence(tile, query_len_ptr, num_seqs, A: tl.constexpr):
-    """Do sequence_of where the sequences' queries differ in number."""
+def query_tiles(queries, A: tl.constexpr):
+    """Return the tiles that hold so many queries of a sequence."""
     TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
+    return (queries + TILE_TOKENS - 1) // TILE_TOKENS
+
+
+@triton.jit
+def span_of(index, seq_len_ptr, num_seqs, capacity, window, A: tl.constexpr):
+    """Return a bound of the tiles of keys that one tile of queries reads, for the sequences of this index."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
+    length = tl.load(seq_len_ptr + index, mask=index < num_seqs, other=0).to(tl.int64)
+    length = tl.maximum(tl.minimum(length, capacity), 0)
+    span = ((length + TILE_KEYS - 1) // TILE_KEYS).to(tl.int32)
+    if A.value.BOUNDED:
+        span = tl.minimum(span, window // TILE_KEYS + TILE_TOKENS // TILE_KEYS + 3)
+    return span
+
+
+@triton.jit
+def splits_of(span, piece, A: tl.constexpr):
+    """Return the splits of sequences with so many tiles of keys, none of more than `piece` where MAX_SPLITS allows."""
+    return tl.minimum(tl.maximum((span + piece - 1) // piece, 1), A.value.MAX_SPLITS)
+
+
+@triton.jit
+def piece_of(seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, A: tl.constexpr):
+    """Return the tiles of keys of a split: those that all tiles of queries read, over `num_pieces`."""
     SEARCH: tl.constexpr = A.value.SEARCH
-    seq = tile * 0
-    first_row = tile * 0
-    tiles_before = tile * 0  # of the sequences that end before this tile
-    tiles_so_far = tile * 0
+    total = num_pieces.to(tl.int64) * 0
     for begin in range(0, num_seqs, SEARCH):
         index = begin + tl.arange(0, SEARCH)
-        queries = tl.maximum(tl.load(query_len_ptr + index, mask=index < num_seqs, other=0).to(tl.int32), 0)
-        tiles = (queries + TILE_TOKENS - 1) // TILE_TOKENS
-        passed = (index < num_seqs) & (tiles_so_far + tl.cumsum(tiles, 0) <= tile)
+        tiles = query_tiles(queries_of(index, query_len_ptr, num_seqs), A)
+        span = span_of(index, seq_len_ptr, num_seqs, capacity, window, A)
+        total += tl.sum(tiles.to(tl.int64) * span, 0)
+    piece = tl.minimum((total + num_pieces - 1) // num_pieces, 2**30).to(tl.int32)
+    return tl.maximum(piece, A.value.MIN_SPLIT_TILES)
+
+
+@triton.jit
+def find(
+    target, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces,
+    BY_ROW: tl.constexpr,  # target is a row of the query, not an item
+    SPLIT: tl.constexpr,  # num_pieces are wished for; else each sequence has one split
+    A: tl.constexpr,
+):  # fmt: skip
+    """Return (sequence, its queries, its first row, its first item, its splits); num_seqs for a target too large."""
+    SEARCH: tl.constexpr = A.value.SEARCH
+    seq, first_row, first_item, passed_targets = target * 0, target * 0, target * 0, target * 0
+    piece = target * 0 + 1
+    if SPLIT:
+        piece = piece_of(seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, A)
+    for begin in range(0, num_seqs, SEARCH):
+        index = begin + tl.arange(0, SEARCH)
+        queries = queries_of(index, query_len_ptr, num_seqs)
+        items = query_tiles(queries, A)
+        if SPLIT:
+            items = items * splits_of(span_of(index, seq_len_ptr, num_seqs, capacity, window, A), piece, A)
+        targets = queries if BY_ROW else items
+        passed = (index < num_seqs) & (passed_targets + tl.cumsum(targets, 0) <= target)
         seq += tl.sum(passed.to(tl.int32), 0)
         first_row += tl.sum(tl.where(passed, queries, 0), 0)
-        tiles_before += tl.sum(tl.where(passed, tiles, 0), 0)
-        tiles_so_far += tl.sum(tiles, 0)
-    queries = tl.load(query_len_ptr + seq, mask=seq < num_seqs, other=0).to(tl.int32)
-    return seq, queries, first_row, (tile - tiles_before) * TILE_TOKENS
+        first_item += tl.sum(tl.where(passed, items, 0), 0)
+        passed_targets += tl.sum(targets, 0)
+    num_splits = target * 0 + 1
+    if SPLIT:
+        num_splits = splits_of(span_of(seq, seq_len_ptr, num_seqs, capacity, window, A), piece, A)
+    return seq, queries_of(seq, query_len_ptr, num_seqs), first_row, first_item, num_splits
+
+
+@triton.jit
+def item_of(
+    item, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, SPLIT: tl.constexpr, A: tl.constexpr
+):
+    """Return (sequence, its queries, its first row, the tile's first query, split, splits); num_seqs for no item."""
+    TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
+    seq, num_queries, first_row, first_query, split, num_splits = item, item * 0 + 1, item, item * 0, item * 0, 1
+    if SPLIT or query_len_ptr is not None:
+        seq, num_queries, first_row, first_item, num_splits = find(
+            item, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, False, SPLIT, A
+        )
+        first_query = (item - first_item) // num_splits * TILE_TOKENS
+        split = (item - first_item) % num_splits
+    return seq, num_queries, first_row, first_query, split, num_splits
 
 
 @triton.jit

@@ -110,8 +110,8 @@ class _Compiled(NamedTuple):
 
 def _is_watched() -> bool:
     """Return whether a profiler asked to be called at each launch: then Triton launches, which does that."""
-    hooks = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook  # None, a function, or some functions
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook  # each None, a function, or some functions
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class PreparedKinds:

@@ -5,6 +5,7 @@ from kvpage.serving.engine import Engine
 from kvpage.serving.generate.cache_pool import KVPageCachePool
 from kvpage.serving.generate.kv_page_cache import KVPageCache
 from kvpage.serving.loop.outputs import RequestOutput, Sample, StepOutput
+from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.token_stream import TokenStream
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.sampling import SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "KVPageCachePool",
     "LogitsNotFinite",
     "PagedTokenTrie",
+    "RankLost",
     "RequestOutput",
     "Sample",
     "SamplingParams",

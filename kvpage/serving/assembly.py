@@ -4,6 +4,8 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -21,6 +23,7 @@ from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.sharding import check_sharded_size, of_this_rank, scales_of_this_rank
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
@@ -68,31 +71,58 @@ class ChosenAttention(NamedTuple):
 class ServableModel:
     """A model that was tried out over blocks.
 
+    config: with the KV heads of this rank. num_all_heads: those of all ranks.
     attention: what attends over blocks, and the window of all layers' attention; None if one sees everything.
     """
 
     runner: ModelRunner
     config: ModelConfig
     attention: ChosenAttention
+    num_all_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """The parts of an engine that every rank has, see EngineParts."""
+
+    cache: CacheEngine
+    defaults: ParamDefaults
+    max_model_len: int
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
-    """TypeError for others than a model and an EngineConfig, ValueError for a compiled model."""
+    """TypeError for others than a model and an EngineConfig, ValueError for a model that is compiled or ill sharded."""
     check_model(model)
     if not isinstance(config, EngineConfig):
         hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
+    check_sharded_size(model, config.tensor_parallel_size)
 
 
 def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     cache_config = config.cache_config
-    model_config = _model_config(model, cache_config)
-    runner = ModelRunner(model, _native_layers(model, config))
-    if model_config.use_mla:
-        verify_latents(runner, cache_config, model_config)
-    attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
-    return ServableModel(runner, model_config, attention)
+    of_all = _model_config(model, cache_config)
+    size, compiles = config.tensor_parallel_size, config.compile_model
+    runner = ModelRunner(model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1)
+    model_config = of_this_rank(runner, cache_config, of_all, size)
+    with _names_compiler() if compiles else nullcontext():
+        if model_config.use_mla:
+            verify_latents(runner, cache_config, model_config)
+        attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
+    return ServableModel(runner, model_config, attention, of_all.num_kv_heads)
+
+
+@contextmanager
+def _names_compiler() -> Iterator[None]:
+    """Raise ValueError for errors of torch.compile, as of a machine without a compiler."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # hints for developers of torch follow
+        raise ValueError(f"compile_model must be False, torch.compile cannot compile the model: {reason}") from error
 
 
 def choose_attention(
@@ -123,10 +153,7 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     """Make the parts. Raises as Engine.from_model does."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    model = runner.model
-    defaults = ParamDefaults.of_model(model, config.generation_config)
-    max_model_len = limited_model_len(model, config.max_model_len)
-    cache = make_cache(servable, config)
+    parts = assemble_rank(servable, config)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
     manager = make_manager(config, rule)
     blender = None
@@ -134,12 +161,30 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         blender = checked_blender(config.blend, runner, cache_config, model_config)
     telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
     return EngineParts(
-        runner, cache, manager, telemetry, defaults, max_model_len, servable.attention.window, rule, store_rule, blender
+        runner,
+        parts.cache,
+        manager,
+        telemetry,
+        parts.defaults,
+        parts.max_model_len,
+        servable.attention.window,
+        rule,
+        store_rule,
+        blender,
     )
 
 
+def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
+    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
+    model = servable.runner.model
+    defaults = ParamDefaults.of_model(model, config.generation_config)
+    max_model_len = limited_model_len(model, config.max_model_len)
+    return RankParts(make_cache(servable, config), defaults, max_model_len)
+
+
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
-    return NativeLayers() if config.native_layers and model.device.type == "cpu" else None
+    is_native = config.native_layers and not config.compile_model and model.device.type == "cpu"
+    return NativeLayers() if is_native else None
 
 
 def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
@@ -153,7 +198,8 @@ def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCon
 def make_cache(servable: ServableModel, config: EngineConfig) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    scales = choose_scales(runner, cache_config, model_config, config.kv_scales, config.calibration_tokens)
+    given = scales_of_this_rank(config.kv_scales, model_config.num_kv_heads, servable.num_all_heads)
+    scales = choose_scales(runner, cache_config, model_config, given, config.calibration_tokens)
     device_config = DeviceConfig(runner.model.device)
     cache = CacheEngine(cache_config, model_config, device_config=device_config, kv_scales=scales)
     attend_with(cache, servable.attention.library)

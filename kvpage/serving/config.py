@@ -21,6 +21,8 @@ FLAGS = (
     "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
+MAX_RANK_TIMEOUT = 86_400.0
+"""Seconds: a day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,11 @@ class EngineConfig:
         attention_backend: On a GPU, what attends over the blocks: "kvpage", its own kernels; "flashinfer",
             "flash_attn", "flash_attn_3" or "flash_mla", a library that is installed and takes the cache and the model;
             "auto", the first of these that does, or "kvpage". Calls that are not a library's kind go to "kvpage".
+        tensor_parallel_size: Processes that share the heads of a model that transformers has sharded over them
+            (`from_pretrained(..., tp_plan="auto")`, started by torchrun). Rank 0 makes the engine, and each other one
+            calls `Engine.follow`. It excludes `blend` and `compile_model`; decode steps are neither captured nor begun
+            ahead.
+        rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
 
     Raises:
         TypeError: A value is of another type.
@@ -96,6 +103,8 @@ class EngineConfig:
     async_scheduling: bool | None = None
     compile_model: bool = False
     attention_backend: AttentionBackendName = "auto"
+    tensor_parallel_size: int = 1
+    rank_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -106,6 +115,7 @@ class EngineConfig:
         self._check_numbers()
         self._check_scales()
         self._check_graphs()
+        self._check_ranks()
         if self.cache_config.num_gpu_blocks == 0:
             raise ValueError(
                 "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
@@ -124,6 +134,18 @@ class EngineConfig:
         for name in ("save_generated", "async_scheduling"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        for name, refused, why in (
+            ("blend", self.blend is not None, "None"),
+            ("async_scheduling", self.async_scheduling is True, "None or False"),
+            ("compile_model", self.compile_model, "False"),
+        ):
+            if refused:
+                size = self.tensor_parallel_size
+                raise ValueError(f"{name} must be {why} with several ranks, got it with tensor_parallel_size={size}")
 
     def _check_graphs(self) -> None:
         """Check the sizes and the memory of captured steps, and keep the sizes as a tuple."""
@@ -147,13 +169,16 @@ class EngineConfig:
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
         check_at_least("pin_quota", self.pin_quota, 0)
-        for name in ("residency_sample_rate", "store_deadline"):
+        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        for name in ("residency_sample_rate", "store_deadline", "rank_timeout"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):
                 raise TypeError(f"{name} must be a number, got {type(getattr(self, name)).__name__}")
         if not 0 <= self.residency_sample_rate <= 1:
             raise ValueError(f"residency_sample_rate must be in [0, 1], got {self.residency_sample_rate!r}")
         if not self.store_deadline >= 0:
             raise ValueError(f"store_deadline must not be negative, got {self.store_deadline!r}")
+        if not 0 < self.rank_timeout <= MAX_RANK_TIMEOUT:
+            raise ValueError(f"rank_timeout must be in (0, {MAX_RANK_TIMEOUT}], got {self.rank_timeout!r}")
 
     def _check_scales(self) -> None:
         """Check the scales and their tokens, and keep both as tuples, which nothing can change."""

@@ -33,6 +33,7 @@ from kvpage.serving.loop.graphs.capture_sizes import default_sizes
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.graphs.warmup import warm_up
 from kvpage.serving.loop.intake import Intake
+from kvpage.serving.loop.ranks.lead import Lead
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
@@ -57,12 +58,14 @@ class EngineCore:
         max_model_len: int,
         window: int | None,
         rule: LoadOrCompute | None,
+        lead: Lead | None = None,
     ) -> None:
-        """Put the parts together; see EngineParts."""
+        """Put the parts together; see EngineParts. lead: the side of other ranks; None where there are none."""
+        self._lead = lead
         self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
         self.cache, self.manager, self.telemetry = cache, manager, telemetry
         self._runner, self._connectors = runner, Connectors()
-        self._transfers = BlockTransfers(self.cache, self.manager, rule)
+        self._transfers = BlockTransfers(self.cache, self.manager, rule, tell=None if lead is None else lead.move)
         self.scheduler = Scheduler(
             self.manager,
             config.max_num_seqs,
@@ -71,16 +74,19 @@ class EngineCore:
             is_held=self._connectors.holds,
             reclaimers=[self._connectors.reclaim],
         )
-        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers)
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
         self._connect_device()
         self._intake = Intake(runner.model, self.manager, defaults, max_model_len)
         self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
 
     def _connect_device(self) -> None:
-        """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`."""
+        """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`.
+
+        Other ranks get the tokens of each step from the host, and begin it as it is.
+        """
         config, device = self.config, self.cache.device
-        if device.type != "cuda":
+        if device.type != "cuda" or self._lead is not None:
             return
         runs_ahead = config.async_scheduling is not False
         self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead))
@@ -103,8 +109,14 @@ class EngineCore:
             rule: Whether loading is worth it. None means always.
 
         Raises:
-            ValueError: The engine has no prefix caching, or has a store already.
+            ValueError: The engine has no prefix caching, or has a store already. It is one of several ranks: each
+                gives its store to `from_model` or `follow`.
         """
+        if self._lead is not None:
+            raise ValueError("use_store needs tensor_parallel_size=1: with more, give stores to from_model and follow")
+        self._connect_store(store, rule)
+
+    def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
@@ -153,15 +165,20 @@ class EngineCore:
         longest = min(self.max_model_len, cache.num_gpu_blocks * cache.layout.block_size)
         num_tokens = min(config.max_num_batched_tokens, longest)
         graphs = self._batch_runner.graphs
-        self._loop.between_requests(lambda: warm_up(self._runner, cache, graphs, num_tokens, progress))
+        self._loop.between_requests(lambda: warm_up(self._runner, cache, graphs, num_tokens, progress, self._lead))
 
     def close(self) -> None:
         """Wait for all that is on its way to a store and to kept segments, and publish the last events.
 
-        The engine goes on without them. Without a store, blending and events there is nothing to close.
+        The engine goes on without them. Without a store, blending and events there is nothing to close. Other ranks
+        end: an engine with these computes no more.
         """
-        self._connectors.drain()
-        self._close()
+        try:
+            self._connectors.drain()
+            self._close()
+        finally:
+            if self._lead is not None:
+                self._lead.close()
 
     @uninterrupted
     def _close(self) -> None:

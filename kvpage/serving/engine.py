@@ -7,6 +7,7 @@ The calls for requests and tokens are here, those for the engine as a whole in E
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from transformers import PreTrainedModel
 
@@ -15,12 +16,16 @@ from kvpage.blend.segments import SegmentCache
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.assembly import assemble, check_arguments, check_servable, default_segments
+from kvpage.serving.assembly import assemble, assemble_rank, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.core import EngineCore
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.ranks.follower import Follower
+from kvpage.serving.loop.ranks.lead import Lead
+from kvpage.serving.loop.ranks.ranked_store import RankedStore, StoreFollower
+from kvpage.serving.loop.ranks.ranks import Ranks, Role
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.loop.token_stream import TokenStream
@@ -81,9 +86,28 @@ class Engine(EngineCore):
                 nothing of the model.
             TypeError: `model` is no PreTrainedModel, for example a name; or `config` is no EngineConfig.
             ModuleNotFoundError, zmq.ZMQError: Events cannot be published.
+            RankLost: Not all ranks have come, or one has failed.
         """
         check_arguments(model, config)
-        with names_alternative(model, config.cache_config):
+        if config.tensor_parallel_size == 1:
+            return cls._made(model, config, store, segments, None)
+        lead = Lead(Ranks.join(model, config, Role.LEADS, store))
+        with lead.closed_on_error():
+            ranked = None if store is None else RankedStore(store, lead.ranks, lead)
+            return cls._made(model, config, ranked, segments, lead)
+
+    @classmethod
+    def _made(
+        cls,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        store: BlockStore | None,
+        segments: SegmentCache | None,
+        lead: Lead | None,
+    ) -> "Engine":
+        """Make an engine. lead: the side of the other ranks; None where there are none."""
+        # To name another way it computes, which ranks only do together.
+        with names_alternative(model, config.cache_config) if lead is None else nullcontext():
             servable = check_servable(model, config)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
@@ -98,13 +122,40 @@ class Engine(EngineCore):
             max_model_len=parts.max_model_len,
             window=parts.window,
             rule=parts.rule,
+            lead=lead,
         )
         if store is not None:
-            engine.use_store(store, parts.store_rule)
+            engine._connect_store(store, parts.store_rule)
         if config.blend is not None and parts.blender is not None:
             kept = default_segments(store, parts.cache, config.blend.max_bytes) if segments is None else segments
             engine.use_segments(parts.blender, kept)
         return engine
+
+    @classmethod
+    def follow(cls, model: PreTrainedModel, config: EngineConfig, *, store: BlockStore | None = None) -> None:
+        """Compute with rank 0 until it closes its engine: the part of every other rank.
+
+        Rank 0 decides, and has the requests and the tokens. This rank computes its heads, and holds their blocks.
+        Ctrl-C is left to rank 0, which gets it, too: here KeyboardInterrupt is raised when rank 0 has ended.
+
+        Args:
+            model: The same model as on rank 0, with the shard of this rank.
+            config: The same settings.
+            store: This rank's store, where rank 0 has one. Its metadata name the rank.
+
+        Raises:
+            ValueError: As `from_model`. The ranks differ in model or config.
+            RankLost: Rank 0 or another rank is gone, or has failed. The process groups are closed then.
+            Exception: The model has failed on this rank alone. The process groups are closed then.
+        """
+        check_arguments(model, config)
+        ranks = Ranks.join(model, config, Role.FOLLOWS, store)
+        with HeldInterrupts():
+            with ranks.together():
+                servable = check_servable(model, config)
+                cache = assemble_rank(servable, config).cache
+                follower_store = None if store is None else StoreFollower(store, cache, ranks)
+            Follower(ranks, servable.runner, cache, follower_store).run()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ MODULES = [
 EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",
     "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
     "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
@@ -42,6 +43,7 @@ PRIVATE = {
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
+    "kvpage.serving.loop.ranks.lead.Lead": "made by Engine.from_model",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.model.step.BatchItem": "of a step, which the engine makes",

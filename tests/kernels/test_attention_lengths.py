@@ -89,3 +89,17 @@ def test_bad_lengths_are_refused(match, change):
     with pytest.raises(ValueError, match=match):
         attend_as_on_a_device(case, out)
     assert not out.any()
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+def test_rows_of_padding_read_nothing(where, multiprocessors, cpu_as_device):
+    """A graph's bucket has a row for each sequence that it may hold: those without one have length 0."""
+    case = make_case([300, 1, 40, 5], None, block=4, heads=1, group=2)
+    want = expected(case)
+    case |= {"max_seq_len": 300, "max_query_len": 1}
+    case["seq_lens"] = torch.tensor([300, 1, 0, 0])
+    case["block_tables"][2:] = HUGE
+    got, reported = attend(where, case, multiprocessors=multiprocessors, state=cpu_as_device)
+    assert not reported and (got[2:] == 0).all()
+    torch.testing.assert_close(got[:2], want[:2], rtol=2e-4, atol=2e-4)

@@ -13,7 +13,7 @@ from kvpage import CacheLayout, KVScales, ops
 from kvpage.ops.cuda.launches import Launches
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from support.fake_driver import DEVICE, FakeDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,34 +25,7 @@ from kvpage.kernels.gather import gather_cache, gather_cache_by_device_lengths, 
 from kvpage.kernels.prepared import PreparedKinds  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache, reshape_and_cache_kernel  # noqa: E402
 
-DEVICE = 99  # no other test's: what was compiled stays with the kernels
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
-
-
-class FakeDriver:
-    def __init__(self):
-        self.launches, self.utils = [], self
-
-    def get_current_device(self):
-        return DEVICE
-
-    def get_current_stream(self, device):
-        return 7
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 2**17, "multiprocessor_count": 132}
-
-    def load_binary(self, name, binary, shared, device):
-        return name, name, 0, 0, 1024
-
-    def launcher_cls(self, source, metadata):
-        def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args):
-            self.launches.append((function, (x, y, z), stream, args))
-
-        return launch
 
 
 @pytest.fixture

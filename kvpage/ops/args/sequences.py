@@ -25,6 +25,9 @@ class Sequences:
         max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
         max_seq_len: A bound of seq_lens. Default: the largest, or as many as fit into a table.
 
+    Attention on a CUDA device is cut by num_tokens, the tables' shape and the two bounds, not by the lengths. A graph
+    that is captured with lengths on the device may be replayed with any others up to the bounds, 0 among them.
+
     Raises:
         TypeError: An argument is of another type.
         ValueError: A shape, a dtype, a device, a length or a bound is wrong. Block ids are checked at each call.
@@ -37,6 +40,7 @@ class Sequences:
         "max_query_len",
         "max_seq_len",
         "native_tables",
+        "num_decodes",
         "num_tokens",
         "plans",
         "query_lens",
@@ -76,6 +80,7 @@ class Sequences:
         counts = [1] if self.query_lens is None else self.query_lens
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
+        self.num_decodes = num_decodes(_listed(self.query_lens))
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._host_lengths: tuple[list[int], list[int]] | None = None
         self.plans: dict[Any, Any] = {}
@@ -90,6 +95,7 @@ class Sequences:
         query_lens: list[int] | torch.Tensor | None,
         max_query_len: int,
         max_seq_len: int,
+        num_decodes: int = 0,
         host_lengths: tuple[list[int], list[int]] | None = None,
     ) -> "Sequences":
         """Return the sequences of a loop that has made these arguments itself. It checks none of them.
@@ -104,6 +110,7 @@ class Sequences:
             query_lens: Likewise. None: one each, on a CUDA device.
             max_query_len: The largest of them.
             max_seq_len: Likewise.
+            num_decodes: Sequences at the beginning that have one query each. Fewer may be named.
             host_lengths: seq_lens and query_lens as the host knows them, where the others are on the device.
         """
         self = cls.__new__(cls)
@@ -114,14 +121,9 @@ class Sequences:
         self.shape = cache.device, num_blocks, block_size
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
+        self.num_decodes = num_decodes
         self._host_lengths, self.plans = host_lengths, {}
         return self
-
-    @property
-    def num_keys(self) -> int:
-        """The keys of all sequences, or a bound where the host does not know them."""
-        lengths = self.seq_lens
-        return sum(lengths) if isinstance(lengths, list) else len(self.block_tables) * self.max_seq_len
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
         """Return seq_lens and query_lens as the host knows them; None where it does not."""
@@ -170,6 +172,17 @@ class Sequences:
             query_lens = next(copies) if isinstance(self.query_lens, list) else self.query_lens
             self._uploaded = seq_lens, query_lens
         return self._uploaded
+
+
+def num_decodes(query_lens: list[int] | None) -> int:
+    """Return the sequences at the beginning that have one query each; 0 where the host does not know.
+
+    Args:
+        query_lens: The queries of each sequence, or None.
+    """
+    if query_lens is None:
+        return 0
+    return next((seq for seq, count in enumerate(query_lens) if count != 1), len(query_lens))
 
 
 def _listed(lengths: list[int] | torch.Tensor) -> list[int] | None:

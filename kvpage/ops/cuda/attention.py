@@ -2,6 +2,13 @@
 
 Lengths may be on the device: then nothing is read back, and a captured graph reads them at each replay. The kernels
 keep a wrong length from reaching beyond a table or a tensor.
+
+    graph of a bucket     64 rows, tables of 64 x 512 blocks, max_seq_len = 8192, max_query_len = 1
+    replay                45 sequences of up to 8192 tokens, 19 rows of padding of length 0
+
+Grids, splits and the sizes of partial results follow from shapes and these bounds, never from the lengths. Partial
+results come from torch's allocator, so a captured graph keeps them in its own pool. Splits of keys are shared out on
+the device by the lengths that a replay finds. A row of length 0 reads no block, and its output is 0.
 """
 
 import functools
@@ -60,7 +67,7 @@ def attend(
                 query_lens,
                 sequences.max_seq_len,
                 sequences.max_query_len,
-                sequences.num_keys,
+                sequences.num_decodes,
             ),
             attention,
             launch.Device(token_ops_cuda._error_word(device), *_facts(device)),

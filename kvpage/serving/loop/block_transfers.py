@@ -7,6 +7,7 @@ manager.take_moves() ─► CacheEngine.start_moves ─► Arrival: each layer w
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ import torch
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.moves import BlockMove, Kind
+from kvpage.blocks.moves import BlockMove, Kind, Pairs
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival, LayeredMoves
 from kvpage.cache.transfer import Transfer
@@ -57,6 +58,7 @@ class BlockTransfers:
     rule: learns how fast the host is, from moves of a CPU's cache; None if nothing asks.
     is_beside: whether moves run beside the computation; by default on a GPU. There nothing waits for a move: events on
         the stream take its time, and are read at a later call.
+    tell: called with each move that was made, for other ranks, and not beside the computation; None if there are none.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class BlockTransfers:
         manager: BlockManager,
         rule: LoadOrCompute | None = None,
         is_beside: bool | None = None,
+        tell: Callable[[Kind, Pairs], object] | None = None,
     ) -> None:
-        self._cache, self._manager, self._rule = cache, manager, rule
+        self._cache, self._manager, self._rule, self._tell = cache, manager, rule, tell
         num_bytes = sum(layer.numel() * layer.element_size() for layer in cache.gpu_cache)
         self._block_bytes = num_bytes // max(cache.num_gpu_blocks, 1)
         self._stats = {kind: TransferStats() for kind in KINDS}
-        self._is_beside = cache.device.type == "cuda" if is_beside is None else is_beside
+        self._is_beside = (cache.device.type == "cuda" and tell is None) if is_beside is None else is_beside
         self._taken: list[BlockMove] = []  # from the manager, not begun
         self._begun: LayeredMoves | None = None  # with a move that has raised
         self._arrival: Arrival | None = None  # the last one
@@ -96,6 +99,8 @@ class BlockTransfers:
             begin = time.perf_counter()
             getattr(self._cache, kind)(torch.from_numpy(pairs))
             self._count(kind, len(pairs), time.perf_counter() - begin)
+            if self._tell is not None:
+                self._tell(kind, pairs)
             moved[kind] += len(pairs)
         if self._rule and moved["swap_in"]:
             self._rule.saw_transfer(moved.total() * self._rule.block_bytes, time.monotonic() - start)

@@ -25,11 +25,12 @@ from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
+from kvpage.serving.loop.batch.suspects import Suspects
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.loop.suspects import Suspects
 from kvpage.serving.model.step import BatchItem
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class ServingLoop:
             for request in untaken:
                 request.take_back(request in ahead)
             self._scheduler.requeue(untaken)
-            if not isinstance(error, Exception):
+            if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
             return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
         return None

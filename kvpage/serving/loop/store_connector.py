@@ -11,21 +11,20 @@ the tree all the same. Until then it writes to blocks of its own.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvpage._C import Match
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
@@ -231,7 +230,7 @@ class StoreConnector:
             raise
 
     def _start_save(self, tokens: TokenIds, match: Match, namespace: bytes) -> "Future[int]":
-        block_ids, stream = match.block_ids.copy(), self._stream()
+        block_ids, stream = match.block_ids.copy(), side_stream(self._cache.device)
 
         def store() -> int:
             begin = time.perf_counter()
@@ -340,7 +339,11 @@ class StoreConnector:
     def _into_blocks(self, load: _Load, num_tokens: int, given: Allocation) -> "Future[int]":
         self._transfers.run()
         size = self._manager.block_size
-        start, block_ids, stream = given.num_cached_tokens // size * size, given.block_ids, self._stream()
+        start, block_ids, stream = (
+            given.num_cached_tokens // size * size,
+            given.block_ids,
+            side_stream(self._cache.device),
+        )
 
         def load_blocks() -> int:
             begin = time.perf_counter()
@@ -373,28 +376,3 @@ class StoreConnector:
             return int(count)
         self.stats.num_errors += 1
         return 0
-
-    def _stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a context for a thread: on a GPU a stream of its own, after all that this thread has started."""
-        device = self._cache.device
-        if device.type != "cuda":
-            return nullcontext
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
-        ready.record(torch.cuda.current_stream(device))
-        return lambda: _SideStream(device, ready)
-
-
-class _SideStream:
-    """A stream that begins after an event, and whose work is done on leaving."""
-
-    def __init__(self, device: torch.device, ready: torch.cuda.Event) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
-        self._stream.wait_event(ready)
-        self._context = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        self._stream.synchronize()

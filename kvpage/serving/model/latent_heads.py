@@ -39,7 +39,9 @@ class LatentHeads:
                 f"{PROJECTION} must be a torch.nn.Linear without bias for backend 'mla', that of {name} is "
                 f"{projection!r}; backend 'flash' keeps expanded heads"
             )
-        weight = projection.weight
+        weight: torch.Tensor = projection.weight
+        if hasattr(weight, "to_local"):  # of this rank's heads
+            weight = weight.to_local()
         if weight.dim() != 2 or len(weight) % num_heads or len(weight) <= num_heads * value_size:
             raise ValueError(
                 f"{PROJECTION} must make K and V, {value_size} numbers each, for {num_heads} heads, that of {name} has "

@@ -22,6 +22,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import BoundCache, Sequences, attends_in_place
+from kvpage.ops.args.sequences import num_decodes
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.model.native.torch_threads import TorchThreads
@@ -316,6 +317,7 @@ def _sequences(
             device_seq_lens,
             device_query_lens,
             *longest,
+            num_decodes(query_lens),
             host_lengths=(seq_lens, query_lens),
         )
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)

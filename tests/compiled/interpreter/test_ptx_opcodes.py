@@ -153,6 +153,7 @@ CASES = [
     ("min.f32 %o0, %a, %b;", F32, (F32, F32), np.fmin),
     ("max.s32 %o0, %a, %b;", S32, (S32, S32), np.maximum),
     ("max.u32 %o0, %a, %b;", U32, (U32, U32), np.maximum),
+    ("min.u32 %o0, %a, %b;", U32, (U32, U32), np.minimum),
     ("min.s64 %o0, %a, %b;", S64, (S64, S64), np.minimum),
     ("sqrt.rn.f32 %o0, %a;", F32, (F32,), np.sqrt),
     ("rcp.rn.f32 %o0, %a;", F32, (F32,), np.reciprocal),

@@ -8,7 +8,7 @@ import torch
 from support.late_lanes import POISON, LateLanes
 from support.store_engines import TOKENS, B, C, all_bytes, make_engine
 
-from kvpage import CacheEngine
+from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks, device_lanes
 from kvpage.store.load.device_lanes import LanePool
@@ -236,3 +236,25 @@ def test_rooms_that_cannot_be_made() -> None:
         with pytest.raises(MemoryError), pool.lanes(torch.device("cpu"), 8):
             pass
     assert B and not pool._free
+
+
+@pytest.mark.gpu
+@PINNED
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_blocks_of_a_gpu(fmt: str, pinned: bool) -> None:
+    """Its records are those of the same blocks on a CPU, and come back into its blocks bit by bit."""
+    config, shape = CacheConfig(B, 24), ModelConfig(10, 2, ("full_attention",) * 3, torch.bfloat16)
+    sources = [make_engine(seed=seed) for seed in (1, 2)]
+    engines = [CacheEngine(config, shape, None, DeviceConfig("cuda")) for _ in sources]
+    for engine, source in zip(engines, sources, strict=True):
+        for layer, plain in zip(engine.gpu_cache, source.gpu_cache, strict=True):
+            layer.copy_(plain)
+    store = KVStore(
+        KVStoreConfig(C, num_threads=2), metadata_of(sources[0], "m", fmt=fmt), [MemoryTier(1 << 16, pin_memory=pinned)]
+    )
+    assert store.store_blocks(TOKENS, engines[0], TABLE) == len(TOKENS)
+    assert store.load_blocks(TOKENS, sources[1], OTHER, 5) == len(TOKENS)
+    assert store.load_blocks(TOKENS, engines[1], OTHER, 5) == len(TOKENS)
+    for found, wanted in zip(all_bytes(engines[1]), all_bytes(sources[1]), strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    store.close()

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.rows import StepInputs
+from kvpage.blocks.states import Ids, Slots
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
@@ -19,6 +21,7 @@ from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.ranks.other_ranks import OtherRanks
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
 from kvpage.serving.sampling.likeliest import likeliest
@@ -37,12 +40,21 @@ class Computed(NamedTuple):
 
 
 class BatchRunner:
-    """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far."""
+    """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
+
+    others: the ranks that compute with this one; None where it has the whole model.
+    """
 
     def __init__(
-        self, runner: ModelRunner, cache: CacheEngine, manager: BlockManager, transfers: BlockTransfers
+        self,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        manager: BlockManager,
+        transfers: BlockTransfers,
+        others: OtherRanks | None = None,
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
+        self._others = others
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
         self.graphs: DecodeGraphs | None = None
         self._reports = ErrorReports(cache.gpu_cache[0].device)
@@ -71,11 +83,11 @@ class BatchRunner:
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
                 self._count(len(inputs.slots))
                 return replayed.logits
-            return self._forward(Step.of_newest(self._cache, inputs, packed), packed)
+            return self._of_newest(inputs, packed)
         if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        return self._forward(self._step(np.concatenate([batch.decodes.rows, rows]), packed), packed)
+        return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
 
     def decode(self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Compute the last token of each sequence, and choose the likeliest next one. Nothing is waited for.
@@ -99,7 +111,7 @@ class BatchRunner:
             return likeliest(logits)
         starts = inputs.seq_lens - 1
         packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(len(rows)), is_decode=True)
-        return likeliest(self._forward(Step.of_newest(self._cache, inputs, packed), packed))
+        return likeliest(self._of_newest(inputs, packed))
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -108,28 +120,40 @@ class BatchRunner:
         """
         rows, packed = self._manager.rows.of([item.seq_id for item in items]), _packed(items)
         if not any(item.reuse for item in items):
-            return Computed(self._forward(self._step(rows, packed), packed), [])
+            return Computed(self._compute(rows, packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         self._transfers.run()  # blending writes to all layers before the first one computes
-        step = self._step(rows, packed)
+        step, _, _ = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
         blended = blend.counts()
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _forward(self, step: Step, packed: PackedTokens) -> torch.Tensor:
-        logits = self._runner.forward(packed, step)
+    def _of_newest(self, inputs: StepInputs, packed: PackedTokens) -> torch.Tensor:
+        return self._forward(Step.of_newest(self._cache, inputs, packed), packed, inputs.slots, inputs.block_tables)
+
+    def _compute(self, rows: Rows, packed: PackedTokens) -> torch.Tensor:
+        step, slots, tables = self._step(rows, packed)
+        return self._forward(step, packed, slots, tables)
+
+    def _forward(self, step: Step, packed: PackedTokens, slots: Slots, tables: Ids) -> torch.Tensor:
+        if self._others is None:
+            logits = self._runner.forward(packed, step)
+        else:
+            self._runner.check()
+            with self._others.computing(packed, slots, tables):
+                logits = self._runner.forward(packed, step)
         self._count(len(packed.token_ids))
         return logits
 
-    def _step(self, rows: Rows, packed: PackedTokens) -> Step:
+    def _step(self, rows: Rows, packed: PackedTokens) -> tuple[Step, Slots, Ids]:
         """Return the arguments of attention, once the due moves of blocks have begun. rows: see SequenceSteps."""
         arrival = self._transfers.start()
-        slots = self._manager.rows.slots(rows, packed.starts, packed.ends)
-        step = Step.make(self._cache, slots, self._manager.rows.tables(rows), packed.starts, packed.ends, packed)
+        slots, tables = self._manager.rows.slots(rows, packed.starts, packed.ends), self._manager.rows.tables(rows)
+        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
         step.expect(arrival)
-        return step
+        return step, slots, tables
 
     def _count(self, num_tokens: int) -> None:
         self._reports.fetch()

@@ -60,6 +60,8 @@ class NativeLayers:
     def _make(self, module: nn.Module) -> nn.Module | None:
         if type(module) is not nn.Linear:
             return self._norms.stand_in(module)
+        if hasattr(module._parameters.get("weight"), "device_mesh"):  # a shard: the model's own hooks join the ranks
+            return None
         return None if self._product is None else NativeLinear.of(module, self.threads, self._product)
 
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:

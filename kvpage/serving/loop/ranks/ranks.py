@@ -1,0 +1,154 @@
+"""Ranks: this process among those that compute one model, connected to the others.
+
+torchrun ─┬─► rank 0: Engine.from_model ─┐ agree     rank 0 decides ─── control ──────► the others do the same
+          ├─► rank 1: Engine.follow ─────┤ on the    its store     ◄── finds, keeps ──► their stores
+          └─► rank 2: Engine.follow ─────┘ config    it            ◄── watch ─────────► each of the others
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from kvpage.checks.fork_guard import ForkGuard
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.channel import Channel
+from kvpage.serving.loop.ranks.rank_watch import RankWatch
+from kvpage.serving.loop.store_connector import BlockStore
+
+MAX_SETTLE_SECONDS = 10.0
+STORE_SECONDS = 86_400.0
+"""For how long a rank waits for another's store: a slow one costs misses, no rank."""
+
+
+class Role(IntEnum):
+    """What a rank has called."""
+
+    LEADS = 0
+    FOLLOWS = 1
+
+    @property
+    def call(self) -> str:
+        """The name of the call."""
+        return "Engine.from_model" if self is Role.LEADS else "Engine.follow"
+
+
+class Ranks:
+    """The connections of one rank. rank: the number of this one; 0 decides. size: how many there are.
+
+    settle_seconds: for how long the others are waited for after an error: whether all had it, so that they can go on.
+    control: rank 0's decisions. finds, keeps: the answers of the stores. watch: whether the others live.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+        """Connect. All ranks call it at once."""
+        self._model = model
+        self.settle_seconds = min(config.rank_timeout / 4, MAX_SETTLE_SECONDS)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.control = Channel(config.rank_timeout)  # the first one waits for all ranks
+        self.finds, self.keeps = Channel(STORE_SECONDS), Channel(STORE_SECONDS)
+        self.watch = RankWatch(self.rank, self.size, config.rank_timeout, model.device)
+        self.process = ForkGuard("the engine")
+
+    @classmethod
+    def join(cls, model: PreTrainedModel, config: EngineConfig, role: Role, store: BlockStore | None) -> "Ranks":
+        """Connect this rank, and agree with the others on what is served.
+
+        Raises ValueError, on all ranks: they have other models, configs or roles. RankLost if not all come.
+        """
+        size = config.tensor_parallel_size
+        if size == 1:
+            raise ValueError("follow needs tensor_parallel_size of 2 or more, got 1")
+        if store is not None:
+            check_store(store, size)
+        ranks = cls(model, config)
+        try:
+            ranks._agree(config, role, store is not None)
+        except BaseException:
+            ranks.leave()
+            raise
+        return ranks
+
+    def _agree(self, config: EngineConfig, role: Role, has_store: bool) -> None:
+        values = [role, has_store, _digest(_settings(config)), _digest(_shape(self._model))]
+        for rank, (theirs, with_store, settings, shape) in enumerate(self.control.gather(values)):
+            expected = Role.FOLLOWS if rank else Role.LEADS
+            if theirs != expected:
+                raise ValueError(f"rank {rank} must call {expected.call}, it called {Role(theirs).call}")
+            if with_store != has_store:
+                raise ValueError(f"store must be given on all ranks or on none, rank {rank} differs")
+            if shape != values[3]:
+                raise ValueError(f"model must be the same on all ranks, that of rank {rank} differs in its config")
+            if settings != values[2]:
+                raise ValueError(f"config must be the same on all ranks, that of rank {rank} differs")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, this rank computes with the others; if anything raises, they are told that it has failed."""
+        try:
+            yield
+        except BaseException:
+            self.leave(has_failed=True)
+            raise
+
+    def leave(self, has_failed: bool = False) -> None:
+        """Let go of the connections. The others raise, if they still compute."""
+        self.watch.leave(has_failed)
+        for channel in (self.control, self.finds, self.keeps):
+            channel.drop()
+
+    def abandon(self) -> None:
+        """Leave after a failure amid the model's collectives: close all groups of the process, so that nobody waits."""
+        self.leave(has_failed=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_failed_alike(self, has_failed: bool) -> bool:
+        """Whether all ranks had an error at the same place, so that the next step can follow. All call it at once."""
+        told = self.control.gather([has_failed, _num_collectives(self._model)], self.settle_seconds)
+        return all(failed for failed, _ in told) and len({number for _, number in told}) == 1
+
+
+def check_store(store: BlockStore, size: int) -> None:
+    """Raise ValueError for a store whose keys would be those of other heads."""
+    metadata, rank = getattr(store, "metadata", None), dist.get_rank()
+    if metadata is None:
+        return
+    found = metadata.world_size, metadata.worker_id
+    if found != (size, rank):
+        raise ValueError(
+            f"the metadata of rank {rank}'s store must have world_size={size} and worker_id={rank}, by which its keys "
+            f"are of its own heads, got {found[0]} and {found[1]}"
+        )
+
+
+def _num_collectives(model: PreTrainedModel) -> int:
+    """Return how many collectives the model has begun on this rank; another number on each if that is not known."""
+    meshes = [getattr(model, "_device_mesh", None), *(getattr(one, "device_mesh", None) for one in model.parameters())]
+    mesh = next((one for one in meshes if one is not None), None)
+    groups = [] if mesh is None else mesh.get_all_groups()
+    counts = [getattr(group, "_get_sequence_number_for_group", None) for group in groups]
+    return sum(count() for count in counts if count is not None) if counts and all(counts) else -1 - dist.get_rank()
+
+
+def _settings(config: EngineConfig) -> str:
+    return repr(
+        (
+            config.cache_config,
+            config.native_layers,
+            config.generation_config,
+            config.calibration_tokens,
+            config.attention_backend,
+        )
+    )
+
+
+def _shape(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} {model.dtype} {model.config.get_text_config(decoder=True).to_json_string()}"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")

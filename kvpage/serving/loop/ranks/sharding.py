@@ -1,0 +1,102 @@
+"""The sharding of a model, as transformers has loaded it: over how many ranks, and how many KV heads each rank has.
+
+from_pretrained(name, tp_plan="auto")      rank 0: q, k, v of heads 0 and 1      rank 1: of heads 2 and 3
+latents of MLA                             the same rows on every rank
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.attention import Attention
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.model.probe import unquantized
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
+
+
+def sharded_size(model: PreTrainedModel) -> int:
+    """Return over how many ranks the model is sharded; 1 for a whole one."""
+    size = getattr(model, "_tp_size", None)  # from_pretrained sets it
+    if size is not None:
+        return int(size)
+    meshes = {mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None}
+    return max((mesh.size() for mesh in meshes), default=1)
+
+
+def check_sharded_size(model: PreTrainedModel, size: int) -> None:
+    """Raise ValueError unless the model is sharded over so many ranks, which are all that there are."""
+    found = sharded_size(model)
+    if found != size:
+        how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if found == 1 else ""
+        raise ValueError(
+            f"tensor_parallel_size must be {found}, over which {type(model).__name__} is sharded, got {size}"
+            f"{how and '; '}{how}"
+        )
+    if size == 1:
+        return
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world != size:
+        raise ValueError(f"tensor_parallel_size must be {world}, the number of processes, got {size}")
+
+
+def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig, size: int) -> ModelConfig:
+    """Return the config with the KV heads of one rank, as its attention gets them. All ranks call it at once.
+
+    Raises ValueError if the heads cannot be split over the ranks.
+    """
+    if size == 1 or config.use_mla:
+        return config
+    num_all, name = config.num_kv_heads, type(runner.model).__name__
+    if num_all % size:
+        raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
+    num_heads = _num_heads_of_attention(runner, cache_config, config)
+    if num_heads not in (num_all, num_all // size):
+        raise ValueError(f"{name} must have {num_all // size} of {num_all} KV heads on each rank, got {num_heads}")
+    return replace(config, num_kv_heads=num_heads)
+
+
+class _CountedHeads:
+    """A step's work that writes nothing: it counts the heads of K. Some plans of transformers split no heads."""
+
+    def __init__(self) -> None:
+        self.num_heads = 0
+
+    def hooks(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
+    ) -> torch.Tensor:
+        self.num_heads = key.shape[1]
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def _num_heads_of_attention(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig) -> int:
+    """Return how many KV heads the attention of this rank has, by computing a token."""
+    one_block = replace(unquantized(cache_config, config), num_gpu_blocks=1, num_cpu_blocks=0)
+    engine = CacheEngine(one_block, config, device_config=DeviceConfig(runner.model.device))
+    nothing, counted = np.zeros(1, np.int64), _CountedHeads()
+    packed = PackedTokens(np.zeros(1, np.int32), [0], [1], nothing)
+    step = Step.make(engine, nothing, np.zeros((1, 1), np.int32), [0], [1], packed)
+    runner.forward(packed, replace(step, blend=counted))
+    return counted.num_heads
+
+
+def scales_of_this_rank(kv_scales: Any, num_heads: int, num_all_heads: int) -> Any:
+    """Return the scales of this rank's heads, out of those of all; others than such rows as they are."""
+    if kv_scales is None or isinstance(kv_scales, str) or num_heads == num_all_heads:
+        return kv_scales
+    begin = dist.get_rank() * num_heads
+
+    def own(scales: torch.Tensor) -> torch.Tensor:
+        return scales[begin : begin + num_heads].clone() if len(scales) == num_all_heads else scales
+
+    return [KVScales(own(one.key), own(one.value)) for one in kv_scales]
