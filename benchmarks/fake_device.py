@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kvpage import CacheLayout, ops
-from kvpage.kernels import chunk, gather, rotary
+from kvpage.kernels import attention_launch, chunk, gather, rotary
 from kvpage.kernels.prepared import PreparedKinds
 from kvpage.ops.cuda import attention, blend, chunks, rows
 from kvpage.ops.cuda.launches import Launches
@@ -27,6 +27,7 @@ from kvpage.ops.cuda.launches import Launches
 NUMBER = 97  # of the device; no test's
 FACTS = 132, 90  # multiprocessors and capability of an H200
 CPU = torch.device("cpu")
+KERNELS = attention_launch, chunk, gather, rotary
 
 
 class FakeDevice:
@@ -66,8 +67,9 @@ class FakeDevice:
 
     def forget(self) -> None:
         """Let the next launch of each kernel be the first."""
-        for module in (chunk, gather, rotary):
+        for module in KERNELS:
             module._kinds = PreparedKinds()
+        attention_launch._plans = PreparedKinds()
         rows._launches = Launches()
 
 
@@ -104,4 +106,4 @@ def fake_device() -> Iterator[FakeDevice]:
                 driver.reset_active()
 
 
-_STATE = [*((module, "_kinds") for module in (chunk, gather, rotary)), (rows, "_launches")]
+_STATE = [*((module, "_kinds") for module in KERNELS), (rows, "_launches"), (attention_launch, "_plans")]

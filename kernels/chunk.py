@@ -211,7 +211,7 @@ class _Part(NamedTuple):
         as_bytes, width = has_scales and constants.CODE == "bits", 8 * rows.rows.element_size()
         options = ChunkConstants(has_scales, as_bytes, width, is_aligned, self.to_chunk, num_turns)
         fixed = *self.chunk.stride()[:4], *cache_strides(self.views, scales), constants, options
-        return Prepared(chunk_kernel, fixed, constants.options, 1, 1)
+        return Prepared(chunk_kernel, fixed, constants.options, 1, range(1))
 
 
 Places = tuple[tuple[int, ...], ...]  # addresses of all layers: of K's, of V's elements, of K's, of V's scales

@@ -174,7 +174,7 @@ def test_an_older_triton_gets_no_constants(fake, monkeypatch):
 
 def test_numbers_and_addresses_that_mean_other_code_are_left_to_triton(fake):
     """A number of 64 bits, or an address that is less aligned."""
-    made = Prepared(rotary.mix_rows_kernel, (0,) * 8, {}, 3, 6)
+    made = Prepared(rotary.mix_rows_kernel, (0,) * 8, {}, 3, range(6))
     made._compiled = SimpleNamespace(is_current=lambda: True)
     assert not made.repeat((1, 1, 1), [16] * 9, (1, 1, 2**31, 1))
     for place in range(6):

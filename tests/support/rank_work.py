@@ -3,6 +3,7 @@
 It is a program of its own: ranks are forks of it, and it has used no threads.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -30,7 +31,9 @@ CONFIG = EngineConfig(
     CacheConfig(block_size=8, num_gpu_blocks=24, num_cpu_blocks=16),
     max_num_seqs=4,
     max_num_batched_tokens=64,
-    rank_timeout=8.0,
+    rank_timeout=240.0,
+    load_or_compute=False,
+    store_deadline=60.0,
 )
 LATENTS = replace(CONFIG, cache_config=replace(CONFIG.cache_config, backend="mla"))
 
@@ -131,6 +134,20 @@ def stored(engine: Engine) -> Any:
     return tokens, engine.stats().store.num_loaded_tokens
 
 
+def generated(engine: Engine) -> Any:
+    """Return the tokens of two prompts."""
+    return [output.token_ids for output in engine.generate(prompts()[:2], SamplingParams(max_tokens=4))]
+
+
+def example() -> Any:
+    """Return the module of the example."""
+    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[2] / "examples" / "ranks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def poisoned(engine: Engine) -> Any:
     """Return the ends of requests of which one makes the model raise on all ranks."""
     bad = [*prompts()[2], POISON]
@@ -179,9 +196,10 @@ def two(seat: Seat) -> None:
     refused(seat)
     for kind in KINDS[2]:
         seat.serve(kind, seat.model(kind))
-    seat.serve("latents", seat.model("deepseek_v3"), config=LATENTS)
+    seat.serve("latents", seat.model("deepseek_v2"), config=LATENTS)
     llama = seat.model("llama")
     seat.serve("steered", llama, steered)
+    seat.note("example", lambda: example().serve(llama, prompts()[:2], max_tokens=4) or None)
     with make_store(seat.rank, seat.size) as store:
         for name in ("to the store", "out of the store", "out of one rank's"):
             seat.serve(name, llama, stored, store=store)
@@ -206,13 +224,14 @@ def four(seat: Seat) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for kind in KINDS[2]:
+    for kind in (*KINDS[2], "deepseek_v2"):
         save_model(kind, folder)
     alone = Seat(0, 1, folder)
     for kind in KINDS[2]:
         alone.note(kind, lambda kind=kind: served(Engine.from_model(whole_model(folder / kind), CONFIG)))
-    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / "deepseek_v3"), LATENTS)))
+    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / "deepseek_v2"), LATENTS)))
     llama = whole_model(folder / "llama")
+    alone.note("example", lambda: generated(Engine.from_model(llama, CONFIG)))
     alone.note("steered", lambda: steered(Engine.from_model(llama, CONFIG)))
     with make_store(0, 1) as store:
         alone.note("to the store", lambda: stored(Engine.from_model(llama, CONFIG, store=store)))

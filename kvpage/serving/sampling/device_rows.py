@@ -8,12 +8,14 @@ A token is the one that a CPU chooses from the same bits of logits.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage import ops
+from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.token_tables import TokenTables
 
@@ -39,22 +41,33 @@ RECORD = np.dtype(
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 
 
+class DeviceSequence(Protocol):
+    """A sequence, as kernels that choose its token need it; see SampledSequence."""
+
+    @property
+    def sampled_row(self) -> SampledRow | None:
+        """The rules as arrays; None where the likeliest token is taken as it is."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and the generated tokens, then room for more."""
+
+
 class DeviceRows:
     """Sequences that are sampled together on a device, for as long as they stay the same.
 
-    rows: the rules of each. tokens: the prompt and the generated tokens of each, then room for more. records: their
-    rows of `sample_rows`, see kvpage.serving.sampling.native_rows.
+    records: their rows of `sample_rows`, see kvpage.serving.sampling.native_rows.
     """
 
     def __init__(
         self,
-        rows: Sequence[SampledRow | None],
-        tokens: Sequence[npt.NDArray[np.int32]],
+        sequences: Sequence[DeviceSequence],
         records: npt.NDArray[np.void],
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._rows, self._tokens, self._vocab_size, self._device = rows, tokens, vocab_size, device
+        self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
+        rows = [sequence.sampled_row for sequence in sequences]
         self._tables = [None if row is None else row.tables_on(device, vocab_size) for row in rows]
         packed = np.array([_record(row, tables) for row, tables in zip(rows, self._tables, strict=True)], RECORD)
         for name in SAME_FIELDS:
@@ -70,20 +83,29 @@ class DeviceRows:
         """Whether such logits are what it was made for."""
         return logits.device == self._device and logits.shape[1] == self._vocab_size
 
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what `sample` does, on the device and without a wait; the next call overwrites it.
+
+        No rule of any row may count tokens: the host may not know the last one.
+        """
+        (given,) = upload([positions], self._device)
+        ops.sample_rows(logits, self._records, given, self._out, self._memory)
+        return self._out
+
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
         held = [
-            (index, tables, row.num_prompt_tokens + int(positions[index]))
-            for index, (tables, row) in enumerate(zip(self._tables, self._rows, strict=True))
-            if tables is not None and tables.counts and row is not None
+            (index, tables, sequence.tokens, row.num_prompt_tokens + int(positions[index]))
+            for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
+            if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
         ]
-        for index, tables, num_tokens in held:
-            tables.hold(self._tokens[index][:num_tokens])
+        for _, tables, tokens, num_tokens in held:
+            tables.hold(tokens[:num_tokens])
         self._staged.numpy()[:] = positions
         self._positions.copy_(self._staged, non_blocking=True)
         ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)
         chosen: npt.NDArray[np.int32] = self._out.cpu().numpy().copy()
-        for index, tables, num_tokens in held:
+        for index, tables, _, num_tokens in held:
             tables.note_chosen(num_tokens, int(chosen[index]))
         return chosen
 
