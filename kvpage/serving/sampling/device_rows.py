@@ -8,14 +8,15 @@ A token is the one that a CPU chooses from the same bits of logits.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage import ops
+from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.sampling.sampled_row import SampledRow
-from kvpage.serving.sampling.sampled_sequence import SampledSequence
 from kvpage.serving.sampling.token_tables import TokenTables
 
 RECORD = np.dtype(
@@ -40,6 +41,18 @@ RECORD = np.dtype(
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 
 
+class DeviceSequence(Protocol):
+    """A sequence, as kernels that choose its token need it; see SampledSequence."""
+
+    @property
+    def sampled_row(self) -> SampledRow | None:
+        """The rules as arrays; None where the likeliest token is taken as it is."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and the generated tokens, then room for more."""
+
+
 class DeviceRows:
     """Sequences that are sampled together on a device, for as long as they stay the same.
 
@@ -48,7 +61,7 @@ class DeviceRows:
 
     def __init__(
         self,
-        sequences: Sequence[SampledSequence],
+        sequences: Sequence[DeviceSequence],
         records: npt.NDArray[np.void],
         vocab_size: int,
         device: torch.device,
@@ -69,6 +82,15 @@ class DeviceRows:
     def serves(self, logits: torch.Tensor) -> bool:
         """Whether such logits are what it was made for."""
         return logits.device == self._device and logits.shape[1] == self._vocab_size
+
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what `sample` does, on the device and without a wait; the next call overwrites it.
+
+        No rule of any row may count tokens: the host may not know the last one.
+        """
+        (given,) = upload([positions], self._device)
+        ops.sample_rows(logits, self._records, given, self._out, self._memory)
+        return self._out
 
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""

@@ -76,6 +76,23 @@ class Sampler:
             held = zip(rules, sequences, strict=True)
             self._rules, self._tokens = rules, [None if each is None else one.tokens for each, one in held]
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know a sequence's tokens to choose the next one."""
+        if self.is_greedy:
+            return False
+        rows = [sequence.sampled_row for sequence in self._sequences]
+        return bool(self._by_torch) or any(row is not None and row.seen is not None for row in rows)
+
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the tokens of `sample` on the logits' device, without a wait; -1 for rows without one.
+
+        For sequences of which it needs no tokens, on a CPU and where `ops.can_sample_rows`.
+        """
+        if can_sample(logits):
+            return torch.from_numpy(self._native(logits, positions))
+        return self._rows_on_device(logits).begin(_with_rows_side_by_side(logits), positions)
+
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row. positions: the number of generated tokens of each. Raise as the function `sample`."""
         if not self._sequences:
@@ -98,10 +115,13 @@ class Sampler:
         return self._with_torch(logits, sample_rows(logits, self._records, self._rules, self._tokens))
 
     def _device(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        rows = _with_rows_side_by_side(logits)
+        return self._with_torch(logits, self._rows_on_device(logits).sample(rows, positions))
+
+    def _rows_on_device(self, logits: torch.Tensor) -> DeviceRows:
         if self._on_device is None or not self._on_device.serves(logits):
             self._on_device = DeviceRows(self._sequences, self._records, logits.shape[1], logits.device)
-        rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        return self._with_torch(logits, self._on_device.sample(rows, positions))
+        return self._on_device
 
     def _with_torch(self, logits: torch.Tensor, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the tokens with those of rows that only torch serves."""
@@ -113,6 +133,10 @@ class Sampler:
     @staticmethod
     def _torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> npt.NDArray[np.int32]:
         return np.array(sample_by_torch(logits, sequences), np.int32)
+
+
+def _with_rows_side_by_side(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def sample_by_torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
