@@ -168,3 +168,20 @@ def test_arguments_that_do_not_fit_are_refused(where, on_device):
     assert (out == -9).all() and RECORD.itemsize == 8 * ops.SAMPLING_RECORD_WORDS
     with pytest.raises(ValueError, match="num_rows must be positive, got 0"):
         ops.SamplingMemory.make(0, 9, device)
+
+
+@ON_KERNELS
+def test_tokens_that_stay_on_the_device_are_the_same(where, on_device):
+    """Of rows whose rules count no tokens, at positions that the sequences have not reached."""
+    requests = [make_request(seed, 2 + seed % 3, **fields) for seed, fields in enumerate(RULES)]
+    requests.append(make_request(99, 2, temperature=1.0, suppress_tokens=[3, 5], logit_bias={7: 4.0}))
+    logits = make_logits(len(requests), 700)
+    ahead = np.array([request.num_generated + 1 for request in requests], np.int64)
+    want = sampler.Sampler(requests).sample(logits, ahead)
+    with on_device():
+        chosen = sampler.Sampler(requests)
+        there = logits.cuda() if where == "cuda" else logits
+        assert not chosen.needs_tokens and chosen.begin(there, ahead).tolist() == want.tolist()
+    assert sampler.Sampler([make_request(1, temperature=1.0, presence_penalty=0.5)]).needs_tokens
+    assert sampler.Sampler([make_request(1, temperature=1.0, no_repeat_ngram_size=2)]).needs_tokens
+    assert not sampler.Sampler([make_request(1)]).needs_tokens

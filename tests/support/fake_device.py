@@ -80,6 +80,8 @@ class FakeDevice(TorchFunctionMode):
     def _count(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
         if name in READS:
             self._wait(name)
+        if name == "where" and len(tensors) < 3:
+            self._wait("where with a number of the host")  # which it copies
         if name in ("__getitem__", "__setitem__") and _is_index_of_values(args[1]):
             self._wait(f"{name} with indices of the host, or a mask")
         elif any(not isinstance(one, OnDevice) and one.dim() for one in tensors):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +27,8 @@ from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, Ran
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 KINDS = {2: ("llama", "qwen3", "mixtral", "deepseek_v3"), 4: ("llama", "mixtral")}
+# transformers 4 shards the second version in a way in which its own forward fails.
+LATENT_KIND = "deepseek_v2" if int(transformers.__version__.split(".")[0]) >= 5 else "deepseek_v3"
 POISON, ALONE, DEADLY = VOCAB - 1, VOCAB - 2, VOCAB - 3  # tokens with which the model raises, or a rank dies
 CONFIG = EngineConfig(
     CacheConfig(block_size=8, num_gpu_blocks=24, num_cpu_blocks=16),
@@ -196,7 +199,7 @@ def two(seat: Seat) -> None:
     refused(seat)
     for kind in KINDS[2]:
         seat.serve(kind, seat.model(kind))
-    seat.serve("latents", seat.model("deepseek_v2"), config=LATENTS)
+    seat.serve("latents", seat.model(LATENT_KIND), config=LATENTS)
     llama = seat.model("llama")
     seat.serve("steered", llama, steered)
     seat.note("example", lambda: example().serve(llama, prompts()[:2], max_tokens=4) or None)
@@ -224,12 +227,12 @@ def four(seat: Seat) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for kind in (*KINDS[2], "deepseek_v2"):
+    for kind in {*KINDS[2], LATENT_KIND}:
         save_model(kind, folder)
     alone = Seat(0, 1, folder)
     for kind in KINDS[2]:
         alone.note(kind, lambda kind=kind: served(Engine.from_model(whole_model(folder / kind), CONFIG)))
-    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / "deepseek_v2"), LATENTS)))
+    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / LATENT_KIND), LATENTS)))
     llama = whole_model(folder / "llama")
     alone.note("example", lambda: generated(Engine.from_model(llama, CONFIG)))
     alone.note("steered", lambda: steered(Engine.from_model(llama, CONFIG)))
