@@ -15,6 +15,7 @@ from kvpage.kernels.attention import paged_attention_kernel
 from kvpage.kernels.attention_constants import AttentionConstants
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
 from kvpage.kernels.attention_plan import (
+    MIN_ROWS,
     Sizes,
     Tile,
     choose_items,
@@ -152,10 +153,11 @@ def _launch(
         partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
         sums = out.new_empty(*partial_rows, 2, dtype=torch.float32)
     value_rows = key if value is None else value
+    key_data, value_data = as_loaded(key, constants.KEY_PAIRS), as_loaded(value_rows, constants.VALUE_PAIRS)
     capacity = sequences.block_tables.shape[1] * key.data.shape[1]
     window = min(attention.sliding_window or 0, 2**31 - 1)
     paged_attention_kernel[(plan.num_items * plan.head_tiles,)](
-        *(query, out, _as_stored(key.data), _as_stored(value_rows.data), key.scales, value_rows.scales),
+        *(query, out, key_data, value_data, key.scales, value_rows.scales),
         *(attention.sinks, sequences.block_tables, sequences.seq_lens, sequences.query_lens),
         *(attention.query_positions, partial, sums, device.error),
         *_factors(attention),
@@ -163,7 +165,7 @@ def _launch(
         *(plan.num_items, plan.num_pieces, key.data.shape[2], len(sequences.seq_lens), num_tokens, len(key.data)),
         capacity,
         *(*query.stride()[:2], *out.stride()[:2], sequences.block_tables.stride(0)),
-        *(*key.data.stride()[:4], *value_rows.data.stride()[:4]),
+        *(*key_data.stride()[:4], *value_data.stride()[:4]),
         *(*_scale_strides(key), *_scale_strides(value_rows)),
         constants,
         num_warps=plan.tile.num_warps,
@@ -200,16 +202,22 @@ def constants_of(
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
     narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
+    value_rows = key if value is None else value
+    key_pairs, value_pairs = (
+        narrow and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
+        for rows, size in ((key, sizes.key_size), (value_rows, sizes.value_size))
+    )
+    key_data, value_data = as_loaded(key, key_pairs), as_loaded(value_rows, value_pairs)
     return AttentionConstants(
         GROUP=sizes.group_size,
         KEY_SIZE=sizes.key_size,
         VALUE_SIZE=sizes.value_size,
         BLOCK_SIZE=key.data.shape[1],
         KEY_RUN=_run_size(key),
-        VALUE_RUN=_run_size(key if value is None else value),
+        VALUE_RUN=_run_size(value_rows),
         QUERY_ALIGN=_alignment(query, 2),
-        KEY_ALIGN=_alignment(key.data, 3),
-        VALUE_ALIGN=_alignment((key if value is None else value).data, 3),
+        KEY_ALIGN=_alignment(key_data, 3),
+        VALUE_ALIGN=_alignment(value_data, 3),
         STORED="e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
         COMPUTE=tl.float16 if narrow else _COMPUTE[query_dtype],
         PRECISION=tile.precision,
@@ -217,7 +225,9 @@ def constants_of(
         TOKEN_SCALES=dtype == torch.int8,
         SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
         SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
-        SAME_STRIDES=value is not None and key.data.stride() == value.data.stride(),
+        SAME_STRIDES=value is not None and key_data.stride() == value_data.stride() and key_pairs == value_pairs,
+        KEY_PAIRS=key_pairs,
+        VALUE_PAIRS=value_pairs,
         WINDOW=attention.sliding_window is not None,
         SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,
@@ -242,9 +252,17 @@ def _alignment(rows: torch.Tensor, num_dims: int) -> int:
     return math.gcd(16 // rows.element_size(), *rows.stride()[:num_dims])
 
 
-def _as_stored(rows: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, which every device loads."""
-    return rows.view(torch.uint8) if rows.dtype in _STORED and rows.dtype != torch.int8 else rows
+def as_loaded(rows: Rows, in_pairs: bool) -> torch.Tensor:
+    """Return 8-bit floats as bytes, which every device loads, or as int16 of two neighbours; others as they are."""
+    if in_pairs:
+        return rows.data.view(torch.int16)
+    return rows.data.view(torch.uint8) if rows.data.dtype in _STORED and rows.data.dtype != torch.int8 else rows.data
+
+
+def _fits_pairs(data: torch.Tensor) -> bool:
+    """Return whether each row is of whole pairs, all of which begin at even addresses."""
+    *strides, last = data.stride()
+    return last == 1 and data.shape[-1] % 2 == 0 and not any(n % 2 for n in (*strides, data.storage_offset()))
 
 
 def _scale_strides(rows: Rows) -> tuple[int, ...]:
