@@ -18,7 +18,7 @@ its own: in the loop over keys it would be a load that nothing hides.
 import triton
 import triton.language as tl
 
-from kvpage.kernels.attention_rows import in_halves, load_queries, load_values, score
+from kvpage.kernels.attention_rows import load_queries, load_values, score, whole
 from kvpage.kernels.attention_tiles import item_of, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import at, report
 
@@ -294,17 +294,14 @@ def paged_attention_kernel(
     )
     query_row = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
     query_row = tl.multiple_of(query_row, QUERY_ALIGN)
-    q, q_tail, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
-    q, q_odd = in_halves(q, A.value.KEY_PAIRS)
-    q_tail, q_tail_odd = in_halves(q_tail, A.value.KEY_PAIRS)
+    q, q_odd, q_tail, q_tail_odd, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
     if key_scale_ptr is not None and not TOKEN_SCALES:
         row_factor *= tl.load(key_scale_ptr + kv_head * key_scale_head_stride)
 
     largest, total, values, values_odd = start(sink_ptr, head, valid, split, A)
     low, begin, full_begin, full_end, end = keys_of_split(first, last, window, split, num_splits, A)
     table_row = table_ptr + seq.to(tl.int64) * table_stride
-    key_head = kv_head.to(tl.int64) * key_head_stride
-    value_head = kv_head.to(tl.int64) * value_head_stride
+    key_head, value_head = kv_head.to(tl.int64) * key_head_stride, kv_head.to(tl.int64) * value_head_stride
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
             before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
@@ -326,8 +323,7 @@ def paged_attention_kernel(
             )  # fmt: skip
             entry = entry_after
 
-    if A.value.VALUE_PAIRS:
-        values = tl.reshape(tl.join(values, values_odd), [A.value.TILE_ROWS, A.value.VALUE_TILE])
+    values = whole(values, values_odd, A.value.VALUE_PAIRS)
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
     if SPLIT and num_splits > 1:

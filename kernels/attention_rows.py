@@ -111,7 +111,7 @@ def power_of_two_below(numbers):
 
 @triton.jit
 def load_queries(query_ptr, query_row, valid, factor, A: tl.constexpr):
-    """Return (rows, their columns after KEY_TILE if there are any, the factor of their scores)."""
+    """Return (rows in halves, their columns after KEY_TILE if there are any, in halves, the factor of their scores)."""
     SIZE: tl.constexpr = A.value.KEY_SIZE
     TILE: tl.constexpr = A.value.KEY_TILE
     TAIL: tl.constexpr = A.value.KEY_TAIL
@@ -129,7 +129,9 @@ def load_queries(query_ptr, query_row, valid, factor, A: tl.constexpr):
         q = q / unit[:, None]
         if TAIL > 0:
             q_tail = q_tail / unit[:, None]
-    return q.to(A.value.COMPUTE), q_tail.to(A.value.COMPUTE), row_factor
+    q, q_odd = in_halves(q.to(A.value.COMPUTE), A.value.KEY_PAIRS)
+    q_tail, q_tail_odd = in_halves(q_tail.to(A.value.COMPUTE), A.value.KEY_PAIRS)
+    return q, q_odd, q_tail, q_tail_odd, row_factor
 
 
 @triton.jit
@@ -139,6 +141,15 @@ def in_halves(rows, PAIRS: tl.constexpr):
         return tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
     else:
         return rows, rows
+
+
+@triton.jit
+def whole(even, odd, PAIRS: tl.constexpr):
+    """Return rows out of their halves."""
+    if PAIRS:
+        return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] * 2])
+    else:
+        return even
 
 
 @triton.jit
