@@ -5,7 +5,8 @@ sequences at the bandwidth of a large copy; both are measured in the same run: s
 H200 at 64 sequences is 1.3 times the replay plus these bytes at 0.8 of the bandwidth.
 
 Then requests that arrive together are served: tokens a second, milliseconds to the first token and between two tokens,
-beside transformers' `generate_batch` (continuous batching). Their bound is the same number of steps at the bound above.
+beside transformers' `generate_batch` (continuous batching). Their bound is a step at the bound above for each token of
+an answer, with sequences of half the answer on top of the prompt; it leaves the prompts' own computation out.
 
 The model has Qwen3-0.6B's shape and random weights. Before anything counts, the answers are compared: where two part,
 a forward of the request alone in fp32 says how far each token's logit is from the best. kvpage's must lie within
@@ -165,6 +166,12 @@ def served(model: Any, options: argparse.Namespace, deadline: float) -> dict[str
     }
 
 
+def served_bound(model: Any, options: argparse.Namespace, bandwidth: float) -> float:
+    """Return tokens a second at a step of the bound for each token of an answer, without the prompts."""
+    context = (options.prompt_tokens * 3 // 2 + options.tokens) // 2  # prompts are half as long, or as long
+    return options.requests / step_bound(model, options.requests, context, bandwidth).seconds
+
+
 def until(deadline: float, rounds: int) -> Iterator[int]:
     """Yield round numbers, at least one, until the time is up."""
     for number in range(rounds):
@@ -174,8 +181,9 @@ def until(deadline: float, rounds: int) -> Iterator[int]:
         yield number
 
 
-def show_served(results: dict[str, Any]) -> None:
+def show_served(results: dict[str, Any], bound: float) -> None:
     print(f"\n{'':16} {'tokens/s':>24} {'first token ms':>20} {'p99':>8} {'between ms':>18} {'p99':>8} {'parted':>7}")
+    print(f"{'bound':16} {bound:24.1f}")
     for name, row in results.items():
         print(f"{name:16} {row['tokens/s']!s:>24} {row['ttft ms']!s:>20} {row['ttft p99 ms'].median:8.1f}"
               f" {row['between ms']!s:>18} {row['between p99 ms'].median:8.1f} {row['parted']:7}")  # fmt: skip
@@ -236,7 +244,8 @@ def main() -> None:
         decodes.append(decode_row(model, options.batches[number], options.context, bandwidth, options.attention))
         show_decode(decodes[-1])
     results = served(model, options, deadline)
-    show_served(results)
+    bound = served_bound(model, options, bandwidth)
+    show_served(results, bound)
     if options.plot:
         plot(decodes, results, options.plot)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
@@ -244,7 +253,7 @@ def main() -> None:
     settings = {name: getattr(options, name) for name in names}
     versions = {"machine": machine, "torch": torch.__version__, "transformers": tf.__version__}
     print(dumps({"benchmark": "serving_gpu", **versions, **settings, "copy_gb_per_s": bandwidth / 1e9,
-                 "decode": decodes, "served": results}))  # fmt: skip
+                 "decode": decodes, "served": results, "served_bound": bound}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ calls are tried, and at last the time is given as one that is not hidden.
 """
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,7 @@ class Event(Protocol):
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
-    def elapsed_time(self, end: "Event") -> float: ...
+    def elapsed_time(self, end: Any, /) -> float: ...
 
 
 class Device(Protocol):

@@ -130,7 +130,7 @@ def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tenso
     given = (None, None) if scales is None else (scales.key, scales.value)
     own = [None if view is None else view.scales for view in views]
     elements = [None if view is None else view.rows for view in views]
-    return *elements, *(scale if mine is None else mine for mine, scale in zip(own, given, strict=True))
+    return *elements, *[scale if mine is None else mine for mine, scale in zip(own, given, strict=True)]
 
 
 def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:

@@ -23,9 +23,11 @@ from kvpage.kernels.attention_plan import (
     choose_tile,
     min_keys_of_split,
 )
+from kvpage.kernels.prepared import Prepared, PreparedKinds, form
 from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+ALIGNED = (*range(6), 11, 12, 13)  # tensors on whose alignment the kernel is specialised
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -145,38 +147,92 @@ def _launch(
     num_tokens, num_heads, value_size = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return
-    plan = plan_of(query, value_size, key, value, sequences, device)
-    constants = constants_of(plan, query, key, value, attention, device.capability)
-    partial = sums = None
+    known = _known(query, out, key, value, sequences, attention, device)
+    plan, partial, sums = known.plan, None, None
     if plan.num_pieces:
         partial_rows = plan.num_items * plan.tile_tokens, num_heads
         partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
         sums = out.new_empty(*partial_rows, 2, dtype=torch.float32)
-    value_rows = key if value is None else value
-    key_data, value_data = as_loaded(key, constants.KEY_PAIRS), as_loaded(value_rows, constants.VALUE_PAIRS)
+    values, lengths, counts = key if value is None else value, sequences.seq_lens, sequences.query_lens
+    stored = as_loaded(key, known.key_pairs), as_loaded(values, known.value_pairs)
     capacity = sequences.block_tables.shape[1] * key.data.shape[1]
     window = min(attention.sliding_window or 0, 2**31 - 1)
-    paged_attention_kernel[(plan.num_items * plan.head_tiles,)](
-        *(query, out, key_data, value_data, key.scales, value_rows.scales),
-        *(attention.sinks, sequences.block_tables, sequences.seq_lens, sequences.query_lens),
-        *(attention.query_positions, partial, sums, device.error),
-        *_factors(attention),
-        window,
-        *(plan.num_items, plan.num_pieces, key.data.shape[2], len(sequences.seq_lens), num_tokens, len(key.data)),
-        capacity,
-        *(*query.stride()[:2], *out.stride()[:2], sequences.block_tables.stride(0)),
-        *(*key_data.stride()[:4], *value_data.stride()[:4]),
-        *(*_scale_strides(key), *_scale_strides(value_rows)),
-        constants,
-        num_warps=plan.tile.num_warps,
-        num_stages=plan.tile.num_stages,
+    known.attention.launch(
+        (plan.num_items * plan.head_tiles, 1, 1),
+        (
+            *(query, out, *stored, key.scales, values.scales, attention.sinks),
+            *(sequences.block_tables, lengths, counts, attention.query_positions, partial, sums, device.error),
+        ),
+        (
+            *(*_factors(attention), window, plan.num_items, plan.num_pieces, key.data.shape[2], len(lengths)),
+            *(num_tokens, len(key.data), capacity, *query.stride()[:2], *out.stride()[:2]),
+            sequences.block_tables.stride(0),
+        ),
     )
     if partial is not None:
-        merge_splits_kernel[(num_tokens * num_heads,)](
-            *(out, partial, sums, sequences.seq_lens, sequences.query_lens, len(sequences.seq_lens), num_heads),
-            *(plan.num_items, plan.num_pieces, capacity, window, *out.stride()[:2], MERGED, constants),
-            num_warps=4,
+        known.merge.launch(
+            (num_tokens * num_heads, 1, 1),
+            (out, partial, sums, lengths, counts),
+            (len(lengths), num_heads, plan.num_items, plan.num_pieces, capacity, window),
         )
+
+
+class _Known(NamedTuple):
+    """A plan, and the launches of its kind: those with dtypes, strides and constants like its own."""
+
+    plan: Plan
+    key_pairs: bool
+    value_pairs: bool
+    attention: Prepared
+    merge: Prepared
+
+
+_plans = PreparedKinds()  # by shapes and bounds: the layers of a step have one
+_kinds = PreparedKinds()  # by what kernels are compiled for: steps of many shapes have one
+
+
+def _known(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    key: Rows,
+    value: Rows | None,
+    sequences: DeviceSequences,
+    attention: Attention,
+    device: Device,
+) -> _Known:
+    values, lengths = key if value is None else value, sequences.seq_lens
+    given = lengths, sequences.query_lens, attention.sinks, attention.query_positions
+    kind = (
+        *(device.error.device, *device[1:], value is None, *map(form, (query, out, *key, *values))),
+        *(None if tensor is None else tensor.dtype for tensor in given),
+        *(attention.sliding_window is None, attention.softcap is None),
+    )
+    shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len
+    known: _Known | None = _plans.get(shape)
+    if known is None:
+        plan = plan_of(query, out.shape[2], key, value, sequences, device)
+        constants = constants_of(plan, query, key, value, attention, device.capability)
+        of_kind = kind, constants, plan.tile, plan.num_pieces > 0
+        prepared = _kinds.get(of_kind)
+        if prepared is None:
+            prepared = _prepared(plan.tile, constants, out, key, values)
+            _kinds.keep(of_kind, prepared)
+        known = _Known(plan, constants.KEY_PAIRS, constants.VALUE_PAIRS, *prepared)
+        _plans.keep(shape, known)
+    return known
+
+
+def _prepared(
+    tile: Tile, constants: AttentionConstants, out: torch.Tensor, key: Rows, values: Rows
+) -> tuple[Prepared, Prepared]:
+    stored = as_loaded(key, constants.KEY_PAIRS), as_loaded(values, constants.VALUE_PAIRS)
+    strides = *(n for rows in stored for n in rows.stride()[:4]), *_scale_strides(key), *_scale_strides(values)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    merged = *out.stride()[:2], MERGED, constants
+    return (
+        Prepared(paged_attention_kernel, (*strides, constants), options, 0, ALIGNED),
+        Prepared(merge_splits_kernel, merged, {"num_warps": 4}, 0, range(3)),
+    )
 
 
 def sizes_of(query: torch.Tensor, value_size: int, key: Rows, value: Rows | None) -> Sizes:
@@ -262,7 +318,7 @@ def as_loaded(rows: Rows, in_pairs: bool) -> torch.Tensor:
 def _fits_pairs(data: torch.Tensor) -> bool:
     """Return whether each row is of whole pairs, all of which begin at even addresses."""
     *strides, last = data.stride()
-    return last == 1 and data.shape[-1] % 2 == 0 and not any(n % 2 for n in (*strides, data.storage_offset()))
+    return last == 1 and data.shape[-1] % 2 == 0 and data.data_ptr() % 16 == 0 and not any(n % 2 for n in strides)
 
 
 def _scale_strides(rows: Rows) -> tuple[int, ...]:

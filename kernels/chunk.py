@@ -211,7 +211,7 @@ class _Part(NamedTuple):
         as_bytes, width = has_scales and constants.CODE == "bits", 8 * rows.rows.element_size()
         options = ChunkConstants(has_scales, as_bytes, width, is_aligned, self.to_chunk, num_turns)
         fixed = *self.chunk.stride()[:4], *cache_strides(self.views, scales), constants, options
-        return Prepared(chunk_kernel, fixed, constants.options, 1, 1)
+        return Prepared(chunk_kernel, fixed, constants.options, 1, range(1))
 
 
 Places = tuple[tuple[int, ...], ...]  # addresses of all layers: of K's, of V's elements, of K's, of V's scales
@@ -222,7 +222,8 @@ def _places(caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVS
     bases = [cache.data_ptr() for cache in caches]
     none = (0,) * len(bases)
     places = []
-    for part in cache_pointers(views, None):
+    own = [None if view is None else view.scales for view in views]
+    for part in (views[0].rows, None if views[1] is None else views[1].rows, *own):
         offset = 0 if part is None else part.data_ptr() - bases[0]
         places.append(none if part is None else tuple([base + offset for base in bases]))
     if scales is not None:
@@ -262,7 +263,8 @@ def _launch(
 ) -> None:
     views, chunk, scales, to_chunk, _ = part
     pointers = cache_pointers(views, scales)
-    is_aligned = all(address % ALIGNMENT == 0 for address in addresses_of(pointers[:2]))
+    key, value, *_ = addresses_of(pointers)
+    is_aligned = (key | value) % ALIGNMENT == 0
     kind = (
         *(error.device, to_chunk, is_aligned, table is None, block_ids.dtype),
         *(chunk.dtype, chunk.shape[1], chunk.shape[3:], chunk.stride(), *map(form, pointers)),

@@ -246,7 +246,7 @@ def _prepared(
     constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
     strides = *_row_strides(key), *_row_strides(rows), *cache_strides(views, scales)
     fixed = *strides, constants, check, BAD_BLOCK, BAD_LENGTH
-    return constants, Prepared(gather_cache_kernel, fixed, constants.options, 4, 4)
+    return constants, Prepared(gather_cache_kernel, fixed, constants.options, 4, range(4))
 
 
 def _row_strides(rows: torch.Tensor) -> tuple[int, ...]:

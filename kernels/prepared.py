@@ -33,23 +33,24 @@ class Prepared:
     Tensors of one Prepared have the same dtypes, and the same of them are None. They are on one device.
 
     Args:
-        kernel: Compiled by triton.jit. It is not specialised on the numbers, and its constants are its last arguments.
+        kernel: Compiled by triton.jit. It is not specialised on numbers that differ within the kind. Its constants are
+            its last arguments.
         fixed: The arguments after tensors and numbers.
         options: Those of a launch, as num_warps.
         num_bits: So many tensors, from the first on, are passed as integers of their size.
-        num_aligned: So many tensors, from the first on, may be what the kernel is specialised on the alignment of.
+        aligned: Places of the tensors on whose alignment the kernel is specialised, among others perhaps.
     """
 
-    __slots__ = ("_compiled", "_fixed", "_kernel", "_num_aligned", "_num_bits", "_options")
+    __slots__ = ("_aligned", "_compiled", "_fixed", "_kernel", "_num_bits", "_options")
 
     def __init__(
-        self, kernel: Any, fixed: tuple[Any, ...], options: dict[str, Any], num_bits: int, num_aligned: int
+        self, kernel: Any, fixed: tuple[Any, ...], options: dict[str, Any], num_bits: int, aligned: Sequence[int]
     ) -> None:
         self._kernel, self._fixed, self._options = kernel, fixed, options
-        self._num_bits, self._num_aligned = num_bits, num_aligned
+        self._num_bits, self._aligned = num_bits, aligned
         self._compiled: _Compiled | None = None
 
-    def launch(self, grid: Grid, tensors: Sequence[torch.Tensor | None], numbers: tuple[int, ...]) -> None:
+    def launch(self, grid: Grid, tensors: Sequence[torch.Tensor | None], numbers: tuple[float, ...]) -> None:
         """Launch on the current stream of the tensors' device, which is the current one."""
         addresses = addresses_of(tensors)
         if self.repeat(grid, addresses, numbers):
@@ -60,7 +61,7 @@ class Prepared:
         if isinstance(found, CompiledKernel) and self._is_usual(addresses, numbers):
             self._compiled = _Compiled.of(found, self._kernel, self._fixed)
 
-    def repeat(self, grid: Grid, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
+    def repeat(self, grid: Grid, addresses: Sequence[int], numbers: tuple[float, ...]) -> bool:
         """Launch on tensors of these addresses, 0 for None. Return False, and do nothing, before the first launch."""
         compiled = self._compiled
         if compiled is None or not compiled.is_current() or not self._is_usual(addresses, numbers):
@@ -68,10 +69,10 @@ class Prepared:
         compiled.launch(grid, (*addresses, *numbers))
         return True
 
-    def _is_usual(self, addresses: Sequence[int], numbers: tuple[int, ...]) -> bool:
+    def _is_usual(self, addresses: Sequence[int], numbers: tuple[float, ...]) -> bool:
         bits = 0
-        for address in addresses[: self._num_aligned]:
-            bits |= address
+        for place in self._aligned:
+            bits |= addresses[place]
         return bits % ALIGNMENT == 0 and max(numbers) <= LARGEST
 
 
@@ -100,7 +101,7 @@ class _Compiled(NamedTuple):
         active = driver.active
         return active is self.driver and bool(active.get_current_device() == self.device)
 
-    def launch(self, grid: Grid, arguments: tuple[int, ...]) -> None:
+    def launch(self, grid: Grid, arguments: tuple[float, ...]) -> None:
         if _is_watched():
             self.kernel[grid](*arguments, *self.fixed)
             return
@@ -110,8 +111,8 @@ class _Compiled(NamedTuple):
 
 def _is_watched() -> bool:
     """Return whether a profiler asked to be called at each launch: then Triton launches, which does that."""
-    hooks = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook  # None, a function, or some functions
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook  # each None, a function, or some functions
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class PreparedKinds:

@@ -105,7 +105,7 @@ def reshape_and_cache(
     rows = key if value is None else value
     constants = row_constants((key_size, 0 if value is None else rows.shape[2]), key.dtype, views)
     strides = *key.stride()[:2], *rows.stride()[:2], *cache_strides(views, scales)
-    prepared = Prepared(reshape_and_cache_kernel, (*strides, constants, BAD_SLOT), constants.options, 4, 4)
+    prepared = Prepared(reshape_and_cache_kernel, (*strides, constants, BAD_SLOT), constants.options, 4, range(4))
     tensors = key, value, *cache_pointers(views, scales), slots, error
     numbers = num_tokens, views[0].num_blocks * constants.BLOCK_SIZE
     prepared.launch((constants.num_tiles(num_tokens), 1, 1), tensors, numbers)

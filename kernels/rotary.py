@@ -270,7 +270,7 @@ def _prepared(
     strides = *_strides(rows, is_plain), *_strides(out, out_is_plain)
     fixed = *strides, *((0, 0) if fresh is None else fresh.stride()[:2]), constants
     options = {"num_warps": constants.num_warps, "enable_fp_fusion": False}  # a product and a sum round twice
-    return constants, Prepared(mix_rows_kernel, fixed, options, 3, 6)
+    return constants, Prepared(mix_rows_kernel, fixed, options, 3, range(6))
 
 
 def mix_constants(

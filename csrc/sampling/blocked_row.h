@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "sampling/sampling_kernel.h"
-#include "simd/vectors.h"
+#include "sampling/whole_weights.h"
 
 namespace kvpage {
 namespace {
@@ -16,6 +16,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity(),
                 kLowestFinite = std::numeric_limits<float>::lowest();
 constexpr int kAtOnce = 4;  // registers; a block is a multiple of so many
+constexpr int64_t kBlocksAtOnce = 8;  // so that no share waits for its block's top, and the next cache holds them
 
 // Returns a register of logits; past `rest` of them, -inf.
 template <typename T>
@@ -76,13 +77,30 @@ inline Vec block_maxima(const U* from, int64_t size, IntVec& magnitudes) {
   return max(max(tops[0], tops[1]), max(tops[2], tops[3]));
 }
 
-// The sum of the weights of each lane, relative to a top of each lane.
+// The sum of a block's shares. size: at most 256, so that a lane's sum fits into 32 bits.
 template <typename U>
-inline Vec block_weights(const U* from, int64_t size, Vec tops, float factor) {
-  Vec sums[kAtOnce] = {};
-  for (int64_t d = 0; d < size; d += kAtOnce * kLanes)
-    for (int i = 0; i < kAtOnce; ++i) sums[i] += exp2_negative((load(from + d + i * kLanes) - tops) * factor);
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+inline int64_t block_shares(const U* from, int64_t size, float top, float factor) {
+  WordVec sum = {};
+  const Vec tops = splat(top > kLowestFinite ? top : kLowestFinite);
+  for (int64_t d = 0; d < size; d += kAtOnce * kLanes) {
+    VecRow<kAtOnce> row;
+    row.each([&](Vec, int i) { return load(from + d + i * kLanes); });
+    to_shares(row, tops, factor);
+    for (const Vec shares : row.at) sum += bit_cast<WordVec>(whole(shares));
+  }
+  return sum_words(sum);
+}
+
+// The greatest of all lanes, as a tree.
+inline float top_of(Vec a) {
+#if KVPAGE_LANES == 16
+  a = max(a, KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#elif KVPAGE_LANES == 8
+  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+  const float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
+  return low > high ? low : high;
 }
 
 // Returns whether a row with this maximum has a token to choose. magnitudes: of all of its blocks.
@@ -97,20 +115,25 @@ struct Survey {
   float top;
 };
 
-// Writes the maximum of each group and, with kSums, its sum of weights, relative to that maximum. factor: by which
-// logits become logarithms of weights, to the base of 2.
-template <bool kSums, typename T>
-inline Survey survey(const BlockedRow<T>& row, float factor, float* maxima, float* sums) {
+// Writes the maximum of each group and, with kShares, the top of each block and the sum of its shares. factor: see
+// shares_of.
+template <bool kShares, typename T>
+inline Survey survey(const BlockedRow<T>& row, float factor, const SamplingScratch& scratch) {
   Vec top = splat(-kInfinity);
   IntVec magnitudes = {};
-  for (int64_t block = 0; block < row.num_blocks(); ++block)
-    row.with_block(block, [&](auto* from) {
-      const Vec lanes = block_maxima(from, row.block_size(), magnitudes);
-      store(maxima + block * kLanes, lanes);
+  for (int64_t begin = 0; begin < row.num_blocks(); begin += kBlocksAtOnce) {
+    const int64_t end = begin + kBlocksAtOnce < row.num_blocks() ? begin + kBlocksAtOnce : row.num_blocks();
+    for (int64_t block = begin; block < end; ++block) {
+      const Vec lanes =
+          row.with_block(block, [&](auto* from) { return block_maxima(from, row.block_size(), magnitudes); });
+      store(scratch.maxima + block * kLanes, lanes);
       top = max(lanes, top);
-      if constexpr (kSums)
-        store(sums + block * kLanes, block_weights(from, row.block_size(), max(lanes, splat(kLowestFinite)), factor));
-    });
+      if constexpr (kShares) scratch.tops[block] = top_of(lanes);
+    }
+    for (int64_t block = begin; kShares && block < end; ++block)
+      scratch.masses[block] = row.with_block(
+          block, [&](auto* from) { return block_shares(from, row.block_size(), scratch.tops[block], factor); });
+  }
   const float greatest = max_lanes(top);
   return {is_usable(greatest, magnitudes), greatest};
 }

@@ -10,16 +10,15 @@
 namespace kvpage {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
 constexpr float kLeastScore = -87.0f;  // a token below it has a weight below 1.6e-38 of the likeliest one's: none
 
 struct Candidates {
   int32_t* keys;
-  float* weights;  // by `weigh`
-  int32_t* ids;    // null: the index is the id
+  Weights weights;  // by `weigh`
+  int32_t* ids;     // null: the index is the id
   int64_t count;
 
-  KeyList list(bool is_weighted) const { return {keys, is_weighted ? weights : nullptr, padded_to_unit(count)}; }
+  KeyList list(bool is_weighted) const { return {keys, is_weighted ? weights : Weights{}, padded_to_unit(count)}; }
 };
 
 // The scores of a row: the greatest logit and the temperature.
@@ -45,10 +44,23 @@ inline void pad(Candidates& found) {
 
 // Fills the weights, from the keys.
 inline void weigh(const Candidates& found) {
-  for (int64_t i = 0; i < padded_to_run(padded_to_unit(found.count)); i += kLanes) {
-    const IntVec keys = load_keys(found.keys + i);
-    const Vec scores = bit_cast<Vec>(keys | static_cast<int32_t>(0x80000000));
-    store(found.weights + i, keys == splat_key(kNoKey) ? Vec{} : exp2_negative(scores * kLog2E));
+  constexpr int kNum = 2;
+  const int64_t size = padded_to_run(padded_to_unit(found.count));
+  for (int64_t i = 0; i < size; i += kNum * kLanes) {
+    VecRow<kNum> row;
+    row.each([&](Vec, int n) {
+      const IntVec keys = load_keys(found.keys + i + n * kLanes);
+      return bit_cast<Vec>(keys | static_cast<int32_t>(0x80000000)) * kLog2E;
+    });
+    raise_2_to<kFineBits>(row);
+    for (int n = 0; n < kNum; ++n) {
+      const int64_t at = i + n * kLanes;
+      const IntVec is_token = load_keys(found.keys + at) != splat_key(kNoKey);
+      const WeightVec weights = split_weight(row.at[n]);
+      const IntVec coarse = is_token & weights.coarse, fine = is_token & weights.fine;
+      std::memcpy(found.weights.coarse + at, &coarse, sizeof(coarse));
+      std::memcpy(found.weights.fine + at, &fine, sizeof(fine));
+    }
   }
 }
 

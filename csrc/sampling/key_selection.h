@@ -6,6 +6,7 @@
 //   target .8 |--------------------|          the last key that stays is the last with less than the target before it
 #pragma once
 
+#include "sampling/whole_weights.h"
 #include "simd/compress.h"
 
 namespace kvpage {
@@ -13,34 +14,23 @@ namespace {
 
 constexpr int32_t kNoKey = INT32_MAX;   // pads lists to whole units; its weight is 0
 constexpr int64_t kUnit = 2 * kLanes;
-constexpr int64_t kStretch = 512;      // weights that are summed up in fp32, then in double
+
+constexpr int64_t kStretch = 4096;     // weights whose parts are summed up in 32 bits
 
 struct KeyList {
   const int32_t* keys;
-  const float* weights;  // null: each token weighs 1
-  int64_t size;          // padded to whole units
+  Weights weights;  // null: each token weighs 1
+  int64_t size;     // padded to whole units
 };
 
 struct Mass {
-  int64_t count;
-  double weight;
+  int64_t count, weight;
 };
 
 inline int32_t key_of(float score) { return static_cast<int32_t>(bit_cast<uint32_t>(score) & 0x7fffffffu); }
 inline float score_of(int32_t key) { return -bit_cast<float>(key); }
 inline IntVec splat_key(int32_t key) { return key - IntVec{}; }
 inline int64_t padded_to_unit(int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; }
-
-// The sum of all lanes, as a tree.
-inline float total_of(Vec a) {
-#if KVPAGE_LANES == 16
-  a += KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-#elif KVPAGE_LANES == 8
-  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
-#endif
-  return (a[0] + a[1]) + (a[2] + a[3]);
-}
 
 inline IntVec load_keys(const int32_t* from) {
   IntVec to;
@@ -51,22 +41,23 @@ inline IntVec load_keys(const int32_t* from) {
 template <bool kWeighted>
 inline Mass mass_before(const KeyList& list, int32_t key) {
   const IntVec limit = splat_key(key);
-  int64_t count = 0;
-  double weight = 0;
+  int64_t count = 0, weight = 0;
   for (int64_t begin = 0; begin < list.size; begin += kStretch) {
     const int64_t end = begin + kStretch < list.size ? begin + kStretch : list.size;
-    Vec weights[2] = {};
-    for (int64_t i = begin; i < end; i += kUnit)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t at = i + half * kLanes;
-        const IntVec keys = load_keys(list.keys + at);
-        count += num_bits(less_bits(keys, limit));
-        if constexpr (kWeighted)
-          weights[half] += bit_cast<Vec>((keys < limit) & bit_cast<IntVec>(load(list.weights + at)));
+    WeightVec sums = {};
+    IntVec counts = {};
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const IntVec is_before = load_keys(list.keys + i) < limit;
+      counts -= is_before;
+      if constexpr (kWeighted) {
+        sums.coarse += is_before & load_keys(list.weights.coarse + i);
+        sums.fine += is_before & load_keys(list.weights.fine + i);
       }
-    if constexpr (kWeighted) weight += total_of(weights[0] + weights[1]);
+    }
+    count += sum_words(bit_cast<WordVec>(counts));
+    if constexpr (kWeighted) weight += sum_of(sums);
   }
-  return {count, kWeighted ? weight : static_cast<double>(count)};
+  return {count, kWeighted ? weight : count};
 }
 
 // Returns a key between two that are not neighbours: by value, or by bits where that does not go on.
@@ -79,28 +70,31 @@ inline int32_t key_between(int32_t low, int32_t end, int step) {
 
 // Copies the keys in [low, end) to the front of `keys`, which may be the list's own. Returns the new list.
 template <bool kWeighted>
-inline KeyList narrowed(const KeyList& list, int32_t low, int32_t end, int32_t* keys, float* weights) {
+inline KeyList narrowed(const KeyList& list, int32_t low, int32_t end, const WorkList& work) {
+  int32_t* keys = work.keys;
   const IntVec below = splat_key(low - 1), limit = splat_key(end);
   int64_t size = 0;
   for (int64_t i = 0; i < list.size; i += kLanes) {
     const IntVec these = load_keys(list.keys + i);
     const uint32_t bits = less_bits(these, limit) & less_bits(below, these);
-    if constexpr (kWeighted) store_packed(weights + size, load(list.weights + i), bits);
+    if constexpr (kWeighted) {
+      store_packed(work.weights.coarse + size, load_keys(list.weights.coarse + i), bits);
+      store_packed(work.weights.fine + size, load_keys(list.weights.fine + i), bits);
+    }
     store_packed(keys + size, these, bits);
     size += num_bits(bits);
   }
   for (int64_t i = size; i < padded_to_unit(size); ++i) {
     keys[i] = kNoKey;
-    if constexpr (kWeighted) weights[i] = 0;
+    if constexpr (kWeighted) work.weights.coarse[i] = work.weights.fine[i] = 0;
   }
-  return {keys, weights, padded_to_unit(size)};
+  return {keys, work.weights, padded_to_unit(size)};
 }
 
 // Returns the last key, below `end`, that has less than `target` (above 0) before it. `count`: at least the number of
-// keys below `end`. work_keys, work_weights: as long as the list.
+// keys below `end`. work: as long as the list.
 template <bool kWeighted>
-int32_t last_kept_key(KeyList list, int64_t count, int32_t end, double target, int32_t* work_keys,
-                      float* work_weights) {
+int32_t last_kept_key(KeyList list, int64_t count, int32_t end, double target, const WorkList& work) {
   constexpr int64_t kShort = 4 * kLanes;
   int32_t low = 0;
   Mass at_low = {}, removed = {};
@@ -108,13 +102,13 @@ int32_t last_kept_key(KeyList list, int64_t count, int32_t end, double target, i
     const int32_t middle = key_between(low, end, step);
     Mass found = mass_before<kWeighted>(list, middle);
     found.count += removed.count, found.weight += removed.weight;
-    if (found.weight < target) {
+    if (static_cast<double>(found.weight) < target) {
       low = middle, at_low = found;
     } else {
       end = middle, count = found.count;
     }
     if (list.size > kShort && 4 * (count - at_low.count) < list.size) {
-      list = narrowed<kWeighted>(list, low, end, work_keys, work_weights);
+      list = narrowed<kWeighted>(list, low, end, work);
       removed = at_low;
     }
   }

@@ -39,7 +39,8 @@ class ScratchMemory {
  public:
   ScratchMemory(int64_t vocab_size, int num_threads)
       : vocab_size_(vocab_size),
-        stride_(6 * part(vocab_size) + 2 * part(SamplingScratch::groups(vocab_size)) + part(0)),
+        stride_(8 * part(vocab_size) + part(SamplingScratch::groups(vocab_size)) + part(0) +
+                5 * part(SamplingScratch::blocks(vocab_size))),
         memory_(static_cast<float*>(
             ::operator new(static_cast<size_t>(stride_ * num_threads) * sizeof(float), std::align_val_t(64)))) {}
 
@@ -50,13 +51,20 @@ class ScratchMemory {
       next += part(size);
       return taken;
     };
+    const auto take_pairs = [&](int64_t size) {
+      float* taken = next;
+      next += 2 * part(size);
+      return taken;
+    };
     const auto take_keys = [&](int64_t size) { return reinterpret_cast<int32_t*>(take(size)); };
-    const int64_t groups = SamplingScratch::groups(vocab_size_);
+    const int64_t groups = SamplingScratch::groups(vocab_size_), blocks = SamplingScratch::blocks(vocab_size_);
     SamplingScratch scratch{};
-    scratch.row = take(vocab_size_), scratch.maxima = take(groups), scratch.sums = take(groups);
+    scratch.row = take(vocab_size_), scratch.maxima = take(groups), scratch.tops = take(blocks);
+    scratch.masses = reinterpret_cast<int64_t*>(take_pairs(blocks));
+    scratch.sums = reinterpret_cast<int64_t*>(take_pairs(blocks));
     scratch.tail = take(0), scratch.keys = take_keys(vocab_size_), scratch.ids = take_keys(vocab_size_);
-    scratch.weights = take(vocab_size_), scratch.work_keys = take_keys(vocab_size_);
-    scratch.work_weights = take(vocab_size_);
+    scratch.weights = {take_keys(vocab_size_), take_keys(vocab_size_)};
+    scratch.work = {take_keys(vocab_size_), {take_keys(vocab_size_), take_keys(vocab_size_)}};
     return scratch;
   }
 

@@ -29,21 +29,33 @@ struct Choice {
   double point;  // in [0, 1): the share of the weights that the drawn token's running sum must exceed
 };
 
+// The weights of a list of tokens, in two parts: see sampling/whole_weights.h.
+struct Weights {
+  int32_t *coarse, *fine;
+};
+
+struct WorkList {
+  int32_t* keys;
+  Weights weights;
+};
+
 // Memory for one row at a time. Each is aligned to 64 bytes, and has kPadding elements more than named here.
 struct SamplingScratch {
   static constexpr int64_t kPadding = 1024, kLeastBlock = 64, kMostLanes = 16;
 
   float* row;      // [vocab_size]: a row that rules have changed
   float* maxima;   // [groups(vocab_size)]
-  float* sums;     // [groups(vocab_size)]
+  float* tops;     // [blocks(vocab_size)], as the next
+  int64_t* masses;
+  int64_t* sums;   // [blocks(vocab_size)]: of runs of weights
   float* tail;     // [0]
   int32_t* keys;   // [vocab_size], as all that follow
   int32_t* ids;
-  float* weights;
-  int32_t* work_keys;
-  float* work_weights;
+  Weights weights;
+  WorkList work;
 
   static int64_t groups(int64_t vocab_size) { return (vocab_size / kLeastBlock + 1) * kMostLanes; }
+  static int64_t blocks(int64_t vocab_size) { return vocab_size / 32 + 1; }
 };
 
 struct SamplingKernel {

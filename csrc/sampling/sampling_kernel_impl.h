@@ -8,12 +8,16 @@ constexpr int64_t kGreedyBlock = 512, kWeightBlock = 256;
 constexpr int64_t kFewTokens = 4096;   // a row of so many is taken whole where half of its tokens may stay
 constexpr int64_t kGroupsPerTopK = 4;  // groups for each of top_k, so that few others reach the k-th group
 constexpr int32_t kEndKey = 0x42ae0001;  // after the key of kLeastScore
-constexpr double kBoundSlack = 1e-3;     // in scores: above the rounding errors of sums of weights
+constexpr double kBoundSlack = 0.125;    // in scores: of a bound that no token of a nucleus is below
+constexpr double kLeastRest = 0x1p-11;   // a rest below it is too small to bound a nucleus by
+constexpr double kMassUnits = 64;        // of a share, in the masses of blocks
+constexpr double kMostWeight = 0x1p34;   // of the greatest logit
+constexpr int64_t kMassWeight = 8;       // of a mass of 1, among weights
 
 template <typename T>
 int64_t likeliest(const LogitsRow& logits, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kGreedyBlock, scratch.tail);
-  const Survey found = survey<false>(row, 1.0f, scratch.maxima, nullptr);
+  const Survey found = survey<false>(row, 1.0f, scratch);
   if (!found.is_usable) return -1;
   const Vec top = splat(found.top);
   int64_t block = 0;
@@ -26,14 +30,21 @@ int64_t likeliest(const LogitsRow& logits, const SamplingScratch& scratch) {
   });
 }
 
-// Turns the sums of groups into those of blocks, [num_blocks], relative to the greatest logit. Returns their total.
-inline double block_masses(int64_t num_blocks, const Scale& scale, const float* maxima, float* sums) {
-  double total = 0;
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const Vec tops = max(load(maxima + block * kLanes), splat(kLowestFinite));
-    const Vec factors = exp2_negative((tops - scale.top) * Scale::log2_factor(scale.temperature));
-    sums[block] = total_of(load(sums + block * kLanes) * factors);
-    total += sums[block];
+// Turns the sums of the blocks' shares, each relative to the block's top, into masses relative to the greatest logit.
+// Returns their total.
+inline int64_t scale_masses(int64_t num_blocks, const Scale& scale, const SamplingScratch& scratch) {
+  int64_t total = 0;
+  for (int64_t block = num_blocks; block % kLanes; ++block) scratch.tops[block] = -kInfinity, scratch.masses[block] = 0;
+  for (int64_t block = 0; block < num_blocks; block += kLanes) {
+    VecRow<1> factors{load(scratch.tops + block)};
+    factors.each([&](Vec top, int) { return (top - scale.top) * Scale::log2_factor(scale.temperature); });
+    raise_2_to<0>(factors);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double shares = static_cast<double>(scratch.masses[block + lane]);
+      scratch.masses[block + lane] =
+          static_cast<int64_t>(shares * static_cast<double>(factors.at[0][lane]) * kMassUnits);
+      total += scratch.masses[block + lane];
+    }
   }
   return total;
 }
@@ -42,49 +53,53 @@ inline double block_masses(int64_t num_blocks, const Scale& scale, const float* 
 template <typename T>
 int64_t draw_all(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
-  const Survey found = survey<true>(row, Scale::log2_factor(choice.temperature), scratch.maxima, scratch.sums);
+  const float factor = Scale::log2_factor(choice.temperature);
+  const Survey found = survey<true>(row, factor, scratch);
   if (!found.is_usable) return -1;
-  const Scale scale{found.top, choice.temperature};
-  const double total = block_masses(row.num_blocks(), scale, scratch.maxima, scratch.sums);
-  const double target = choice.point * total;
-  int64_t block = 0, last = 0;
-  double before = 0;
-  for (; block < row.num_blocks() && before + scratch.sums[block] <= target; before += scratch.sums[block++])
-    if (scratch.sums[block] > 0) last = block;
-  const bool is_found = block < row.num_blocks();
-  const double share = is_found ? (target - before) / scratch.sums[block] : 1.0;
-  if (!is_found) block = last;
+  const int64_t total = scale_masses(row.num_blocks(), {found.top, choice.temperature}, scratch);
+  int64_t before;
+  const int64_t target = target_of(choice.point, 1, total), block = first_past(scratch.masses, target, before);
+  const double inside = static_cast<double>(target - before), mass = static_cast<double>(scratch.masses[block]);
+  int64_t sum = 0;
   for (int64_t d = 0; d < kWeightBlock; d += kLanes) {
-    const Vec keys = row.with_block(block, [&](auto* from) { return scale.keys(load(from + d)); });
-    std::memcpy(scratch.keys + d, &keys, sizeof(keys));
+    VecRow<1> part{row.with_block(block, [&](auto* from) { return load(from + d); })};
+    to_shares(part, splat(scratch.tops[block]), factor);
+    const IntVec shares = whole(part.at[0]);
+    std::memcpy(scratch.keys + d, &shares, sizeof(shares));
+    sum += sum_words(bit_cast<WordVec>(shares));
   }
-  weigh({scratch.keys, scratch.weights, nullptr, kWeightBlock});
-  return block * kWeightBlock +
-         draw_share(scratch.keys, scratch.weights, kWeightBlock, kNoKey - 1, share, scratch.work_weights);
+  return block * kWeightBlock + first_past(scratch.keys, target_of(inside, mass, sum), before);
 }
 
 // Returns a score that the top_k-th greatest is not below, by the maxima of groups; kLeastScore if these are too few.
 inline float least_of_top_k(int64_t top_k, int64_t num_groups, const Scale& scale, const SamplingScratch& scratch) {
   if (num_groups < kGroupsPerTopK / 2 * top_k) return kLeastScore;
-  Candidates groups{scratch.keys, nullptr, nullptr, num_groups};
+  Candidates groups{scratch.keys, {}, nullptr, num_groups};
   for (int64_t i = 0; i < num_groups; i += kLanes) {
     const Vec keys = scale.keys(load(scratch.maxima + i));
     std::memcpy(groups.keys + i, &keys, sizeof(keys));
   }
   pad(groups);
-  return score_of(last_kept_key<false>(groups.list(false), num_groups, kEndKey, static_cast<double>(top_k),
-                                       scratch.work_keys, scratch.work_weights));
+  return score_of(
+      last_kept_key<false>(groups.list(false), num_groups, kEndKey, static_cast<double>(top_k), scratch.work));
+}
+
+// Returns a score that no token is below without which the likeliest ones make up less than `share` of `total`.
+// Tokens whose part of it is below (1 - share) / size make up less than 1 - share together. The slack is more than sums
+// of blocks and of weights differ, so that the nucleus is the same with a bound and without.
+inline float least_of_nucleus(double share, int64_t total, int64_t size) {
+  if (1 - share < kLeastRest) return kLeastScore;
+  const double weight = static_cast<double>(total) / kMostWeight;
+  const double bound = std::log((1 - share) * weight / static_cast<double>(size)) - kBoundSlack;
+  return static_cast<float>(std::fmax(bound, static_cast<double>(kLeastScore)));
 }
 
 // Returns the last key of the likeliest tokens that make up `share` of `total`, at most `last_key`.
-inline int32_t last_of_nucleus(const Candidates& found, double share, double total, int32_t last_key, int64_t size,
+inline int32_t last_of_nucleus(const Candidates& found, double share, int64_t total, int32_t last_key, int64_t size,
                                const SamplingScratch& scratch) {
-  // Tokens whose share is below (1 - share) / size make up less than 1 - share together, so they are not needed.
-  const double bound = std::log((1 - share) * total / static_cast<double>(size)) - kBoundSlack;
-  const int32_t bound_key = bound < 0 ? key_of(static_cast<float>(bound)) : 0;
+  const int32_t bound_key = key_of(least_of_nucleus(share, total, size));
   const int32_t end = 1 + (bound_key < last_key ? bound_key : last_key);
-  return last_kept_key<true>(found.list(true), found.count, end, share * total, scratch.work_keys,
-                             scratch.work_weights);
+  return last_kept_key<true>(found.list(true), found.count, end, share * static_cast<double>(total), scratch.work);
 }
 
 inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -92,8 +107,8 @@ inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 inline int64_t draw_kept(const Candidates& found, int32_t last_key, const Choice& choice,
                          const SamplingScratch& scratch) {
   last_key = least(last_key, least(kEndKey - 1, key_of(choice.least_score)));
-  const int64_t size = padded_to_run(padded_to_unit(found.count));
-  const int64_t index = draw_share(found.keys, found.weights, size, last_key, choice.point, scratch.work_weights);
+  const KeyList list{found.keys, found.weights, padded_to_run(padded_to_unit(found.count))};
+  const int64_t index = draw_share(list, last_key, choice.point, scratch.sums);
   return found.ids ? found.ids[index] : index;
 }
 
@@ -101,7 +116,7 @@ template <typename T>
 int64_t draw_top_k(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const bool is_long = logits.size * kLanes >= kGroupsPerTopK * kGreedyBlock * choice.top_k;
   const BlockedRow<T> row(logits, is_long ? kGreedyBlock : SamplingScratch::kLeastBlock, scratch.tail);
-  const Survey top = survey<false>(row, 1.0f, scratch.maxima, nullptr);
+  const Survey top = survey<false>(row, 1.0f, scratch);
   if (!top.is_usable) return -1;
   const Scale scale{top.top, choice.temperature};
   const float score = least_of_top_k(choice.top_k, row.num_blocks() * kLanes, scale, scratch);
@@ -109,10 +124,10 @@ int64_t draw_top_k(const LogitsRow& logits, const Choice& choice, const Sampling
   weigh(found);
   int32_t last_key = kEndKey - 1;
   if (found.count > choice.top_k)
-    last_key = last_kept_key<false>(found.list(false), found.count, kEndKey, static_cast<double>(choice.top_k),
-                                    scratch.work_keys, scratch.work_weights);
+    last_key =
+        last_kept_key<false>(found.list(false), found.count, kEndKey, static_cast<double>(choice.top_k), scratch.work);
   if (choice.top_p < 1) {
-    const double total = mass_before<true>(found.list(true), last_key + 1).weight;
+    const int64_t total = mass_before<true>(found.list(true), last_key + 1).weight;
     last_key = last_of_nucleus(found, choice.top_p, total, last_key, logits.size, scratch);
   }
   return draw_kept(found, last_key, choice, scratch);
@@ -122,20 +137,19 @@ template <typename T>
 int64_t draw_top_p(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
   const bool is_short = logits.size <= kFewTokens;
-  const Survey top = is_short ? survey<false>(row, 1.0f, scratch.maxima, nullptr)
-                              : survey<true>(row, Scale::log2_factor(choice.temperature), scratch.maxima, scratch.sums);
+  const Survey top =
+      is_short ? survey<false>(row, 1.0f, scratch) : survey<true>(row, Scale::log2_factor(choice.temperature), scratch);
   if (!top.is_usable) return -1;
   const Scale scale{top.top, choice.temperature};
   if (is_short) {
     const Candidates all = all_candidates(row, logits.size, scale, scratch);
     weigh(all);
-    const double total = mass_before<true>(all.list(true), kNoKey).weight;
+    const int64_t total = mass_before<true>(all.list(true), kNoKey).weight;
     return draw_kept(all, last_of_nucleus(all, choice.top_p, total, kEndKey - 1, logits.size, scratch), choice,
                      scratch);
   }
-  const double total = block_masses(row.num_blocks(), scale, scratch.maxima, scratch.sums);
-  const double bound = std::log((1 - choice.top_p) * total / static_cast<double>(logits.size)) - kBoundSlack;
-  const float score = std::fmax(static_cast<float>(std::fmin(bound, 0.0)), choice.least_score);
+  const int64_t total = scale_masses(row.num_blocks(), scale, scratch) * kMassWeight;
+  const float score = std::fmax(least_of_nucleus(choice.top_p, total, logits.size), choice.least_score);
   const Candidates found = candidates_from(score, row, scale, scratch.maxima, scratch);
   weigh(found);
   return draw_kept(found, last_of_nucleus(found, choice.top_p, total, kEndKey - 1, logits.size, scratch), choice,
@@ -145,7 +159,7 @@ int64_t draw_top_p(const LogitsRow& logits, const Choice& choice, const Sampling
 template <typename T>
 int64_t draw_min_p(const LogitsRow& logits, const Choice& choice, const SamplingScratch& scratch) {
   const BlockedRow<T> row(logits, kWeightBlock, scratch.tail);
-  const Survey top = survey<false>(row, 1.0f, scratch.maxima, nullptr);
+  const Survey top = survey<false>(row, 1.0f, scratch);
   if (!top.is_usable) return -1;
   const Scale scale{top.top, choice.temperature};
   const Candidates found = candidates_from(choice.least_score, row, scale, scratch.maxima, scratch);

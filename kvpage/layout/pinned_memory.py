@@ -65,6 +65,8 @@ class CudaRegistrar:
             raise OSError(errno.ENOMEM, f"cudaHostRegister of {num_bytes} bytes has returned error {code}")
 
     def unregister(self, address: int) -> None:
+        for index in _devices_with_context():  # a copy under way still uses the pages
+            torch.cuda.synchronize(index)
         with torch.cuda.device(self._device):
             code = int(self._runtime.cudaHostUnregister(address))
             if code:
@@ -78,12 +80,17 @@ class CudaRegistrar:
             torch.zeros(1, device=self._device)
 
 
-def _device_with_context() -> int:
-    current = torch.cuda.current_device()
+def _devices_with_context() -> list[int]:
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is None or has_context(current):
-        return current
-    return next((index for index in range(torch.cuda.device_count()) if has_context(index)), current)
+    if has_context is None:
+        return [torch.cuda.current_device()]
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
+
+
+def _device_with_context() -> int:
+    """Return the current device if it has a context, else another that has one, if any does."""
+    current, others = torch.cuda.current_device(), _devices_with_context()
+    return current if current in others or not others else others[0]
 
 
 make_registrar: Callable[[], Registrar] = CudaRegistrar

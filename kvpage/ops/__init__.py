@@ -33,16 +33,23 @@ from kvpage.ops.cpu.norm import add_rms_norm as add_rms_norm
 from kvpage.ops.cpu.norm import rms_norm as rms_norm
 from kvpage.ops.cuda.attention import attends_in_place as attends_in_place
 from kvpage.ops.cuda.rows import check_device as check_device
+from kvpage.ops.cuda.sampling import RECORD_WORDS as SAMPLING_RECORD_WORDS
+from kvpage.ops.cuda.sampling import SamplingMemory as SamplingMemory
+from kvpage.ops.cuda.sampling import can_sample_rows as can_sample_rows
+from kvpage.ops.cuda.sampling import sample_rows as sample_rows
 
 __all__ = [
     "Attention",
     "BlockCopier",
     "BoundCache",
     "Rotation",
+    "SAMPLING_RECORD_WORDS",
+    "SamplingMemory",
     "Sequences",
     "add_rms_norm",
     "attend",
     "attends_in_place",
+    "can_sample_rows",
     "check_device",
     "copy_blocks",
     "gated_linear",
@@ -55,6 +62,7 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "row_deviation",
+    "sample_rows",
     "store_chunk",
     "swap_blocks",
     "swap_blocks_layers",

@@ -4,6 +4,8 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -101,13 +103,26 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     cache_config = config.cache_config
     of_all = _model_config(model, cache_config)
-    size = config.tensor_parallel_size
-    runner = ModelRunner(model, _native_layers(model, config), holds_interrupts=size > 1)
+    size, compiles = config.tensor_parallel_size, config.compile_model
+    runner = ModelRunner(model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1)
     model_config = of_this_rank(runner, cache_config, of_all, size)
-    if model_config.use_mla:
-        verify_latents(runner, cache_config, model_config)
-    attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
+    with _names_compiler() if compiles else nullcontext():
+        if model_config.use_mla:
+            verify_latents(runner, cache_config, model_config)
+        attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
     return ServableModel(runner, model_config, attention, of_all.num_kv_heads)
+
+
+@contextmanager
+def _names_compiler() -> Iterator[None]:
+    """Raise ValueError for errors of torch.compile, as of a machine without a compiler."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # hints for developers of torch follow
+        raise ValueError(f"compile_model must be False, torch.compile cannot compile the model: {reason}") from error
 
 
 def choose_attention(
@@ -168,7 +183,8 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
-    return NativeLayers() if config.native_layers and model.device.type == "cpu" else None
+    is_native = config.native_layers and not config.compile_model and model.device.type == "cpu"
+    return NativeLayers() if is_native else None
 
 
 def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:

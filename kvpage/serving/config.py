@@ -61,8 +61,8 @@ class EngineConfig:
         cudagraph_capture_sizes: The numbers of sequences for which decode steps are captured, each at most
             `max_num_seqs`. None means 1, 2, 4, 8, 16, 24, 32, 48, 64 and so on, up to `max_num_seqs`.
         cudagraph_max_bytes: Device memory that all captured steps keep at most. The largest steps come first.
-        async_scheduling: Begin a decode step before the tokens of the one before have come to the host, where that
-            changes no token. None means on a GPU.
+        async_scheduling: On a GPU, begin a decode step before the tokens of the one before have come to the host, where
+            that changes no token. None means True.
         compile_model: Compute with `torch.compile` of the model, but for attention. It takes the place of native
             layers. The model does not change.
         attention_backend: On a GPU, what attends over the blocks: "kvpage", its own kernels; "flashinfer",

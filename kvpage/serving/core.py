@@ -20,6 +20,8 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
 from kvpage.observe.telemetry import Telemetry
+from kvpage.ops import attends_in_place
+from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
@@ -89,7 +91,8 @@ class EngineCore:
         if device.type != "cuda" or self._lead is not None:
             return
         runs_ahead = config.async_scheduling is not False
-        self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead))
+        draws = attends_in_place(device) and self._runner.model.dtype in COMPUTE_DTYPES  # by kernels of kvpage's
+        self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead, draws))
         if not config.enforce_eager:
             self._use_graphs(CudaCapturer(device))
 

@@ -1,5 +1,7 @@
 """What bench_serving_gpu computes: moments of tokens, the bytes of its bound, and a model that is as it was before."""
 
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -35,6 +37,14 @@ def test_the_bound_has_the_model_once_and_the_bytes_of_all_tokens(model):
     assert bound.attention == kv_bytes(model.config, 10, torch.float32) / 1e6 and bound.model > 0
     assert StepBound(2.0, 4.0).seconds == 6.0 and StepBound(2.0, 4.0).at_share(0.8) == 7.0
     assert copy_bandwidth(torch.device("cpu"), 1 << 12) > 0
+
+
+def test_the_bound_of_served_tokens_is_a_step_for_each_of_an_answer(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "step_bound", lambda model, *sizes: asked.append(sizes) or StepBound(0.2, 0.05))
+    options = types.SimpleNamespace(requests=10, prompt_tokens=400, tokens=100)
+    assert bench.served_bound(model, options, 7.0) == 10 / 0.25
+    assert asked == [(10, 350, 7.0)], "300 tokens of a prompt, and half an answer"
 
 
 def test_the_bound_leaves_the_model_as_it_was(model):

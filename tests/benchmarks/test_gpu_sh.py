@@ -61,7 +61,7 @@ def test_limits_leave_room_in_ten_minutes():
 
 def test_each_benchmark_stops_itself_before_its_limit():
     benchmarks = [part for name, part in PARTS.items() if name.startswith("bench_")]
-    assert len(benchmarks) == 4
+    assert len(benchmarks) == 5
     for limit, command in benchmarks:
         assert int(re.search(r"--seconds (\d+)", command)[1]) <= limit - 15  # for what begins before, and the plot
 
@@ -71,6 +71,17 @@ def test_parts_in_their_order():
     assert names.index("build") < names.index("smoke") < names.index("bench_paged_attention")
     assert names[-2:] == ["tests", "grid"] and names.index("bench_blend_ops") < names.index("tests")
     assert (SCRIPT.parents[1] / "tests/gpu/test_smoke.py").is_file()
+
+
+def test_wheels_come_after_the_build_and_before_all_that_may_use_them(machine):
+    names = list(PARTS)
+    assert names[:2] == ["build", "peers"]
+    machine.fake("pytest", 'echo "path $PYTHONPATH"\n[ -d "$PYTHONPATH" ] || [ -n "$PYTHONPATH" ]\n')
+    done, kept = machine.run()
+    assert done.returncode == 0, done.stdout
+    calls = machine.calls.read_text()
+    (peers,) = re.findall(r"gpu_wheels.py wheels (\S+)", calls)
+    assert f"path {peers}\n" in kept["smoke.txt"] and not Path(peers).exists()
 
 
 def test_all_results_are_in_one_archive(machine):

@@ -14,7 +14,7 @@ CASES = {
     "decode e5m2": ([90], SPLIT, {"queries": None, "dtype": E5M2, "query_dtype": BF16, "scales": "tensor"}),
     "decode paged int8": ([80], SPLIT, {"queries": None, "dtype": INT8, "query_dtype": BF16, "place": PAGED}),
     "prefill": ([90], WHOLE, {"queries": [33, 5], "dtype": BF16, "size": 128}),
-    "prefill, all options": (BOTH, WHOLE, {"queries": [33, 5], "dtype": BF16, **ALL}),
+    "prefill, all options": (BOTH, WHOLE, {"queries": [70, 5], "dtype": BF16, **ALL}),  # the diagonal meets each key
     "prefill e4m3": (BOTH, WHOLE, {"queries": [33, 5], "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
     "prefill e5m2": ([80], WHOLE, {"queries": [33, 5], "dtype": E5M2, "query_dtype": FP16, "scales": "tensor"}),
     "prefill int8": ([90], WHOLE, {"queries": [33, 5], "dtype": INT8, "query_dtype": FP16}),
@@ -32,6 +32,7 @@ def opcodes_of(kernel):
 def test_attention(device, cpu_as_device, multiprocessors, options):
     options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
     case = make_case([90 if multiprocessors == WHOLE else 500, 37], options.pop("queries"), **options)
+    case["query"][-1] *= 30  # its largest scores stand far above the others
     before = device.launches["merge_splits_kernel"]
     check("interpreter", case, multiprocessors=multiprocessors, capability=device.arch, state=cpu_as_device)
     assert device.launches["merge_splits_kernel"] - before == (multiprocessors == SPLIT)

@@ -1,5 +1,6 @@
 """The kernels that move rows and chunks, as compiled for a GPU, against the reference: every byte of all layers."""
 
+import pytest
 import torch
 from support.kernel_calls import gather, gather_by_device_lengths, move_chunk, reshape
 from support.kernel_rows import (
@@ -47,15 +48,15 @@ def test_rows_are_cached_and_gathered(device, place, dtype, rows_dtype, size):
     layout = make_layout(place, dtype=dtype, size=size)
     got, want = noisy(layout), noisy(layout)
     scales = given_scales(layout)
-    key = make_rows(layout, 9, size, rows_dtype)
-    value = None if place == MLA else make_rows(layout, 9, size, rows_dtype)
-    slots = torch.randperm(24)[:9]
+    key = make_rows(layout, 21, size, rows_dtype)
+    value = None if place == MLA else make_rows(layout, 21, size, rows_dtype)
+    slots = torch.randperm(24)[:21]
     slots[3] = -1
     assert not reshape("interpreter", key, value, got[1], slots, layout, scales)
     reference.reshape_and_cache(key, value, want[1], slots, layout, scales)
     assert all(same_bytes(one, other) for one, other in zip(got, want, strict=True))
     tables = torch.tensor([[0, 3, 2], [5, 1, 4]], dtype=torch.int32)
-    lengths, starts = torch.tensor([6, 3]), torch.tensor([1, 0])
+    lengths, starts = torch.tensor([11, 9]), torch.tensor([1, 0])
     *rows, error = gather("interpreter", got[1], tables, lengths, layout, starts.tolist(), None, scales, rows_dtype)
     assert not error
     expected = reference.gather_cache(want[1], tables, lengths, layout, starts, scales, rows_dtype)
@@ -67,9 +68,9 @@ def test_rows_are_cached_and_gathered(device, place, dtype, rows_dtype, size):
 def test_lengths_may_be_on_the_device(device, dtype, rows_dtype):
     layout = make_layout(FLASH, dtype=dtype, size=64)
     cache, scales = noisy(layout)[1], given_scales(layout)
-    tables, lengths = torch.tensor([[0, 3, 2], [5, 1, 4]], dtype=torch.int32), torch.tensor([6, 3])
+    tables, lengths = torch.tensor([[0, 3, 2], [5, 1, 4]], dtype=torch.int32), torch.tensor([11, 9])
     starts = torch.tensor([1, 0])
-    got = tuple(torch.full((9, 3, 64), 7, dtype=rows_dtype) for _ in range(2))
+    got = tuple(torch.full((20, 3, 64), 7, dtype=rows_dtype) for _ in range(2))
     assert not gather_by_device_lengths("interpreter", cache, tables, lengths, layout, starts, got, scales)
     want = reference.gather_cache(cache, tables, lengths, layout, starts, scales, rows_dtype)
     assert all(same_numbers(one, other) for one, other in zip(got, want, strict=True))
@@ -79,8 +80,8 @@ def test_lengths_may_be_on_the_device(device, dtype, rows_dtype):
 def test_chunks_are_stored_and_loaded(device, place, dtype, rows_dtype, size, one_by_one):
     layout = make_layout(place, dtype=dtype, size=size)
     got, want = noisy(layout), noisy(layout)
-    ids, scales = torch.tensor([5, 1, 0], dtype=torch.int32), chunk_scales(layout)
-    chunk, memory = make_chunk(layout, 7, size, rows_dtype, heads_first=False)
+    ids, scales = torch.tensor([5, 1, 0, 3, 2, 4], dtype=torch.int32), chunk_scales(layout)
+    chunk, memory = make_chunk(layout, 20, size, rows_dtype, heads_first=False)
     before, expected = memory.clone(), memory.clone()
     options = {"max_programs": 2, "one_by_one": one_by_one}
     assert not move_chunk("interpreter", got, ids, 3, chunk, layout, scales, True, **options)
@@ -100,6 +101,21 @@ def test_what_lies_outside_is_reported_and_left_alone(device):
     reference.reshape_and_cache(rows[::2], rows[::2], want, torch.tensor([2, 5]), layout)
     assert same_bytes(got, want)
     assert gather("interpreter", got, torch.tensor([[0, 6]], dtype=torch.int32), [7], layout)[-1] == 2
+
+
+@pytest.mark.parametrize("bad", [-1, 6])
+@pytest.mark.parametrize("to_chunk", [False, True])
+def test_a_bad_block_of_a_chunk_is_reported_and_left_alone(device, bad, to_chunk):
+    layout = make_layout(FLASH, dtype=BF16, size=64)
+    got, want = noisy(layout), noisy(layout)
+    chunk, memory = make_chunk(layout, 12, 64, BF16, heads_first=False)
+    expected = memory.clone()
+    assert move_chunk("interpreter", got, torch.tensor([4, bad, 2]).int(), 0, chunk, layout, None, to_chunk) == 2
+    move = reference.store_chunk if to_chunk else reference.load_chunk
+    for block_id, begin in ((4, 0), (2, 8)):
+        move(want, torch.tensor([block_id]).int(), 0, expected[:, :, begin : begin + 4, :, 1:65], layout)
+    assert same_numbers(memory, expected)
+    assert all(same_bytes(one, other) for one, other in zip(got, want, strict=True))
 
 
 @every_case("dtype, rows_dtype, scale", NUMBERS)

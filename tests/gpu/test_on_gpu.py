@@ -109,3 +109,31 @@ def test_samples_and_beams(device):
         samples = [sample.token_ids for sample in engine.generate(PROMPTS[3:4], drawn)[0].samples]
         found.append((samples, [output.token_ids for output in engine.beam_search(PROMPTS[3:5], beams)]))
     assert found[0] == found[1]
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_captured_decode_steps(device, kind, runs_ahead):
+    """Of all numbers of sequences up to six; each number of tokens ends another sequence."""
+    params = [SamplingParams(max_tokens=4 + 3 * index) for index in range(len(PROMPTS))]
+    found = []
+    for where in ("cpu", device):
+        engine = make_engine(where, kind, max_num_seqs=6, async_scheduling=runs_ahead)
+        engine.warmup(lambda num: None)
+        found.append([output.token_ids for output in engine.generate(PROMPTS, params)])
+    stats = engine.stats().graphs
+    assert found[0] == found[1]
+    assert stats.sizes == (1, 2, 4, 6) and stats.num_replays > 10 and not stats.misses
+    assert 0 < stats.num_bytes <= engine.config.cudagraph_max_bytes
+
+
+@ON_DEVICE
+def test_a_model_that_waits_is_not_captured(device):
+    engine = make_engine(device, max_num_seqs=4)
+    layer = engine._runner.view.model.layers[1]
+    forward = layer.forward
+    vars(layer)["forward"] = lambda x, *args, **kwargs: forward(x * (1 + int(x.isnan().any())), *args, **kwargs)
+    engine.warmup(lambda num: None)
+    assert engine.stats().graphs.sizes == ()
+    assert tokens_of(engine) == tokens_of(make_engine("cpu"))

@@ -35,6 +35,7 @@ MODULES = [
 EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",
     "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
     "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",

@@ -16,9 +16,11 @@ from support.fake_driver import DEVICE, FakeDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
+from kvpage.kernels import attention_launch  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
 from kvpage.kernels.attention_merge import merge_splits_kernel  # noqa: E402
+from kvpage.kernels.prepared import PreparedKinds  # noqa: E402
 from kvpage.layout.attention import Attention  # noqa: E402
 from kvpage.ops import BoundCache, Sequences  # noqa: E402
 from kvpage.ops.args.sequences import num_decodes  # noqa: E402
@@ -28,7 +30,9 @@ KERNELS = paged_attention_kernel, merge_splits_kernel
 
 
 @pytest.fixture
-def fake():
+def fake(monkeypatch):
+    for name in ("_kinds", "_plans"):
+        monkeypatch.setattr(attention_launch, name, PreparedKinds())
     fake = FakeDriver()
     driver.set_active(fake)
     for kernel in KERNELS:
@@ -109,3 +113,25 @@ def test_sequences_of_one_query_each_are_no_mixed_batch():
     tables, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
     assert Sequences(cache, 3, tables, lengths).num_decodes == 0
     assert Sequences(cache, 5, tables, lengths, [1, 1, 3], max_seq_len=32).num_decodes == 2
+
+
+def test_a_repeated_launch_is_what_triton_would_launch(fake, monkeypatch):
+    """Whatever the batch, the width of its tables and its bounds."""
+    batches = [([1] * count, width, 16 * width, True) for count in (1, 64) for width in (1, 40)]
+    batches += [([1] * 5 + [count], 40, 640) for count in (2, 300)] + [([7, 30], 4, 64), ([1] * 5 + [9], 50, 800)]
+    made = []
+    for forgets in (False, False, True):
+        fake.launches.clear()
+        for batch in batches:
+            if forgets:
+                for name in ("_kinds", "_plans"):
+                    monkeypatch.setattr(attention_launch, name, PreparedKinds())
+            launch(*batch)
+        made.append([(function, grid, without_addresses(args)) for function, grid, _, args in fake.launches])
+    assert made[0] == made[1] == made[2] and len(made[0]) > len(batches)
+
+
+def without_addresses(args):
+    """Each launch here is on memory of its own."""
+    places = [0 if arg is None else arg for arg in args if not isinstance(arg, torch.Tensor)]
+    return [place for place in places if not (isinstance(place, int) and place > 2**32)]

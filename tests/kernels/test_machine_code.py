@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from support.machine_code.cases import ARCHS, CASES, cuobjdump  # noqa: E402
 from support.machine_code.cost import Cost, occupancy  # noqa: E402
-from support.machine_code.sass import Sass  # noqa: E402
+from support.machine_code.machine_code import MachineCode  # noqa: E402
 from support.machine_code.table import read_table, text_of  # noqa: E402
 
 VERSION, TABLE = read_table((Path(__file__).parents[2] / "docs" / "gpu.md").read_text())
@@ -55,17 +55,17 @@ LINES = [
     "@P0 BRA 0x10",
     "HMMA R4",
     "STG.E R2",
-    "@!P1 BRA 0x10",
+    "@!P1 BRA 0x0",
     "EXIT",
     "NOP",
 ]
 
 
 def test_a_loop_and_the_path_to_the_end():
-    sass = Sass(tuple((16 * i, line) for i, line in enumerate(LINES)), 32, 0)
-    assert sass.loop("HMMA") == LINES[1:4] and sass.loop("STG", "LDG") == LINES[1:7] and sass.path() == LINES[:8]
+    found = MachineCode("\n".join(f"  /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(LINES)), 32, 0)
+    assert found.loop("HMMA") == ["LDG.E R2", "HMMA R4", "BRA 0x10"] and found.path() == LINES[:8]
     with pytest.raises(ValueError, match="a loop must have"):
-        sass.loop("HGMMA")
+        found.loop("HGMMA")
     assert Cost.of(["LOP3.LUT R1", "@!P0 IADD3 R2", "NOP", "LDG R3"], 32, 0, 4, 90) == Cost(3, 2, 32, 0, 64)
 
 

@@ -174,7 +174,7 @@ def test_an_older_triton_gets_no_constants(fake, monkeypatch):
 
 def test_numbers_and_addresses_that_mean_other_code_are_left_to_triton(fake):
     """A number of 64 bits, or an address that is less aligned."""
-    made = Prepared(rotary.mix_rows_kernel, (0,) * 8, {}, 3, 6)
+    made = Prepared(rotary.mix_rows_kernel, (0,) * 8, {}, 3, range(6))
     made._compiled = SimpleNamespace(is_current=lambda: True)
     assert not made.repeat((1, 1, 1), [16] * 9, (1, 1, 2**31, 1))
     for place in range(6):
@@ -184,16 +184,13 @@ def test_numbers_and_addresses_that_mean_other_code_are_left_to_triton(fake):
 
 
 def test_code_of_another_device_is_not_launched(fake):
-    call = next(mixes())
+    call, loads, load = next(mixes()), [], fake.load_binary
+    fake.load_binary = lambda *args: loads.append(args[-1]) or load(*args)
     call()
-    other = CodeDriver()
-    driver.set_active(other)
-    call()
-    assert len(fake.launches) == len(other.launches) == 1
     fake.get_current_device = lambda: DEVICE - 1
-    driver.set_active(fake)
     call()
-    assert len(fake.codes) == 1 and rotary.mix_rows_kernel.device_caches.pop(DEVICE - 1)
+    rotary.mix_rows_kernel.device_caches.pop(DEVICE - 1)
+    assert loads == [DEVICE, DEVICE - 1] and len(fake.launches) == 2
 
 
 def test_kinds_are_forgotten_when_there_are_too_many():

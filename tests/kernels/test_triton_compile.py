@@ -179,7 +179,8 @@ def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows, tmp_p
         )
         tokens = 0 if ROWS_FIRST.value else 1
         assert lanes[tokens] * dtype.itemsize >= 32 and order.index(tokens) < order.index(1 - tokens)
-    check_no_spills(compiled, tmp_path)
+    is_old = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 7]
+    check_no_spills(compiled, tmp_path, 240 if is_old else 0)  # the compiler of 3.6 keeps some registers in memory
 
 
 QUANTISED = [

@@ -198,7 +198,8 @@ def test_what_the_registrar_asks_cuda_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in contexts, raising=False)
-    taken = []
+    taken, waited = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: taken.append(device))
     registrar = CudaRegistrar()
     registrar.register(3 * P, P)
@@ -208,6 +209,7 @@ def test_what_the_registrar_asks_cuda_for(monkeypatch: pytest.MonkeyPatch) -> No
         registrar.register(0, 4096)
     with pytest.raises(OSError, match="cudaHostUnregister has returned error 1"):
         registrar.unregister(0)
+    assert waited == [2], "a copy may be under way"
     assert taken == [torch.device("cuda", 2)] * 2, "the error is left to the next launch of torch's"
     contexts |= {0}
     assert CudaRegistrar()._device == torch.device("cuda", 0)
@@ -249,3 +251,24 @@ def test_an_array_of_it_keeps_it(registrar: FakeRegistrar) -> None:
     del array
     gc.collect()
     assert not registrar.held
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu() -> None:
+    """Registered pages are pinned for torch, and every byte of them goes there and back."""
+    (memory,) = pinned_zeros([(9 * P + 5,)], torch.uint8, "m", 4 * P)
+    assert memory.is_pinned() and memory[-1:].is_pinned()
+    expected = torch.arange(len(memory), dtype=torch.int64).remainder(251).to(torch.uint8)
+    memory.copy_(expected)
+    back = torch.zeros_like(expected)
+    for begin in range(0, len(memory), 4 * P):  # within a piece each
+        piece = slice(begin, begin + 4 * P)
+        on_device = memory[piece].to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        memory[piece].fill_(0)
+        memory[piece].copy_(on_device, non_blocking=True)
+        torch.cuda.synchronize()
+        back[piece] = memory[piece]
+    assert torch.equal(back, expected)
+    layout = CacheLayout(4, 2, 8, torch.bfloat16)
+    assert all(cache.is_pinned() for cache in layout.allocate(5, 3, torch.device("cpu"), pin_memory=True))

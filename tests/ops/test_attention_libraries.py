@@ -4,6 +4,7 @@ Their modules are fakes that compute on the CPU, and are strict about all that t
 """
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvpage.ops.args.sequences import Sequences
 from kvpage.ops.cuda.libraries import choice, flashinfer
 from kvpage.ops.cuda.libraries.parts import parts_of, used_block_ids
 from kvpage.ops.cuda.libraries.rules import ATTENTION_BACKENDS, LIBRARY_NAMES, RULES, layout_refusal
+from kvpage.serving.model import step
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
@@ -386,3 +388,40 @@ def test_versions_are_found_without_an_import(monkeypatch):
     fakes.install(monkeypatch, "flash_attn")
     monkeypatch.setattr(choice.importlib.metadata, "version", lambda name: f"{name} 2.8.3")
     assert choice.installed_libraries()["flash_attn"] == "flash-attn 2.8.3"
+
+
+class FakeStream:
+    """A device's stream, which tells of its events."""
+
+    def __init__(self):
+        self.said = []
+
+    def record_event(self):
+        self.said.append("record")
+        return self
+
+    def synchronize(self):
+        self.said.append("wait")
+
+
+def test_a_plan_waits_until_the_last_one_has_left_pinned_memory(monkeypatch):
+    """FlashInfer writes a plan to pinned memory, and copies it asynchronously: the next one must not overwrite it."""
+    stream = FakeStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    planned = flashinfer.PlannedWrapper(types.SimpleNamespace(plan=lambda *args: stream.said.append(args)))
+    assert [planned.plan(torch.device("cuda"), number) for number in (1, 2)] == [1, 2]
+    assert stream.said == [(1,), "record", "wait", (2,), "record"]
+    assert planned.plan(CPU, 3) == 3 and stream.said[-2:] == ["wait", (3,)]
+
+
+def test_a_step_on_a_device_keeps_its_lengths_on_the_host(fakes):
+    """As Step makes it for a GPU: tensors of lengths for the kernels, lists for a library's plan."""
+    layout = CacheLayout(16, 2, 64, BF16)
+    (cache,), sequences, query, lengths, counts = make_case(layout, "mixed")
+    cache.is_cuda = True
+    given = sequences.block_tables, lengths, counts, counts.tolist(), lengths.tolist()
+    made = step._sequences({0: cache}, *given)
+    assert made.seq_lens is lengths and made.host_lengths() == (lengths.tolist(), counts.tolist())
+    assert [part.rows for part in parts_of(made)] == [slice(0, 2), slice(2, 44)]
+    decode = step._sequences({0: cache}, sequences.block_tables, lengths, None, [1] * 4, lengths.tolist())
+    assert [part.is_decode for part in parts_of(decode)] == [True]

@@ -74,6 +74,8 @@ EXCEPTIONS = {
     "kvpage.blend.SegmentCache": "a protocol",
     "kvpage.integrations.lmcache.SegmentSource": "a protocol",
     "kvpage.blend.Selection": RESULTS,
+    "kvpage.Arrival": RESULTS,
+    "kvpage.LayeredMoves": "made by CacheEngine.layered_moves of a block manager's moves",
     "kvpage.ops.attends_in_place": "a question about a CUDA device",
     "kvpage.ops.check_device": "takes a CUDA device",
     "kvpage.serving.Beam": RESULTS,

@@ -29,15 +29,23 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+
+
+def _latent_config(kind: Callable[..., tf.PretrainedConfig], **fields: object) -> tf.PretrainedConfig:
+    """Return a config of MLA. transformers splits the heads of the second version, and not those of the third."""
+    return kind(
+        **{**COMMON, "num_key_value_heads": 8, "head_dim": 8}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1, **fields,
+    )  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "llama": lambda: tf.LlamaConfig(**COMMON),
     "qwen3": lambda: tf.Qwen3Config(**COMMON),
     "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek_v3": lambda: tf.DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 8}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v2": lambda: _latent_config(tf.DeepseekV2Config, topk_method="greedy", n_group=1, topk_group=1),
+    "deepseek_v3": lambda: _latent_config(tf.DeepseekV3Config, n_group=2, topk_group=1),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 It is a program of its own: ranks are forks of it, and it has used no threads.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,12 +27,16 @@ from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, Ran
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 KINDS = {2: ("llama", "qwen3", "mixtral", "deepseek_v3"), 4: ("llama", "mixtral")}
+# transformers 4 shards the second version in a way in which its own forward fails.
+LATENT_KIND = "deepseek_v2" if int(transformers.__version__.split(".")[0]) >= 5 else "deepseek_v3"
 POISON, ALONE, DEADLY = VOCAB - 1, VOCAB - 2, VOCAB - 3  # tokens with which the model raises, or a rank dies
 CONFIG = EngineConfig(
     CacheConfig(block_size=8, num_gpu_blocks=24, num_cpu_blocks=16),
     max_num_seqs=4,
     max_num_batched_tokens=64,
-    rank_timeout=8.0,
+    rank_timeout=240.0,
+    load_or_compute=False,
+    store_deadline=60.0,
 )
 LATENTS = replace(CONFIG, cache_config=replace(CONFIG.cache_config, backend="mla"))
 
@@ -131,6 +137,20 @@ def stored(engine: Engine) -> Any:
     return tokens, engine.stats().store.num_loaded_tokens
 
 
+def generated(engine: Engine) -> Any:
+    """Return the tokens of two prompts."""
+    return [output.token_ids for output in engine.generate(prompts()[:2], SamplingParams(max_tokens=4))]
+
+
+def example() -> Any:
+    """Return the module of the example."""
+    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[2] / "examples" / "ranks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def poisoned(engine: Engine) -> Any:
     """Return the ends of requests of which one makes the model raise on all ranks."""
     bad = [*prompts()[2], POISON]
@@ -179,9 +199,10 @@ def two(seat: Seat) -> None:
     refused(seat)
     for kind in KINDS[2]:
         seat.serve(kind, seat.model(kind))
-    seat.serve("latents", seat.model("deepseek_v3"), config=LATENTS)
+    seat.serve("latents", seat.model(LATENT_KIND), config=LATENTS)
     llama = seat.model("llama")
     seat.serve("steered", llama, steered)
+    seat.note("example", lambda: example().serve(llama, prompts()[:2], max_tokens=4) or None)
     with make_store(seat.rank, seat.size) as store:
         for name in ("to the store", "out of the store", "out of one rank's"):
             seat.serve(name, llama, stored, store=store)
@@ -206,13 +227,14 @@ def four(seat: Seat) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for kind in KINDS[2]:
+    for kind in {*KINDS[2], LATENT_KIND}:
         save_model(kind, folder)
     alone = Seat(0, 1, folder)
     for kind in KINDS[2]:
         alone.note(kind, lambda kind=kind: served(Engine.from_model(whole_model(folder / kind), CONFIG)))
-    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / "deepseek_v3"), LATENTS)))
+    alone.note("latents", lambda: served(Engine.from_model(whole_model(folder / LATENT_KIND), LATENTS)))
     llama = whole_model(folder / "llama")
+    alone.note("example", lambda: generated(Engine.from_model(llama, CONFIG)))
     alone.note("steered", lambda: steered(Engine.from_model(llama, CONFIG)))
     with make_store(0, 1) as store:
         alone.note("to the store", lambda: stored(Engine.from_model(llama, CONFIG, store=store)))

@@ -185,7 +185,7 @@ def num_decodes(query_lens: list[int] | None) -> int:
     return next((seq for seq, count in enumerate(query_lens) if count != 1), len(query_lens))
 
 
-def _listed(lengths: list[int] | torch.Tensor) -> list[int] | None:
+def _listed(lengths: list[int] | torch.Tensor | None) -> list[int] | None:
     return lengths if isinstance(lengths, list) else None
 
 

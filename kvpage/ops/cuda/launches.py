@@ -69,14 +69,17 @@ def _kind(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slot
     """Return all that is checked and that a kernel is compiled for, but for numbers of rows; None for rare tensors."""
     if not (_is_plain(key) and _is_plain(slots) and (value is None or _is_plain(value))):
         return None
-    shape, sizes = key.shape, None if value is None else value.shape
-    if len(shape) != 3 or (sizes is not None and len(sizes) != 3) or slots.stride() != (1,):
+    shape = key.shape
+    if len(shape) != 3 or slots.stride() != (1,):
         return None
-    return (
-        *(cache.geometry, slots.dtype, slots.get_device()),
-        *(key.dtype, key.get_device(), shape[1], shape[2], key.stride()),
-        *(() if value is None else (value.dtype, value.get_device(), sizes[1], sizes[2], value.stride())),
-    )
+    values: Kind = ()
+    if value is not None:
+        sizes = value.shape
+        if len(sizes) != 3:
+            return None
+        values = value.dtype, value.get_device(), sizes[1], sizes[2], value.stride()
+    keys = key.dtype, key.get_device(), shape[1], shape[2], key.stride()
+    return cache.geometry, slots.dtype, slots.get_device(), keys, values
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,9 @@ from kvpage.serving.model.dense_attention import attend
 from kvpage.serving.model.step import Step
 
 IMPLEMENTATION = "kvpage"
+UNCOMPILED = "kvpage_uncompiled"
+"""The same function for compiled models. Compiled code ends before it, and goes on after it."""
+
 IN_PLACE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 current_step: ContextVar[Step | None] = ContextVar("kvpage_step", default=None)
@@ -158,5 +161,7 @@ def _attend_gathered(
 
 
 def register() -> None:
-    """Make the name "kvpage" known to transformers; it may be called any number of times."""
+    """Make both names known to transformers; it may be called any number of times."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    uncompiled = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call, unused-ignore]
+    AttentionInterface.register(UNCOMPILED, uncompiled)

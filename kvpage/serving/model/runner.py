@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpage.checks.interrupts import interruptible
-from kvpage.serving.model.attention import StepMissing, current_step
+from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
@@ -22,23 +22,33 @@ NOTHING = nullcontext()
 class ModelRunner:
     """Run a view of `model`. The model does not change, not even within `forward`: see ModelView.
 
-    native: see ModelView. holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
+    native: see ModelView. compiles: call torch.compile of the view.
+    holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
     Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     """
 
     def __init__(
-        self, model: PreTrainedModel, native: NativeLayers | None = None, *, holds_interrupts: bool = False
+        self,
+        model: PreTrainedModel,
+        native: NativeLayers | None = None,
+        *,
+        compiles: bool = False,
+        holds_interrupts: bool = False,
     ) -> None:
         self.model = model
         self._holds_interrupts = holds_interrupts
-        self._view = ModelView(model, native)
+        self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION)
+        self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads
         self._no_grad = torch.no_grad()
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
         self._selects_logits = "logits_to_keep" in parameters
-        self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        # Compiled code would depend on all of the step: it reaches attention on another way.
+        self._passes_step = not compiles and any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
 
     @property
     def view(self) -> PreTrainedModel:
@@ -99,7 +109,8 @@ class ModelRunner:
 
     def _logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         with NOTHING if self._holds_interrupts else interruptible():
-            logits: torch.Tensor = self.view(**inputs).logits
+            module = self.view  # it follows modules that were replaced
+            logits: torch.Tensor = (module if self._compiled is None else self._compiled)(**inputs).logits
         return logits
 
     def _check_calls(self, step: Step) -> None:

@@ -33,14 +33,18 @@ class ModelView:
     or by a functools.partial with its module, gets the copy. Any other gets the model's own module.
 
     native: makes the layers that compute with kvpage's operations; None to leave all layers as they are.
+    implementation: the name of kvpage's attention.
     """
 
-    def __init__(self, model: PreTrainedModel, native: NativeLayers | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, native: NativeLayers | None = None, implementation: str = IMPLEMENTATION
+    ) -> None:
         if not model._can_set_attn_implementation():
             raise _bypasses_interface(model)
         register()
         self._model: nn.Module = model
         self._native = native
+        self._implementation = implementation
         self._is_wholly_native = False
         self._num_builds = 0
         self._copies: dict[nn.Module, Any] = {}
@@ -51,7 +55,7 @@ class ModelView:
         ] = []  # those of the model, and as they were at the last look
         self._modules_before: list[dict[str, nn.Module | None]] = []
         self._build()
-        if _implementation(self._copies[model].config.get_text_config(decoder=True)) != IMPLEMENTATION:
+        if _implementation(self._copies[model].config.get_text_config(decoder=True)) != implementation:
             raise _bypasses_interface(model)
 
     @property
@@ -106,12 +110,12 @@ class ModelView:
 
     def _switch(self) -> None:
         """Name kvpage's attention in the copies of configs, also for modules that came from another model."""
-        self._copies[self._model].set_attn_implementation(IMPLEMENTATION)
+        self._copies[self._model].set_attn_implementation(self._implementation)
         configs = [config for _, config in self._configs.values()]
-        kinds = {type(config) for config in configs if _implementation(config) == IMPLEMENTATION}
+        kinds = {type(config) for config in configs if _implementation(config) == self._implementation}
         for config in configs:
             if type(config) in kinds:  # the property's setter would also set nested configs
-                config._attn_implementation_internal = IMPLEMENTATION
+                config._attn_implementation_internal = self._implementation
 
     def _state(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of the module's copy."""

@@ -9,4 +9,5 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     logits: [num_rows, vocab_size].
     """
     highest, tokens = logits.max(dim=-1)
-    return torch.where(torch.isfinite(highest), tokens, -1)
+    # torch.where would copy the -1 to the device, and wait.
+    return tokens.masked_fill_(~torch.isfinite(highest), -1)

@@ -10,12 +10,14 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 import kvpage._C as _C
 from kvpage.serving.params.logits import LogitsParams
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.library_processors import LibraryProcessors, asks_library
 from kvpage.serving.sampling.native_rows import GREEDY, ROW
+from kvpage.serving.sampling.token_tables import NamedTokens, TokenTables
 from kvpage.serving.sampling.warping import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 TokenArray = npt.NDArray[np.int32]
@@ -66,6 +68,7 @@ class SampledRow:
     def __init__(
         self, params: LogitsParams, stop_ids: Iterable[int], num_prompt_tokens: int, max_tokens: int = 16
     ) -> None:
+        self._tables: TokenTables | None = None
         self.params, self.num_prompt_tokens, self.max_tokens = params, num_prompt_tokens, max_tokens
         self.changes_logits = params.changes_logits
         self.stop_ids = _as_ids(sorted(stop_ids))
@@ -75,15 +78,13 @@ class SampledRow:
             params.frequency_penalty or 0.0,
         )
         self.seen = SeenTokens(num_prompt_tokens) if self.penalties != (1.0, 0.0, 0.0) else None
-        biases = tuple(params.logit_bias or ())
-        self.biased_ids = _as_ids([token for token, _ in biases])
-        self.biases = np.array([bias for _, bias in biases], np.float32)
+        self.biased_ids, self.biases = _summed_biases(params.logit_bias or ())
         self.suppressed_ids = _as_ids(params.suppress_tokens or ())
-        self._first_ids = _as_ids(params.begin_suppress_tokens or ())
+        self.first_ids = _as_ids(params.begin_suppress_tokens or ())
         is_late = num_prompt_tokens <= 1 and params.forced_bos_token_id is not None
-        self._first_at = num_prompt_tokens + is_late
+        self.first_at = num_prompt_tokens + is_late
         shortest = params.min_length or 0
-        self._shortest = max(shortest, num_prompt_tokens + params.min_tokens if params.min_tokens else 0)
+        self.barred_until = max(shortest, num_prompt_tokens + params.min_tokens if params.min_tokens else 0)
 
     @cached_property
     def library(self) -> LibraryProcessors | None:
@@ -116,11 +117,26 @@ class SampledRow:
             least_score = np.log(min_p)
         return np.array([(0, 0, min(int(top_k), MOST_TOP_K), top_p, clipped, least_score)], ROW).tobytes()
 
+    def tables_on(self, device: torch.device, vocab_size: int) -> TokenTables | None:
+        """Return the rules that name tokens as tables, kept from call to call; None where the library's processors run.
+
+        vocab_size: logits of a row.
+        """
+        if self.library is not None:
+            return None
+        if self._tables is None or not self._tables.serves(vocab_size, device):
+            ends_late = self.barred_until > self.num_prompt_tokens
+            barred = self.suppressed_ids, self.stop_ids if ends_late else NO_IDS, self.first_ids
+            counts = self.seen is not None
+            named = NamedTokens(self.biased_ids, self.biases, *barred, counts, self.num_prompt_tokens)
+            self._tables = TokenTables(named, vocab_size, device)
+        return self._tables
+
     @cached_property
     def token_rules(self) -> _C.TokenRules | None:
         """The rules of `sample_rows` that name tokens; None where there are none, or the library's processors run."""
-        shortest = self._shortest if len(self.stop_ids) else 0
-        is_ruled = len(self.biased_ids) or len(self.suppressed_ids) or len(self._first_ids)
+        shortest = self.barred_until if len(self.stop_ids) else 0
+        is_ruled = len(self.biased_ids) or len(self.suppressed_ids) or len(self.first_ids)
         if not (self.seen is not None or is_ruled or shortest > self.num_prompt_tokens) or self.library is not None:
             return None
         return _C.TokenRules(
@@ -129,21 +145,30 @@ class SampledRow:
             stop_ids=self.stop_ids,
             shortest=shortest,
             suppressed_ids=self.suppressed_ids,
-            first_ids=self._first_ids,
-            first_at=self._first_at,
+            first_ids=self.first_ids,
+            first_at=self.first_at,
             penalties=self.penalties,
             num_prompt_tokens=self.num_prompt_tokens,
         )
 
     def barred_ids(self, num_tokens: int) -> Ids:
         """Return the tokens that must not come yet, after `num_tokens` tokens."""
-        return self.stop_ids if num_tokens < self._shortest else NO_IDS
+        return self.stop_ids if num_tokens < self.barred_until else NO_IDS
 
     def unwanted_ids(self, num_tokens: int) -> Ids:
         """Return the tokens that must not come next, after `num_tokens` tokens."""
-        if len(self._first_ids) and num_tokens == self._first_at:
-            return np.concatenate([self.suppressed_ids, self._first_ids])
+        if len(self.first_ids) and num_tokens == self.first_at:
+            return np.concatenate([self.suppressed_ids, self.first_ids])
         return self.suppressed_ids
+
+
+def _summed_biases(biases: Iterable[tuple[int, float]]) -> tuple[Ids, npt.NDArray[np.float32]]:
+    """Return the ids, each once, and the sums of their biases: so a logit is rounded once, wherever they are added."""
+    pairs = list(biases)
+    ids, places = np.unique(_as_ids([token for token, _ in pairs]), return_inverse=True)
+    sums = np.zeros(len(ids), np.float32)
+    np.add.at(sums, places, np.array([bias for _, bias in pairs], np.float32))
+    return ids, sums
 
 
 def _as_ids(tokens: Sequence[int]) -> Ids:

@@ -1,14 +1,15 @@
 """Sampler: chooses the next token of each sequence, from its logits and its SamplingParams.
 
     logits ─► on a CPU: one native call for all rows          sample_rows
+           ─► on a CUDA device: two launches for all rows     DeviceRows
            ─► rows with rules of transformers' processors     sample_by_torch
-           ─► on other devices: all rows                      sample_by_torch
+           ─► where Triton is missing: all rows               sample_by_torch
 
-Both draw at a random number that depends only on the sequence's seed and its number of tokens: not on the batch, and
-not on whether a step was computed twice. Both choose the same token, unless that number lies within rounding errors of
-the border between two tokens.
+All draw at a random number that depends only on the sequence's seed and its number of tokens: not on the batch, and
+not on whether a step was computed twice. The first two choose the same token from the same bits of logits. Torch's way
+chooses it, too, unless that number lies within rounding errors of the border between two tokens.
 
-Torch's way is the specification. Greedy rows without other rules take the argmax, all in one call. The others are
+In torch's way, greedy rows without other rules take the argmax, all in one call. The others are
 processed and drawn, as many at once as stay in the processor's cache. A draw inverts the distribution function:
 
     weights   |--a--|b|------c------|d|     the first token whose running sum exceeds u * total
@@ -22,6 +23,8 @@ import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
+from kvpage import ops
+from kvpage.serving.sampling.device_rows import DeviceRows
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, can_sample, sample_rows
@@ -58,6 +61,7 @@ class Sampler:
         sampled = [sequence.sampled_row for sequence in sequences]
         self.is_greedy = not any(sampled)
         self._by_torch: list[int] = []
+        self._on_device: DeviceRows | None = None
         self._rules: list[_C.TokenRules | None] = []
         self._tokens: list[npt.NDArray[np.int32] | None] = []
         if self.is_greedy:
@@ -72,11 +76,33 @@ class Sampler:
             held = zip(rules, sequences, strict=True)
             self._rules, self._tokens = rules, [None if each is None else one.tokens for each, one in held]
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know a sequence's tokens to choose the next one."""
+        if self.is_greedy:
+            return False
+        rows = [sequence.sampled_row for sequence in self._sequences]
+        return bool(self._by_torch) or any(row is not None and row.seen is not None for row in rows)
+
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the tokens of `sample` on the logits' device, without a wait; -1 for rows without one.
+
+        For sequences of which it needs no tokens, on a CPU and where `ops.can_sample_rows`.
+        """
+        if can_sample(logits):
+            return torch.from_numpy(self._native(logits, positions))
+        return self._rows_on_device(logits).begin(_with_rows_side_by_side(logits), positions)
+
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row. positions: the number of generated tokens of each. Raise as the function `sample`."""
         if not self._sequences:
             return np.empty(0, np.int32)
-        tokens = self._native(logits, positions) if can_sample(logits) else self._torch(logits, self._sequences)
+        if can_sample(logits):
+            tokens = self._native(logits, positions)
+        elif ops.can_sample_rows(logits):
+            tokens = self._device(logits, positions)
+        else:
+            tokens = self._torch(logits, self._sequences)
         if np.minimum.reduce(tokens) < 0:
             bad: list[int] = np.flatnonzero(tokens < 0).tolist()
             raise LogitsNotFinite(bad, [self._sequences[row].request_id for row in bad])
@@ -86,7 +112,19 @@ class Sampler:
         if self.is_greedy:
             return sample_rows(logits, self._records)
         self._records["position"] = positions
-        tokens = sample_rows(logits, self._records, self._rules, self._tokens)
+        return self._with_torch(logits, sample_rows(logits, self._records, self._rules, self._tokens))
+
+    def _device(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        rows = _with_rows_side_by_side(logits)
+        return self._with_torch(logits, self._rows_on_device(logits).sample(rows, positions))
+
+    def _rows_on_device(self, logits: torch.Tensor) -> DeviceRows:
+        if self._on_device is None or not self._on_device.serves(logits):
+            self._on_device = DeviceRows(self._sequences, self._records, logits.shape[1], logits.device)
+        return self._on_device
+
+    def _with_torch(self, logits: torch.Tensor, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the tokens with those of rows that only torch serves."""
         if self._by_torch:
             some = [self._sequences[index] for index in self._by_torch]
             tokens[self._by_torch] = self._torch(logits[self._by_torch], some)
@@ -95,6 +133,10 @@ class Sampler:
     @staticmethod
     def _torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> npt.NDArray[np.int32]:
         return np.array(sample_by_torch(logits, sequences), np.int32)
+
+
+def _with_rows_side_by_side(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def sample_by_torch(logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:

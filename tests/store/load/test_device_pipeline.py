@@ -8,7 +8,7 @@ import torch
 from support.late_lanes import POISON, LateLanes
 from support.store_engines import TOKENS, B, C, all_bytes, make_engine
 
-from kvpage import CacheEngine
+from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks, device_lanes
 from kvpage.store.load.device_lanes import LanePool
@@ -70,7 +70,7 @@ def check_idle(store: KVStore, lanes: LateLanes) -> None:
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()) or "flash")
 def test_records_and_blocks_are_those_of_a_cpu(layout: dict, fmt: str, pinned: bool) -> None:
-    for seed in range(3):
+    for seed in range(2):
         source, lanes = make_engine(seed=1, **layout), LateLanes(seed, pinned)
         plain = make_store(source, None, fmt)
         store = make_store(on_device(make_engine(seed=1, **layout)), lanes, fmt)
@@ -144,8 +144,11 @@ def num_works(pinned: bool, loads: bool) -> int:
 @PINNED
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_an_error_in_any_copy_leaves_nothing_behind(pinned: bool, num_threads: int) -> None:
-    engine = on_device(make_engine(seed=1))
-    for number in range(1, num_works(pinned, loads=False) + 1):
+    engine, expected = on_device(make_engine(seed=1)), make_engine(seed=2)
+    plain = make_store(engine, LateLanes())
+    plain.store_blocks(TOKENS, engine, TABLE)
+    plain.load_blocks(TOKENS, expected, OTHER)
+    for number in range(1, num_works(pinned, loads=False) + 1, 3):  # gathers and copies in turn
         lanes = LateLanes(number, pinned, failing_work=number)
         store = make_store(engine, lanes, num_threads=num_threads)
         with pytest.raises(RuntimeError, match=f"copy {number} has failed"):
@@ -153,18 +156,14 @@ def test_an_error_in_any_copy_leaves_nothing_behind(pinned: bool, num_threads: i
         check_idle(store, lanes)
         assert store.store_blocks(TOKENS, engine, TABLE) == len(TOKENS)
         check_idle(store, lanes)
-        target, expected = make_engine(seed=2), make_engine(seed=2)
-        store.load_blocks(TOKENS, target, OTHER)
-        for start in range(0, len(TOKENS), C):
-            store.load_blocks(TOKENS, expected, OTHER, start)
-        lanes.failing_work = lanes.num_works + number
+        again, lanes.failing_work = on_device(make_engine(seed=2)), lanes.num_works + number
         with pytest.raises(RuntimeError, match="has failed"):
-            store.load_blocks(TOKENS, on_device(make_engine(seed=3)), OTHER)
+            store.load_blocks(TOKENS, again, OTHER)
         check_idle(store, lanes)
-        again = on_device(make_engine(seed=2))
         assert store.load_blocks(TOKENS, again, OTHER) == len(TOKENS)
-        for found, wanted in zip(all_bytes(again), all_bytes(target), strict=True):
+        for found, wanted in zip(all_bytes(again), all_bytes(expected), strict=True):
             assert torch.equal(found, wanted)
+        store.close()
 
 
 @PINNED
@@ -186,7 +185,7 @@ def test_an_interrupt_in_any_wait_leaves_nothing_behind(pinned: bool) -> None:
 @PINNED
 def test_a_digest_that_does_not_fit_is_a_miss(pinned: bool) -> None:
     rng = random.Random(0)
-    for _ in range(20):
+    for _ in range(6):
         lanes, engine = LateLanes(1, pinned), on_device(make_engine(seed=1))
         store = make_store(engine, lanes)
         store.store_blocks(TOKENS, engine, TABLE)
@@ -236,3 +235,25 @@ def test_rooms_that_cannot_be_made() -> None:
         with pytest.raises(MemoryError), pool.lanes(torch.device("cpu"), 8):
             pass
     assert B and not pool._free
+
+
+@pytest.mark.gpu
+@PINNED
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_blocks_of_a_gpu(fmt: str, pinned: bool) -> None:
+    """Its records are those of the same blocks on a CPU, and come back into its blocks bit by bit."""
+    config, shape = CacheConfig(B, 24), ModelConfig(10, 2, ("full_attention",) * 3, torch.bfloat16)
+    sources = [make_engine(seed=seed) for seed in (1, 2)]
+    engines = [CacheEngine(config, shape, None, DeviceConfig("cuda")) for _ in sources]
+    for engine, source in zip(engines, sources, strict=True):
+        for layer, plain in zip(engine.gpu_cache, source.gpu_cache, strict=True):
+            layer.copy_(plain)
+    store = KVStore(
+        KVStoreConfig(C, num_threads=2), metadata_of(sources[0], "m", fmt=fmt), [MemoryTier(1 << 16, pin_memory=pinned)]
+    )
+    assert store.store_blocks(TOKENS, engines[0], TABLE) == len(TOKENS)
+    assert store.load_blocks(TOKENS, sources[1], OTHER, 5) == len(TOKENS)
+    assert store.load_blocks(TOKENS, engines[1], OTHER, 5) == len(TOKENS)
+    for found, wanted in zip(all_bytes(engines[1]), all_bytes(sources[1]), strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    store.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from support.machine_code.cost import Cost
-from support.machine_code.sass import Sass
+from support.machine_code.machine_code import MachineCode
 
 ROOT = Path(__file__).parents[3]
 ARCHS = (80, 90)
@@ -37,26 +37,34 @@ def cuobjdump() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def measured(compiled: Any, arch: int, loop: tuple[str, ...]) -> Cost:
-    """Return the cost of a loop that has these instructions, or of the whole kernel where none are named."""
-    sass = Sass.of(compiled.asm["cubin"], cuobjdump())
-    code = sass.loop(*loop) if loop else sass.path()
-    return Cost.of(code, sass.registers, compiled.metadata.shared, compiled.metadata.num_warps, arch)
+def measured(compiled: Any, arch: int, loop: str | None = None) -> Cost:
+    """Return the cost of a loop that has such an instruction, or of the whole kernel where none is named."""
+    found = MachineCode.of(compiled.asm["cubin"], cuobjdump())
+    lines = found.path() if loop is None else found.loop(loop)
+    return Cost.of(lines, found.registers, compiled.metadata.shared, compiled.metadata.num_warps, arch)
 
 
 def rows(kernel: str, dtype: torch.dtype, arch: int) -> Cost:
     tests = compile_tests("test_triton_compile")
-    return measured(tests.compile_kernel(kernel, arch, tests.make_layout("flash", dtype), BF16), arch, ())
+    return measured(tests.compile_kernel(kernel, arch, tests.make_layout("flash", dtype), BF16), arch)
 
 
 def mix(arch: int) -> Cost:
-    return measured(compile_tests("test_blend_compile").compile_mix("llama", arch, BF16, "all"), arch, ())
+    return measured(compile_tests("test_blend_compile").compile_mix("llama", arch, BF16, "all"), arch)
 
 
 def deviation(arch: int) -> Cost:
     tests = compile_tests("test_blend_compile")
     constants = tests.deviation_constants(8, 128, BF16)
-    return measured(tests.compiled_of(tests.row_deviation_kernel, arch, constants, BF16, {}), arch, ())
+    return measured(tests.compiled_of(tests.row_deviation_kernel, arch, constants, BF16, {}), arch)
+
+
+def attention(name: str, arch: int) -> Cost:
+    """The loop over tiles of keys, where no key is masked out."""
+    from support.attention_compiled import CASES as ATTENTION
+    from support.attention_compiled import compile_attention
+
+    return measured(compile_attention(arch, **ATTENTION[name]), arch, "HMMA|HGMMA")
 
 
 def copy(vector: str, arch: int) -> Cost:
@@ -65,8 +73,8 @@ def copy(vector: str, arch: int) -> Cost:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         command = ["nvcc", "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin", source]
         subprocess.run([*command, "-o", file.name], check=True)
-        sass = Sass.of(Path(file.name).read_bytes(), cuobjdump(), f"copy_inlineI{vector}Ll8128E")
-    return Cost.of(sass.loop("LDG", "STG"), sass.registers, 0, 8, arch)
+        found = MachineCode.of(Path(file.name).read_bytes(), cuobjdump(), f"copy_inlineI{vector}Ll8128E")
+    return Cost.of(found.loop("LDG"), found.registers, 0, 8, arch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,14 @@ CASES = {
     "store chunk e4m3": Case("a tile", partial(rows, "store chunk", E4M3)),
     "load chunk bf16": Case("a tile", partial(rows, "load chunk", BF16)),
     "load chunk e4m3": Case("a tile", partial(rows, "load chunk", E4M3)),
-    "mix rows bf16": Case("a row", mix),
-    "deviation bf16": Case("a row", deviation),
+    "mix rows bf16": Case("a tile", mix),
+    "deviation bf16": Case("a tile", deviation),
+    "decode bf16": Case("a tile of keys", partial(attention, "decode")),
+    "decode e4m3": Case("a tile of keys", partial(attention, "decode e4m3")),
+    "decode int8": Case("a tile of keys", partial(attention, "decode int8")),
+    "decode latents, 16 heads": Case("a tile of keys", partial(attention, "decode mla, 16 heads")),
+    "prefill bf16": Case("a tile of keys", partial(attention, "prefill")),
+    "prefill e4m3": Case("a tile of keys", partial(attention, "prefill e4m3")),
     "copy blocks, 16 bytes a thread": Case("2 KiB", partial(copy, "NS_8Vector16E"), "nvcc"),
     "copy blocks, 1 byte a thread": Case("128 bytes", partial(copy, "h"), "nvcc"),
 }

@@ -32,12 +32,8 @@ def _of_guard(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
 
 def _of_operands(instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
     operands = instruction.operands
-    if (
-        instruction.opcode in _ORDERED
-        and len(operands) > 2
-        and operands[1] != operands[2]
-        and "eq" not in instruction.parts
-    ):
+    is_symmetric = {"eq", "ne"} & set(instruction.parts) or len(operands) < 3 or operands[1] == operands[2]
+    if instruction.opcode in _ORDERED and not is_symmetric:
         yield "inputs swapped", replace(instruction, operands=(operands[0], operands[2], operands[1], *operands[3:]))
     for i, operand in enumerate(operands):
         moved = _moved(instruction, operand)

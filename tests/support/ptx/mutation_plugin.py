@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 from support.ptx import device, kernel
+from support.ptx.machine import execution
 from support.ptx.mutants import mutants_of
 from support.ptx.source.program import Entry, Instruction
+
+MAX_RUNS = 2**13  # of a mutant: it may never end
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     rng = random.Random(config.getoption("--mutants-seed"))
     mutation = Mutation(rng, config.getoption("--mutants"))
     config.stash[KEY] = mutation
+    execution.MAX_RUNS = MAX_RUNS
     original, number = kernel.parse, device.Device.get_current_device
     kernel.parse = lambda ptx, name=None: mutation.parse(original, ptx, name)
     device.Device.get_current_device = lambda self: number(self) + 1000 * mutation.run

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,10 @@ from kvpage.ops.cuda.libraries.flashinfer import FlashInferHeads, FlashInferLate
 from kvpage.ops.cuda.libraries.library import AttentionLibrary, Kernels
 from kvpage.ops.cuda.libraries.rules import LATENTS, LIBRARY_NAMES, OURS, RULES, LibraryRules, layout_refusal
 
-LIBRARY_ERRORS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError)
+LIBRARY_ERRORS = (
+    ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError,
+    subprocess.SubprocessError,
+)  # fmt: skip
 """The errors of a library that does not work here: its compiler, its driver, or calls of another version."""
 
 _KERNELS: dict[tuple[str, bool], Callable[[Any, torch.device], Kernels]] = {

@@ -4,8 +4,9 @@ decodes     the newest token of each request that decodes
 prefills    a Portion of each of some prompts
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,8 @@ from kvpage.serving.model.step import BatchItem, PackedTokens
 from kvpage.serving.sampling.sampler import Sampler
 
 Item = TypeVar("Item")
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a token for each row of logits, on their device; -1 where these are no numbers."""
 
 
 class Portion(NamedTuple):
@@ -87,10 +90,24 @@ class Decodes:
         self.newest_tokens = np.array([request.newest_token for request in self.requests], np.int32)
         self._num_left = int((self._limits - self.ends).min())
 
+    @cached_property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know the tokens of a request to choose its next one."""
+        return self._sampler.needs_tokens
+
     @property
     def is_greedy(self) -> bool:
         """Whether all take the likeliest token, by no other rule."""
         return self._sampler.is_greedy
+
+    def chooser(self, num_ahead: int) -> Choose | None:
+        """Return a function that chooses tokens on the logits' device; None where all are the likeliest ones.
+
+        num_ahead: how many tokens more than now each will have.
+        """
+        if self._sampler.is_greedy:
+            return None
+        return partial(self._sampler.begin, positions=self.ends - self._num_prompt_tokens + num_ahead)
 
     @property
     def has_last(self) -> bool:

@@ -18,7 +18,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
-from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.batch.batch import Batch, Choose
 from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
@@ -89,29 +89,36 @@ class BatchRunner:
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
 
-    def decode(self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
-        """Compute the last token of each sequence, and choose the likeliest next one. Nothing is waited for.
+    def decode(
+        self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None
+    ) -> torch.Tensor:
+        """Compute the last token of each sequence, and choose the next one. Nothing is waited for.
 
         rows: see SequenceSteps. token_ids: the tokens to compute, those of an earlier call on the device or others of
-            the host.
+            the host. choose: the choice; None for the likeliest tokens.
 
-        Returns the chosen tokens on the device, int64 [len(rows)]; -1 where logits are no numbers. They are valid until
-        the next pass.
+        Returns the chosen tokens on the device, int32 or int64 [len(rows)]; -1 where logits are no numbers. They are
+        valid until the next pass.
         """
         self._transfers.run()
         inputs = self._manager.rows.inputs(rows)
         if self.graphs is not None and (replayed := self.graphs.run(inputs, token_ids)) is not None:
             self._count(len(rows))
-            return replayed.tokens
+            return replayed.tokens if choose is None else choose(replayed.logits)
+        logits = self._of_tokens(inputs, token_ids)
+        return likeliest(logits) if choose is None else choose(logits)
+
+    def _of_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+        """Return the logits of a step without a capture; see `decode`."""
+        num_seqs, starts = len(inputs.slots), inputs.seq_lens - 1
         if isinstance(token_ids, torch.Tensor):
             step = Step.of_newest(self._cache, inputs)
-            given = ModelInputs(token_ids.clamp(min=0).unsqueeze(0), (step.device_seq_lens - 1).unsqueeze(0))
-            logits = self._runner.compute(step, given)
-            self._count(len(rows))
-            return likeliest(logits)
-        starts = inputs.seq_lens - 1
-        packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(len(rows)), is_decode=True)
-        return likeliest(self._of_newest(inputs, packed))
+            known = token_ids.clamp(min=0).to(torch.int64).unsqueeze(0)
+            logits = self._runner.compute(step, ModelInputs(known, (step.device_seq_lens - 1).unsqueeze(0)))
+            self._count(num_seqs)
+            return logits
+        packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(num_seqs), is_decode=True)
+        return self._of_newest(inputs, packed)
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.

@@ -22,7 +22,7 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.ops.cuda.uploads import Fetch
-from kvpage.serving.loop.batch.batch import Batch, Decodes
+from kvpage.serving.loop.batch.batch import Batch, Choose, Decodes
 from kvpage.serving.loop.request import Request, add_room
 
 
@@ -36,8 +36,10 @@ class Fetched(Protocol):
 class Decoding(Protocol):
     """Computes decodes; see BatchRunner."""
 
-    def decode(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
-        """Compute the last token of each sequence, and choose the next ones: int64 on the device."""
+    def decode(
+        self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None
+    ) -> torch.Tensor:
+        """Compute the last token of each sequence, and choose the next ones, on the device."""
 
 
 class Running(Protocol):
@@ -76,7 +78,8 @@ class _Launched(NamedTuple):
 class DeviceDecoder:
     """Decodes of one engine on a device.
 
-    runs_ahead: begin a step before the tokens of the one before have come. fetch: brings tokens to the host.
+    runs_ahead: begin a step before the tokens of the one before have come. draws: whether tokens can be drawn without a
+        wait, too. fetch: brings tokens to the host.
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class DeviceDecoder:
         batch_runner: Decoding,
         scheduler: Running,
         runs_ahead: bool,
+        draws: bool = True,
         fetch: Callable[[torch.Tensor], Fetched] = Fetch,
     ) -> None:
         self._batch_runner, self._scheduler, self._runs_ahead, self._fetch = batch_runner, scheduler, runs_ahead, fetch
+        self._draws = draws
         self._ahead: _Launched | None = None
         self.num_ahead = 0  # steps that were begun ahead so far
 
@@ -97,7 +102,8 @@ class DeviceDecoder:
 
     def takes(self, batch: Batch) -> bool:
         """Return whether `choose` can compute the batch."""
-        return not batch.prefills and batch.decodes.is_greedy
+        decodes = batch.decodes
+        return not batch.prefills and (decodes.is_greedy or (self._draws and not decodes.needs_tokens))
 
     def settle(self) -> None:
         """Wait for the step ahead if requests of it have left: others may get the blocks that it writes."""
@@ -126,7 +132,7 @@ class DeviceDecoder:
         """
         launched, self._ahead = self._ahead, None
         if launched is None:
-            launched = self._launch(batch.decodes, batch.decodes.newest_tokens)
+            launched = self._launch(batch.decodes, batch.decodes.newest_tokens, 0)
         try:
             if self._can_run_ahead(launched):
                 self._ahead = self._launch_ahead(launched)
@@ -167,7 +173,7 @@ class DeviceDecoder:
             return None
         self.num_ahead += 1
         try:
-            return self._launch(before.decodes, before.tokens)
+            return self._launch(before.decodes, before.tokens, 1)
         except Exception as error:
             return _Launched(before.decodes, self._scheduler.num_left, error=error)
 
@@ -180,8 +186,8 @@ class DeviceDecoder:
         add_room(decodes.requests)
         return True
 
-    def _launch(self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> _Launched:
-        tokens = self._batch_runner.decode(decodes.rows, token_ids)
+    def _launch(self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor, num_ahead: int) -> _Launched:
+        tokens = self._batch_runner.decode(decodes.rows, token_ids, decodes.chooser(num_ahead))
         return _Launched(decodes, self._scheduler.num_left, tokens, self._fetch(tokens))
 
     @staticmethod

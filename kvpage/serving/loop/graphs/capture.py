@@ -111,6 +111,7 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
         pool = beside.graph.pool() if isinstance(beside, CudaReplay) else None
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the runs before
         free, _ = torch.cuda.mem_get_info()
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:

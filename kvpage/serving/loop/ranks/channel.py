@@ -28,7 +28,7 @@ def connected_group(seconds: float) -> Any:
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
-        raise RankLost(f"not all ranks have come within {seconds:g} s: {error}") from error
+        raise RankLost(f"not all ranks have come, or one has gone: {error}") from error
 
 
 class Channel:

@@ -24,7 +24,7 @@ from kvpage.serving.loop.ranks.rank_lost import RankLost
 
 BYE, BEAT, FAILED = 0, 1, 2
 BEAT_SECONDS = 2.0
-GRACE = 10.0
+GRACE = 20.0
 """Seconds for which a wait may go on after a loss: its own error says more than the end of the process."""
 POLL = 0.5
 END_STATUS = 70

@@ -19,7 +19,7 @@ from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
 from kvpage.serving.loop.store_connector import BlockStore
 
-MAX_SETTLE_SECONDS = 10.0
+MAX_SETTLE_SECONDS = 5.0
 STORE_SECONDS = 86_400.0
 """For how long a rank waits for another's store: a slow one costs misses, no rank."""
 

@@ -6,20 +6,21 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.sass import instructions, loops
+
 _LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);")
-_JUMP = re.compile(r"BRA(?:\.\w+)*\s+(?:!?U?P\w+,\s*)*(?:`\()?0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Sass:
-    """lines: addresses and instructions, in order. registers: of a thread. stack: bytes of a thread."""
+class MachineCode:
+    """text: as printed. registers: of a thread. stack: bytes of a thread."""
 
-    lines: tuple[tuple[int, str], ...]
+    text: str
     registers: int
     stack: int
 
     @staticmethod
-    def of(cubin: bytes, cuobjdump: Path, name: str = "") -> "Sass":
+    def of(cubin: bytes, cuobjdump: Path, name: str = "") -> "MachineCode":
         """Read the only function, or the one whose name contains this."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
@@ -28,33 +29,28 @@ class Sass:
         _, *functions = re.split(r"\bFunction : ", code)
         (text,) = [function for function in functions if name in function.split("\n", 1)[0]]
         full = text.split("\n", 1)[0].strip()
-        registers, stack = re.search(rf"Function {re.escape(full)}:\s+REG:(\d+) STACK:(\d+)", usage).groups()
-        lines = tuple((int(address, 16), line.strip()) for address, line in _LINE.findall(text))
-        return Sass(lines, int(registers), int(stack))
+        found = re.search(rf"Function {re.escape(full)}:\s+REG:(\d+) STACK:(\d+)", usage)
+        assert found is not None, usage
+        return MachineCode(text, int(found[1]), int(found[2]))
 
     def path(self) -> list[str]:
         """Return all up to the end of the kernel, without the subroutines after it."""
-        calls = [address for address, line in self.lines if "CALL.REL" in line]
-        ends = [address for address, line in self.lines if re.fullmatch(r"EXIT", line)]
+        lines = [(int(address, 16), line.strip()) for address, line in _LINE.findall(self.text)]
+        calls = [address for address, line in lines if "CALL.REL" in line]
+        ends = [address for address, line in lines if line == "EXIT"]
         last = min(end for end in ends if not calls or end > min(calls))
-        return [line for address, line in self.lines if address <= last]
+        return [line for address, line in lines if address <= last]
 
-    def loop(self, *wanted: str) -> list[str]:
-        """Return the shortest loop that has all these instructions.
+    def loop(self, wanted: str) -> list[str]:
+        """Return the shortest innermost loop that has such an instruction.
 
         Raises:
             ValueError: there is none.
         """
-        bodies = []
-        for address, line in self.lines:
-            jump = _JUMP.search(line)
-            if jump and int(jump[1], 16) < address:
-                body = [each for at, each in self.lines if int(jump[1], 16) <= at <= address]
-                if all(any(name in each for each in body) for name in wanted):
-                    bodies.append(body)
+        bodies = loops(instructions(self.text), wanted)
         if not bodies:
             raise ValueError(f"a loop must have {wanted}, got none")
-        return min(bodies, key=len)
+        return [each.text for each in min(bodies, key=len)]
 
 
 def _output(tool: Path, option: str, path: str) -> str:

@@ -1,0 +1,109 @@
+"""A device that is not there: Triton compiles for it, launches are only kept, and tensors in host memory count as its.
+
+    with fake_device() as device:                   torch.cuda and Triton's driver are replaced meanwhile
+        cache = device.bound(tensor, layout)        a BoundCache whose operations take the way of a GPU
+        ops.reshape_and_cache(key, value, cache, slots)
+        device.launches                             [(kernel, grid, arguments), ...]
+
+So the host's part of a call can be run, counted and timed on any machine.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from kvpage import CacheLayout, ops
+from kvpage.kernels import attention_launch, chunk, gather, rotary
+from kvpage.kernels.prepared import PreparedKinds
+from kvpage.ops.cuda import attention, blend, chunks, rows
+from kvpage.ops.cuda.launches import Launches
+
+NUMBER = 97  # of the device; no test's
+FACTS = 132, 90  # multiprocessors and capability of an H200
+CPU = torch.device("cpu")
+KERNELS = attention_launch, chunk, gather, rotary
+
+
+class FakeDevice:
+    """Triton's driver of a device of sm_90. `launches` is kept while `keeps` is true."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
+        self.keeps, self.utils = True, self
+
+    def get_current_device(self) -> int:
+        return NUMBER
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", FACTS[1], 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": FACTS[0]}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
+        return name, name, 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
+            if self.keeps:
+                self.launches.append((function, (x, y, z), [_place(value) for value in rest[3:]]))
+
+        return launch
+
+    def bound(self, tensor: torch.Tensor, layout: CacheLayout) -> ops.BoundCache:
+        """Return a cache whose operations launch kernels."""
+        cache = ops.BoundCache(tensor, layout)
+        cache.is_cuda = True
+        return cache
+
+    def forget(self) -> None:
+        """Let the next launch of each kernel be the first."""
+        for module in KERNELS:
+            module._kinds = PreparedKinds()
+        attention_launch._plans = PreparedKinds()
+        rows._launches = Launches()
+
+
+def _place(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value or 0
+
+
+@contextlib.contextmanager
+def fake_device() -> Iterator[FakeDevice]:
+    """Stand in for a GPU, its error word and its facts inside."""
+    device, word = FakeDevice(), torch.zeros(1, dtype=torch.int32)
+    kept = [(module, name, getattr(module, name)) for module, name in _STATE]
+    stream = SimpleNamespace(cuda_stream=7)
+    driver.set_active(device)
+    with contextlib.ExitStack() as stack:
+        for name, answer in {
+            "current_device": lambda: CPU.index,
+            "device": lambda device: contextlib.nullcontext(),
+            "current_stream": lambda device=None: stream,
+            "is_current_stream_capturing": lambda: False,
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for module in (rows, chunks, blend):
+            stack.enter_context(mock.patch.object(module, "_error_word", lambda device: word))
+        stack.enter_context(mock.patch.dict(rows._error_words, {CPU: word}))
+        stack.enter_context(mock.patch.object(attention, "_facts", lambda device: FACTS))
+        device.forget()
+        try:
+            yield device
+        finally:
+            for module, name, value in kept:
+                setattr(module, name, value)
+            if torch.cuda.is_available():  # there is no other to go back to where it is not
+                driver.reset_active()
+
+
+_STATE = [*((module, "_kinds") for module in KERNELS), (rows, "_launches"), (attention_launch, "_plans")]

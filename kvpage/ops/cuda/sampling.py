@@ -1,0 +1,142 @@
+"""The choice of a token from each row of logits in a CUDA device's memory, by Triton kernels that nobody waits for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpage.checks.values import as_integer
+from kvpage.ops.cuda.rows import _has_triton
+
+RECORD_WORDS = 10
+"""The words of 64 bits in a row's record; see kvpage/serving/sampling/device_rows.py and kernels/sampling_rules.py."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def can_sample_rows(logits: torch.Tensor) -> bool:
+    """Return whether `sample_rows` takes such logits: on a CUDA device, fp32, bf16 or fp16, where Triton is installed.
+
+    Args:
+        logits: [num_rows, vocab_size].
+
+    Returns:
+        Whether it does.
+    """
+    is_plain = type(logits) is torch.Tensor and logits.layout is torch.strided and not logits.is_neg()
+    return logits.is_cuda and is_plain and logits.dtype in DTYPES and _has_triton()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMemory:
+    """What `sample_rows` works in, for one call at a time. Its addresses stay, so that a CUDA graph may hold them.
+
+    Args:
+        vocab_size: logits of a row.
+        tops: the greatest logit of each block; fp32 [num_rows, num_blocks].
+        shares: the sum of the shares of each block; int64 [num_rows, num_blocks].
+        lists: blocks that may hold tokens that stay; int32 [num_rows, num_blocks].
+        held: keys and ids of such tokens; int32 [num_rows, 2, num].
+    """
+
+    vocab_size: int
+    tops: torch.Tensor
+    shares: torch.Tensor
+    lists: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def make(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> "SamplingMemory":
+        """Allocate the memory.
+
+        Args:
+            num_rows: the most rows of a call.
+            vocab_size: logits of a row.
+            device: of the logits.
+
+        Returns:
+            The memory: 16 bytes for each block of 256 logits, and 8 KiB, a row.
+
+        Raises:
+            ValueError: a size is not positive.
+        """
+        from kvpage.kernels.sampling_launch import CAPACITY, num_surveyed_blocks
+
+        for name, size in (("num_rows", num_rows), ("vocab_size", vocab_size)):
+            if as_integer(name, size) < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        shape = num_rows, num_surveyed_blocks(vocab_size)
+        tops = torch.empty(shape, dtype=torch.float32, device=device)
+        shares, lists = tops.new_empty(shape, dtype=torch.int64), tops.new_empty(shape, dtype=torch.int32)
+        held = lists.new_empty((num_rows, 2, CAPACITY))
+        return cls(vocab_size, tops, shares, lists, held)
+
+    def serves(self, num_rows: int, vocab_size: int, device: torch.device) -> bool:
+        """Return whether it is for such logits.
+
+        Args:
+            num_rows: rows of the call.
+            vocab_size: logits of a row.
+            device: of the logits.
+
+        Returns:
+            Whether it is.
+        """
+        return len(self.tops) >= num_rows and self.vocab_size == vocab_size and self.tops.device == device
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: SamplingMemory,
+) -> None:
+    """Choose one token a row, by two launches on the current stream. The host waits for nothing.
+
+    A token is the one that a CPU chooses from the same bits of logits by the same record. All arguments are read on the
+    device, so a CUDA graph may hold the call.
+
+    Args:
+        logits: [num_rows, vocab_size], fp32, bf16 or fp16; each row's logits side by side. They stay as they are.
+        records: int64 [num_rows, RECORD_WORDS], contiguous. Addresses in them are of tables of vocab_size words.
+        positions: int64 [num_rows], contiguous: how many tokens each row's sequence has generated.
+        out: int32 [num_rows], contiguous: takes the tokens; -1 for rows that hold NaN or +inf, or no finite number,
+            before or after their rules.
+        memory: for at least so many rows and exactly this vocabulary.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, layout or device.
+    """
+    _check(logits, records, positions, out, memory)
+    from kvpage.kernels import sampling_launch
+
+    with torch.cuda.device(logits.device):
+        tensors = memory.tops, memory.shares, memory.lists, memory.held
+        sampling_launch.sample_rows(logits, records, positions, out, *tensors)
+
+
+def _check(
+    logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, memory: SamplingMemory
+) -> None:
+    if logits.ndim != 2 or logits.dtype not in DTYPES or logits.shape[1] < 1 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits must be rows of fp32, bf16 or fp16, each contiguous, got {logits.dtype} {list(logits.shape)}"
+        )
+    num_rows, vocab_size = logits.shape
+    if not vocab_size < 2**31 - 2**16:
+        raise ValueError(f"vocab_size must fit into 32 bits, got {vocab_size}")
+    _check_column("records", records, (num_rows, RECORD_WORDS), torch.int64, logits.device)
+    _check_column("positions", positions, (num_rows,), torch.int64, logits.device)
+    _check_column("out", out, (num_rows,), torch.int32, logits.device)
+    if not memory.serves(num_rows, vocab_size, logits.device):
+        raise ValueError(f"memory must be for {num_rows} rows of {vocab_size} logits on {logits.device}")
+
+
+def _check_column(
+    name: str, column: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if column.shape != shape or column.dtype != dtype or not column.is_contiguous() or column.device != device:
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {list(shape)} on {device}, "
+            f"got {column.dtype} {list(column.shape)} on {column.device}"
+        )

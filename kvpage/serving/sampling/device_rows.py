@@ -1,0 +1,119 @@
+"""Choose tokens on a device by its kernels, with the records and tables of the rows kept there from step to step.
+
+    a row's record   seed, temperature, top_k ...         uploaded once, for as long as the same rows are sampled
+    position         how many tokens were generated       uploaded with each step, 8 bytes a row
+    tables           a word and a bias for each token     of rows with rules that name tokens; the kernel counts in them
+
+A token is the one that a CPU chooses from the same bits of logits.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage import ops
+from kvpage.ops.cuda.uploads import upload
+from kvpage.serving.sampling.sampled_row import SampledRow
+from kvpage.serving.sampling.token_tables import TokenTables
+
+RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("words", np.int64),  # the address of TokenTables.words; 0: none
+        ("biases", np.int64),  # the address of TokenTables.biases; 0: none
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("temperature", np.float32),
+        ("least_score", np.float32),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("counts", np.int32),  # whether the kernel counts the chosen token
+        ("barred_until", np.int64),  # the first position at which the sequence may end
+        ("first_at", np.int64),  # the position of the first token
+    ]
+)
+"""A row's numbers, as kernels/sampling_rules.py has them."""
+
+SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
+
+
+class DeviceSequence(Protocol):
+    """A sequence, as kernels that choose its token need it; see SampledSequence."""
+
+    @property
+    def sampled_row(self) -> SampledRow | None:
+        """The rules as arrays; None where the likeliest token is taken as it is."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and the generated tokens, then room for more."""
+
+
+class DeviceRows:
+    """Sequences that are sampled together on a device, for as long as they stay the same.
+
+    records: their rows of `sample_rows`, see kvpage.serving.sampling.native_rows.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[DeviceSequence],
+        records: npt.NDArray[np.void],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
+        rows = [sequence.sampled_row for sequence in sequences]
+        self._tables = [None if row is None else row.tables_on(device, vocab_size) for row in rows]
+        packed = np.array([_record(row, tables) for row, tables in zip(rows, self._tables, strict=True)], RECORD)
+        for name in SAME_FIELDS:
+            packed[name] = records[name]
+        words = packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS)
+        self._records = torch.from_numpy(words).to(device)
+        self._positions = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self._staged = torch.zeros(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._out = torch.empty(len(rows), dtype=torch.int32, device=device)
+        self._memory = ops.SamplingMemory.make(len(rows), vocab_size, device)
+
+    def serves(self, logits: torch.Tensor) -> bool:
+        """Whether such logits are what it was made for."""
+        return logits.device == self._device and logits.shape[1] == self._vocab_size
+
+    def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what `sample` does, on the device and without a wait; the next call overwrites it.
+
+        No rule of any row may count tokens: the host may not know the last one.
+        """
+        (given,) = upload([positions], self._device)
+        ops.sample_rows(logits, self._records, given, self._out, self._memory)
+        return self._out
+
+    def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
+        held = [
+            (index, tables, sequence.tokens, row.num_prompt_tokens + int(positions[index]))
+            for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
+            if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
+        ]
+        for _, tables, tokens, num_tokens in held:
+            tables.hold(tokens[:num_tokens])
+        self._staged.numpy()[:] = positions
+        self._positions.copy_(self._staged, non_blocking=True)
+        ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)
+        chosen: npt.NDArray[np.int32] = self._out.cpu().numpy().copy()
+        for index, tables, _, num_tokens in held:
+            tables.note_chosen(num_tokens, int(chosen[index]))
+        return chosen
+
+
+def _record(row: SampledRow | None, tables: TokenTables | None) -> tuple[float, ...]:
+    """Return a RECORD with the rules that name tokens; the other fields are those of a greedy row."""
+    if row is None or tables is None:
+        return 0, 0, 0, 1.0, 0, 0.0, -np.inf, 1.0, 0.0, 0.0, 0, 0, -1
+    addresses = (0 if table is None else table.data_ptr() for table in (tables.words, tables.biases))
+    at = row.barred_until - row.num_prompt_tokens, row.first_at - row.num_prompt_tokens
+    return 0, *addresses, 1.0, 0, 0.0, -np.inf, *row.penalties, int(tables.counts), *at

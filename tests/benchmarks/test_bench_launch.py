@@ -1,0 +1,60 @@
+"""What a launch costs the host, counted and not timed: launches, and Python calls of kvpage's own."""
+
+import json
+import os
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+from kvpage.benchmarks import bench_launch  # noqa: E402
+from kvpage.benchmarks.fake_device import fake_device  # noqa: E402
+
+MOST_CALLS = {
+    "write rows": 20,
+    "attend": 60,
+    "gather": 75,
+    "store chunk": 60,
+    "load chunk": 60,
+    "blend rows": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """Launches and Python calls of each operation, repeated."""
+    with fake_device() as device:
+        found = {}
+        for name, call in bench_launch.make_calls(device).items():
+            found[name] = bench_launch.check(device, call), bench_launch.num_calls(call)
+        return found
+
+
+@pytest.mark.parametrize("name", MOST_CALLS)
+def test_a_repeated_call_is_few_launches_and_few_python_calls(counts, name):
+    num_launches, num_calls = counts[name]
+    assert num_launches == (2 if name == "attend" else 1)
+    assert num_calls <= MOST_CALLS[name]
+
+
+def test_the_benchmark_compares_then_measures(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["", "--rounds", "1", "--number", "1", "--plot", str(tmp_path / "plot.png")])
+    bench_launch.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["operation"] for row in result["rows"]] == list(MOST_CALLS)
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_what_the_fake_replaces_is_put_back():
+    import torch
+
+    from kvpage.kernels import gather
+    from kvpage.ops.cuda import rows
+
+    before = gather._kinds, rows._launches, torch.cuda.current_device
+    with fake_device() as device:
+        device.forget()
+    assert (gather._kinds, rows._launches, torch.cuda.current_device) == before

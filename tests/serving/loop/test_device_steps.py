@@ -1,0 +1,83 @@
+"""The work of a decode step for a device: one upload, one fetch, one wait, and captured a few launches."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.cpu_graphs import CpuCapturer, CpuReplay
+from support.fake_device import CUDA, FakeDevice, move, on_device
+from support.models import make_model, make_prompts
+
+from kvpage import CacheConfig
+from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.graphs.capture import Replay
+
+
+class Capturer(CpuCapturer):
+    """Its replays are one launch each."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def capture(self, work: Callable[[], None], beside: Replay | None) -> CpuReplay:
+        def one_launch() -> None:
+            with self._device.one_launch():
+                work()
+
+        return super().capture(one_launch, beside)
+
+
+def decoding(device: FakeDevice, patch: pytest.MonkeyPatch, kind: str, captures: bool, runs_ahead: bool) -> Engine:
+    config = EngineConfig(CacheConfig(4, 64), max_num_seqs=6, native_layers=False)
+    engine = Engine.from_model(make_model(kind), config)
+    for prompt in make_prompts([5, 6, 7], seed=2):
+        engine.add_request(prompt, SamplingParams(max_tokens=40))
+    engine.step()
+    move(engine, device, patch, runs_ahead)
+    if captures:
+        engine._use_graphs(Capturer(device))
+        with device:
+            engine.warmup(lambda num: None)
+        assert engine.stats().graphs.sizes == (1, 2, 4, 6), engine.stats().graphs
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_one_upload_one_fetch_one_wait(
+    monkeypatch: pytest.MonkeyPatch, kind: str, captures: bool, runs_ahead: bool
+) -> None:
+    device = FakeDevice()
+    engine = decoding(device, monkeypatch, kind, captures, runs_ahead)
+    with device:
+        for _ in range(3):  # the first step ahead is begun
+            engine.step()
+        device.clear()
+        for _ in range(4):
+            assert len(engine.step()) == 3
+    assert device.waits == []
+    assert (device.num_uploads, device.num_fetches, device.num_events_waited) == (4, 4, 4)
+    if captures:
+        assert device.num_launches == 4 * 3, "the copies of inputs to their places, and the replay"
+    else:
+        assert device.num_launches > 4 * 50
+
+
+def test_the_fake_device_sees_what_waits() -> None:
+    device = FakeDevice()
+    x = on_device(torch.arange(4.0))
+    with device:
+        for work in (
+            x.tolist, x[0].item, x.cpu, lambda: bool(x[0] > 1), lambda: x[x > 1], lambda: x[[0, 1]],
+            lambda: torch.ones(2).to(CUDA), lambda: torch.tensor([1], device=CUDA), lambda: x.nonzero(),
+        ):  # fmt: skip
+            work()
+        assert len(device.waits) == 9
+        device.clear()
+        there = torch.ones(2).pin_memory().to(CUDA, non_blocking=True)
+        assert there.device == CUDA and (there + there).is_cuda and device.waits == []
+        assert (device.num_uploads, device.num_launches) == (1, 1)
+        with pytest.raises(AssertionError, match="one device"):
+            there + torch.ones(2)
