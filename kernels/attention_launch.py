@@ -206,6 +206,7 @@ def _known(
         *(device.error.device, *device[1:], value is None, *map(form, (query, out, *key, *values))),
         *(None if tensor is None else tensor.dtype for tensor in given),
         *(attention.sliding_window is None, attention.softcap is None),
+        *(key.data.data_ptr() % 2, values.data.data_ptr() % 2),
     )
     shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len
     known: _Known | None = _plans.get(shape)
@@ -318,7 +319,7 @@ def as_loaded(rows: Rows, in_pairs: bool) -> torch.Tensor:
 def _fits_pairs(data: torch.Tensor) -> bool:
     """Return whether each row is of whole pairs, all of which begin at even addresses."""
     *strides, last = data.stride()
-    return last == 1 and data.shape[-1] % 2 == 0 and data.data_ptr() % 16 == 0 and not any(n % 2 for n in strides)
+    return last == 1 and data.shape[-1] % 2 == 0 and data.data_ptr() % 2 == 0 and not any(n % 2 for n in strides)
 
 
 def _scale_strides(rows: Rows) -> tuple[int, ...]:
