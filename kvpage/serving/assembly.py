@@ -23,6 +23,7 @@ from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.sharding import check_sharded_size, of_this_rank, scales_of_this_rank
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.argument_check import check_model
@@ -109,7 +110,7 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
     with _names_compiler() if compiles else nullcontext():
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
-        attention = choose_attention(runner, cache_config, model_config, config.attention_backend)
+        attention = choose_attention(runner, cache_config, model_config, config.attention_backend, size)
     return ServableModel(runner, model_config, attention, of_all.num_kv_heads)
 
 
@@ -126,18 +127,34 @@ def _names_compiler() -> Iterator[None]:
 
 
 def choose_attention(
-    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, name: str
+    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, name: str, num_ranks: int = 1
 ) -> ChosenAttention:
     """Return the first library that computes the model's own logits over a few blocks, or kvpage's kernels.
 
-    name: "auto", "kvpage", or a library's. Raises ValueError if the model cannot be served, or not by the named one.
+    Several ranks try as many, or their collectives would not meet: the first one only.
+
+    Args:
+        runner: Of the model.
+        cache_config: Of the blocks.
+        model_config: With the KV heads of this rank.
+        name: "auto", "kvpage", or a library's.
+        num_ranks: How many ranks compute the model.
+
+    Raises:
+        ValueError: The model cannot be served, or not by the named library, or not by the first one on several ranks.
+        RankLost: Another rank is gone. It says nothing of the library.
     """
     layout = cache_config.layout(model_config, ParallelConfig())
     for make in candidates(name, layout, runner.model.device):
         try:
             library = make()
             return ChosenAttention(library, verify_model(runner, cache_config, model_config, library))
+        except RankLost:
+            raise
         except LIBRARY_ERRORS as error:
+            if num_ranks > 1 and name == "auto":
+                rule = f"attention_backend must name another than {make.name}, which 'auto' takes on {num_ranks} ranks"
+                raise ValueError(f"{rule} and which cannot serve this model: {error}") from error
             if name != "auto":
                 raise ValueError(f"attention_backend {name!r} cannot serve this model: {error}") from error
             logger.warning("attention_backend 'auto' leaves out %s: %s", make.name, error)

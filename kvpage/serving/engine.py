@@ -92,7 +92,7 @@ class Engine(EngineCore):
         if config.tensor_parallel_size == 1:
             return cls._made(model, config, store, segments, None)
         lead = Lead(Ranks.join(model, config, Role.LEADS, store))
-        with lead.closed_on_error(), lead.ranks.watch.waiting():
+        with lead.assembling():
             ranked = None if store is None else RankedStore(store, lead.ranks, lead)
             return cls._made(model, config, ranked, segments, lead)
 
@@ -155,6 +155,7 @@ class Engine(EngineCore):
                 servable = check_servable(model, config)
                 cache = assemble_rank(servable, config).cache
                 follower_store = None if store is None else StoreFollower(store, cache, ranks)
+                ranks.meet()
             Follower(ranks, servable.runner, cache, follower_store).run()
 
     # --- requests ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The parts of ranks that need no other process: messages, refused settings, the end of one that waits in vain."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +14,12 @@ from support.models import make_model
 from kvpage import CacheConfig, KVScales
 from kvpage.blend import BlendConfig
 from kvpage.serving import Engine, EngineConfig, RankLost
+from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import FIRST, Channel
 from kvpage.serving.loop.ranks.follower import step_of
 from kvpage.serving.loop.ranks.message import HEADER, PARTS, Kind, Message
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
+from kvpage.serving.loop.ranks.ranks import Ranks
 from kvpage.serving.loop.ranks.sharding import scales_of_this_rank
 from kvpage.serving.model.native.layers import NativeLayers
 
@@ -94,10 +98,65 @@ def test_long_messages_are_sent_in_two_pieces(alone: None, size: int) -> None:
     channel = Channel(5.0)
     channel.send(Kind.COPY, np.zeros(size // 8, np.int64))
     channel.send(Kind.BEAT)
-    assert channel.gather([4, 5]) == [[4, 5]] and channel.least(7) == 7
+    assert channel.gather([4, 5]) == [[4, 5]]
     channel.drop()
     with pytest.raises(RankLost, match="let go"):
         channel.send(Kind.BEAT)
+
+
+class CountedChannel(Channel):
+    """A channel of one rank; its own answer comes in the third round."""
+
+    num_rounds = 0
+
+    def gather(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
+        self.num_rounds += 1
+        if self.num_rounds == 2:
+            self.answer.set_result(7)
+        return super().gather(values, seconds)
+
+    answer: "Future[int]"
+
+
+def test_ranks_say_that_they_live_while_a_store_works(alone: None) -> None:
+    channel = CountedChannel(5.0)
+    channel.answer = Future()
+    answers = Answers(channel, 0.01)
+    assert answers.least(channel.answer) == 7 and channel.num_rounds == 3
+    for value in (None, True, -1, "7", 7.0):
+        other: Future[int] = Future()
+        other.set_result(value)  # type: ignore[arg-type]
+        assert answers.least(other) == 0
+    failed: Future[int] = Future()
+    failed.set_exception(OSError("no disk"))
+    assert answers.least(failed) == 0
+    answers.drop()
+    with pytest.raises(RankLost, match="let go"):
+        answers.least(failed)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_process_that_cannot_close_its_groups_is_ended(
+    alone: None, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """NCCL may wait there for a rank that is gone."""
+    ended, reasons = threading.Event(), []
+    watch = RankWatch(0, 1, 1.0, torch.device("cpu"), end=lambda why: reasons.append(why) or ended.set(), grace=0.05)
+    watch.lost = "rank 1 is gone"
+    ranks = Ranks.__new__(Ranks)
+    ranks.watch, ranks.control, ranks.finds, ranks.keeps = watch, *(Channel(1.0) for _ in range(3))  # type: ignore
+    destroy = dist.destroy_process_group
+
+    def destroy_late(group: object = None) -> None:
+        if group is None and is_slow:
+            assert ended.wait(10)
+        destroy(group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroy_late)
+    watch._grace = 0.05 if is_slow else 30.0
+    ranks.abandon()
+    assert reasons == (["rank 1 is gone"] if is_slow else [])
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])

@@ -11,10 +11,12 @@ from support.fake_libraries import Fakes
 from support.latent_models import make_latent_model
 from support.models import make_model, make_prompts
 
-from kvpage import CacheConfig
+from kvpage import CacheConfig, ModelConfig
 from kvpage.blend import BlendConfig
 from kvpage.ops.cuda.libraries import choice, flashinfer
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import Engine, EngineConfig, RankLost, SamplingParams, assembly
+from kvpage.serving.assembly import choose_attention
+from kvpage.serving.model.runner import ModelRunner
 
 PROMPTS = make_prompts([1, 33, 50, 17, 16], seed=5)
 PARAMS = SamplingParams(max_tokens=6)
@@ -116,6 +118,31 @@ def test_auto_takes_a_library_that_works(fakes, caplog):
         engine = make_engine(make_half_model(), "auto")
     assert engine.attention_backend == "flashinfer"
     assert "'auto' leaves out flash_attn_3" in caplog.text and "flash_attn_with_kvcache" in caplog.text
+
+
+def choose(name, num_ranks):
+    model, blocks = make_half_model(), CacheConfig(16, 40)
+    sizes = ModelConfig.from_hf(model.config, model.dtype, use_mla=False)
+    return choose_attention(ModelRunner(model), blocks, sizes, name, num_ranks)
+
+
+def test_several_ranks_try_one_library(fakes, monkeypatch):
+    """Each chooses for itself: a rank that tried another one would compute collectives that no other meets."""
+    assert choose("auto", 2).library.name == "flash_attn_3"
+    del fakes.modules["flash_attn_interface"].flash_attn_with_kvcache
+    with pytest.raises(ValueError, match="must name another than flash_attn_3, which 'auto' takes on 2 ranks"):
+        choose("auto", 2)
+    assert choose("auto", 1).library.name == choose("flashinfer", 2).library.name == "flashinfer"
+
+
+def test_a_lost_rank_says_nothing_of_a_library(fakes, monkeypatch):
+    def lose(*arguments):
+        raise RankLost("rank 1 is gone")
+
+    monkeypatch.setattr(assembly, "verify_model", lose)
+    for name, num_ranks in (("auto", 1), ("auto", 2), ("flashinfer", 2)):
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            choose(name, num_ranks)
 
 
 def test_auto_takes_no_library_that_computes_something_else(fakes, monkeypatch):

@@ -76,10 +76,6 @@ class Channel:
         found: list[list[int]] = rows.tolist()
         return found
 
-    def least(self, value: int) -> int:
-        """Return the least of all ranks' values. All call it at once."""
-        return min(number for (number,) in self.gather([value]))
-
     def drop(self) -> None:
         """Let go of the group: its sockets are closed."""
         group, self._group = self._group, None

@@ -31,14 +31,13 @@ class Lead:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._why_closed: str | None = None
-        self._sending, self._is_computing = threading.Lock(), False
+        self._sending = threading.RLock()  # held for all of a step: the others take nothing else while they compute
         self._closing = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="kvpage-beat", daemon=True)
-        self._beats.start()
         atexit.register(self.close)  # a program that ends without it leaves nobody waiting
 
     def tell(self, kind: Kind, *parts: Part, seconds: float | None = None) -> None:
-        """Send the others a message, from any thread."""
+        """Send the others a message, from any thread: after a step that is under way in another."""
         with self._sending:
             if self._why_closed is not None:
                 raise RankLost(self._why_closed)
@@ -61,14 +60,10 @@ class Lead:
 
         An error of the model that all ranks have alike comes through, and the ranks go on. Any other is a RankLost.
         """
-        with self._abandoning(), self.ranks.watch.waiting():
-            self._is_computing = True
-            try:
-                self.tell(Kind.STEP, *_parts(packed, slots, tables))
-                with self._settling():
-                    yield
-            finally:
-                self._is_computing = False
+        with self._abandoning(), self.ranks.watch.waiting(), self._sending:
+            self.tell(Kind.STEP, *_parts(packed, slots, tables))
+            with self._settling():
+                yield
 
     def close(self) -> None:
         """End the others, and let go of them. Calling it again does nothing."""
@@ -76,19 +71,25 @@ class Lead:
         if self._closing.is_set() or not self.ranks.process.is_here:
             return
         self._closing.set()
-        self._beats.join()
+        if self._beats.is_alive():
+            self._beats.join()
         with suppress(RankLost):  # then there is nobody to tell
             self.tell(Kind.CLOSE, seconds=CLOSE_SECONDS)
         self._why_closed = self._why_closed or "the engine has been closed, and its other ranks have ended"
         self.ranks.leave()
 
     @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """If anything raises inside, the others end."""
+    def assembling(self) -> Iterator[None]:
+        """Inside, rank 0 makes its engine; then it waits for the others. If anything raises, they end with an error."""
         try:
-            yield
-        except BaseException:
-            self.close()
+            with self.ranks.together(), self.ranks.watch.waiting():
+                yield
+                self.ranks.meet()
+            self._beats.start()
+        except BaseException as error:
+            self._why_closed = self._why_closed or f"the engine of rank 0 could not be made: {error}"
+            self._closing.set()
+            atexit.unregister(self.close)
             raise
 
     @contextmanager
@@ -129,9 +130,13 @@ class Lead:
     def _beat(self) -> None:
         """Tell the others from time to time that rank 0 lives, while it tells them nothing else."""
         while not self._closing.wait(self.ranks.watch.beat):
-            if not self._is_computing:
-                with suppress(RankLost):  # the next step raises it
+            if self._sending.acquire(blocking=False):  # else it tells them something, or computes with them
+                try:
                     self.tell(Kind.BEAT)
+                except RankLost:
+                    return  # the next step raises it
+                finally:
+                    self._sending.release()
 
 
 def _parts(packed: PackedTokens, slots: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]) -> list[Part]:

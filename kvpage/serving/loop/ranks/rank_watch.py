@@ -82,6 +82,17 @@ class RankWatch:
         finally:
             self._is_waiting = False
 
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Inside, this rank lets go of the others. If that takes longer than the grace, the process is ended."""
+        timer = threading.Timer(self._grace, self._end, [self.lost or "another rank is lost"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def leave(self, has_failed: bool = False) -> None:
         """Tell the others that this rank goes, or that it has failed, and watch no more."""
         self._farewell = FAILED if has_failed else BYE

@@ -8,6 +8,7 @@ Calls come to the others among rank 0's decisions, hence after all moves and ste
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.loop.ranks.channel import Channel
+from kvpage.serving.loop.ranks.answers import Answers, is_count
 from kvpage.serving.loop.ranks.message import Kind, Message, Part
 from kvpage.serving.loop.ranks.ranks import Ranks
 from kvpage.serving.loop.store_connector import BlockStore, TokenIds
@@ -74,18 +75,20 @@ class RankedStore:
         )
 
     def _call(
-        self, way: tuple[Channel, threading.Lock], kind: Kind, parts: Sequence[Part], own: Callable[[], int]
+        self, way: tuple[Answers, threading.Lock], kind: Kind, parts: Sequence[Part], own: Callable[[], int]
     ) -> int:
         """Call the stores of the other ranks, and this one's. An answer of this one's that is no count is returned."""
         answers, lock = way
-        with lock:
+        with lock, started_pool(1, "kvpage-answers") as pool:
             self._lead.tell(kind, *parts)
-            count: Any = 0
+            answer: Future[int] = Future()
+            agreed, count = pool.submit(answers.least, answer), 0
             try:
                 count = own()
             finally:
-                least = answers.least(int(count) if _is_count(count) else 0)
-        return least if _is_count(count) else count
+                answer.set_result(count)
+                least = agreed.result()
+        return least if is_count(count) else count
 
 
 class StoreFollower:
@@ -107,10 +110,8 @@ class StoreFollower:
         for pool in (self._finds[1], self._keeps[1], self._callers):
             pool.shutdown()
 
-    def _answer(self, answers: Channel, message: Message, stream: Callable[[], AbstractContextManager[Any]]) -> None:
-        call = self._callers.submit(self._call, message, stream)
-        count = 0 if call.exception() else call.result()
-        answers.least(int(count) if _is_count(count) else 0)
+    def _answer(self, answers: Answers, message: Message, stream: Callable[[], AbstractContextManager[Any]]) -> None:
+        answers.least(self._callers.submit(self._call, message, stream))
 
     def _call(self, message: Message, stream: Callable[[], AbstractContextManager[Any]]) -> int:
         (start,), tokens, block_table, name = message.parts
@@ -125,7 +126,3 @@ class StoreFollower:
 
 def _parts(tokens: TokenIds, block_table: npt.NDArray[np.int32], start: int, namespace: bytes) -> list[Part]:
     return [np.array([start], np.int64), tokens, block_table, np.frombuffer(namespace, np.uint8)]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0

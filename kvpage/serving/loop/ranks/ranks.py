@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from kvpage.checks.fork_guard import ForkGuard
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
 from kvpage.serving.loop.store_connector import BlockStore
 
 MAX_SETTLE_SECONDS = 5.0
-STORE_SECONDS = 86_400.0
-"""For how long a rank waits for another's store: a slow one costs misses, no rank."""
+ASSEMBLY_SECONDS = 86_400.0
+"""For how long a rank waits for the others' parts: one that hangs is noticed by the watch."""
 
 
 class Role(IntEnum):
@@ -49,8 +50,9 @@ class Ranks:
         self.settle_seconds = min(config.rank_timeout / 4, MAX_SETTLE_SECONDS)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.control = Channel(config.rank_timeout)  # the first one waits for all ranks
-        self.finds, self.keeps = Channel(STORE_SECONDS), Channel(STORE_SECONDS)
+        finds, keeps = Channel(config.rank_timeout), Channel(config.rank_timeout)
         self.watch = RankWatch(self.rank, self.size, config.rank_timeout, model.device)
+        self.finds, self.keeps = Answers(finds, self.watch.beat), Answers(keeps, self.watch.beat)
         self.process = ForkGuard("the engine")
 
     @classmethod
@@ -85,6 +87,10 @@ class Ranks:
             if settings != values[2]:
                 raise ValueError(f"config must be the same on all ranks, that of rank {rank} differs")
 
+    def meet(self) -> None:
+        """Wait until all ranks have made their parts: then each takes what it is told. All call it at once."""
+        self.control.gather([self.rank], ASSEMBLY_SECONDS)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside, this rank computes with the others; if anything raises, they are told that it has failed."""
@@ -97,14 +103,15 @@ class Ranks:
     def leave(self, has_failed: bool = False) -> None:
         """Let go of the connections. The others raise, if they still compute."""
         self.watch.leave(has_failed)
-        for channel in (self.control, self.finds, self.keeps):
-            channel.drop()
+        for way in (self.control, self.finds, self.keeps):
+            way.drop()
 
     def abandon(self) -> None:
         """Leave after a failure amid the model's collectives: close all groups of the process, so that nobody waits."""
-        self.leave(has_failed=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with self.watch.limited():
+            self.leave(has_failed=True)
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def all_failed_alike(self, has_failed: bool) -> bool:
         """Whether all ranks had an error at the same place, so that the next step can follow. All call it at once."""
