@@ -18,7 +18,7 @@ its own: in the loop over keys it would be a load that nothing hides.
 import triton
 import triton.language as tl
 
-from kvpage.kernels.attention_rows import load_queries, load_values, score
+from kvpage.kernels.attention_rows import load_queries, load_values, score, whole
 from kvpage.kernels.attention_tiles import item_of, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import at, report
 
@@ -111,7 +111,16 @@ def seen_by_rows(key, wanted, position, window, EDGE: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def accumulate(largest, total, values, scores, v, value_scales, seen, EDGE: tl.constexpr, A: tl.constexpr):
+def made_finite(v, COMPUTE: tl.constexpr):
+    """Return the values with 0 for what is not finite, and the keys that have some of these."""
+    finite = tl.abs(v.to(tl.float32)) < float("inf")
+    return tl.where(finite, v, 0.0).to(COMPUTE), tl.min(finite.to(tl.int32), 1) == 0
+
+
+@triton.jit
+def accumulate(
+    largest, total, values, values_odd, scores, v, v_odd, value_scales, seen, EDGE: tl.constexpr, A: tl.constexpr
+):
     """Return the running maximum, sum and weighted values with one more tile of keys."""
     COMPUTE: tl.constexpr = A.value.COMPUTE
     PRECISION: tl.constexpr = A.value.PRECISION
@@ -120,15 +129,19 @@ def accumulate(largest, total, values, scores, v, value_scales, seen, EDGE: tl.c
     shrink = tl.exp2(largest - base)
     weights = tl.exp2(scores - base[:, None])
     if EDGE:  # 0 * inf is not 0: a value that is not finite spoils the rows that see it, and no others
-        finite = tl.abs(v.to(tl.float32)) < float("inf")
-        v = tl.where(finite, v, 0.0).to(COMPUTE)
-        spoilt = tl.min(finite.to(tl.int32), 1) == 0
+        v, spoilt = made_finite(v, COMPUTE)
+        if A.value.VALUE_PAIRS:
+            v_odd, also_spoilt = made_finite(v_odd, COMPUTE)
+            spoilt = spoilt | also_spoilt
         weights = tl.where(seen & spoilt[None, :], float("nan"), weights)
     total = total * shrink + tl.sum(weights, 1)
     if A.value.SCALE_WEIGHTS:
         weights = tl.where(seen, weights * value_scales[None, :], 0.0)
-    values = tl.dot(weights.to(COMPUTE), v, values * shrink[:, None], input_precision=PRECISION)
-    return larger, total, values
+    weights = weights.to(COMPUTE)
+    values = tl.dot(weights, v, values * shrink[:, None], input_precision=PRECISION)
+    if A.value.VALUE_PAIRS:
+        values_odd = tl.dot(weights, v_odd, values_odd * shrink[:, None], input_precision=PRECISION)
+    return larger, total, values, values_odd
 
 
 @triton.jit
@@ -160,7 +173,7 @@ def store_partial(
 
 @triton.jit
 def attend(
-    largest, total, values, q, q_tail, row_factor, position, window, softcap,
+    largest, total, values, values_odd, q, q_odd, q_tail, q_tail_odd, row_factor, position, window, softcap,
     key_tile, entry, low, last, num_blocks, kv_head,  # entry: of the table, for each key of the tile
     key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,  # key_head: offset of the KV head
     value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
@@ -180,7 +193,7 @@ def attend(
     # The compiler learns what divides the result of an operation, but not that of a call.
     key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
     key_row = tl.multiple_of(key_row, KEY_ALIGN)
-    scores, k = score(q, q_tail, key_ptr, key_row, wanted, key_run_stride, A)
+    scores, k, k_odd = score(q, q_odd, q_tail, q_tail_odd, key_ptr, key_row, wanted, key_run_stride, A)
     if A.value.TOKEN_SCALES:
         place = at(block_id, offset, kv_head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
         scores *= tl.load(key_scale_ptr + place, mask=wanted, other=0.0)[None, :]
@@ -188,14 +201,14 @@ def attend(
     seen = seen_by_rows(key, wanted, position, window, EDGE, A.value.WINDOW)
     scores = tl.where(seen, scores, float("-inf"))
     if A.value.SHARED:
-        v = k
+        v, v_odd = k, k_odd
     else:
         if A.value.SAME_STRIDES:
             value_row = key_row
         else:
             value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
             value_row = tl.multiple_of(value_row, VALUE_ALIGN)
-        v = load_values(value_ptr, value_row, wanted, value_run_stride, A)
+        v, v_odd = load_values(value_ptr, value_row, wanted, value_run_stride, A)
     value_scales = None
     if A.value.TOKEN_SCALES:
         place = at(
@@ -204,7 +217,7 @@ def attend(
         value_scales = tl.load(value_scale_ptr + place, mask=wanted, other=0.0)
     if A.value.SCALE_VALUES:  # a weight's product with a small scale would lose bits
         v = (v.to(tl.float32) * value_scales[:, None]).to(A.value.COMPUTE)
-    return accumulate(largest, total, values, scores, v, value_scales, seen, EDGE, A)
+    return accumulate(largest, total, values, values_odd, scores, v, v_odd, value_scales, seen, EDGE, A)
 
 
 @triton.jit
@@ -226,7 +239,11 @@ def start(sink_ptr, head, valid, split, A: tl.constexpr):
         if split == 0:
             largest = tl.load(sink_ptr + head, mask=valid, other=0.0) * 1.4426950408889634
             total += 1.0
-    return largest, total, tl.zeros([TILE_ROWS, VALUE_TILE], tl.float32)
+    if A.value.VALUE_PAIRS:
+        values = tl.zeros([TILE_ROWS, VALUE_TILE // 2], tl.float32)
+        return largest, total, values, values
+    else:
+        return largest, total, tl.zeros([TILE_ROWS, VALUE_TILE], tl.float32), 0.0
 
 
 # Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
@@ -277,15 +294,14 @@ def paged_attention_kernel(
     )
     query_row = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
     query_row = tl.multiple_of(query_row, QUERY_ALIGN)
-    q, q_tail, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
+    q, q_odd, q_tail, q_tail_odd, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
     if key_scale_ptr is not None and not TOKEN_SCALES:
         row_factor *= tl.load(key_scale_ptr + kv_head * key_scale_head_stride)
 
-    largest, total, values = start(sink_ptr, head, valid, split, A)
+    largest, total, values, values_odd = start(sink_ptr, head, valid, split, A)
     low, begin, full_begin, full_end, end = keys_of_split(first, last, window, split, num_splits, A)
     table_row = table_ptr + seq.to(tl.int64) * table_stride
-    key_head = kv_head.to(tl.int64) * key_head_stride
-    value_head = kv_head.to(tl.int64) * value_head_stride
+    key_head, value_head = kv_head.to(tl.int64) * key_head_stride, kv_head.to(tl.int64) * value_head_stride
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
             before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
@@ -296,8 +312,8 @@ def paged_attention_kernel(
             key_tile = tile_of_step(step, begin, before, jump)
             tile_after = tile_of_step(step + 1, begin, before, jump)
             entry_after = entries_of_tile(tile_after, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
-            largest, total, values = attend(
-                largest, total, values, q, q_tail, row_factor, position, window, softcap,
+            largest, total, values, values_odd = attend(
+                largest, total, values, values_odd, q, q_odd, q_tail, q_tail_odd, row_factor, position, window, softcap,
                 key_tile, entry, low, last, num_blocks, kv_head,
                 key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
                 value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
@@ -307,6 +323,7 @@ def paged_attention_kernel(
             )  # fmt: skip
             entry = entry_after
 
+    values = whole(values, values_odd, A.value.VALUE_PAIRS)
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
     if SPLIT and num_splits > 1:

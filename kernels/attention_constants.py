@@ -25,6 +25,7 @@ class AttentionConstants(Constants):
     SCALE_VALUES: V is multiplied by them, not the weights: in fp16.
     SHARED: V is the first VALUE_SIZE elements of each key, all within its tile.
     SAME_STRIDES: a row of V is as far from V's beginning as K's from K's.
+    KEY_PAIRS, VALUE_PAIRS: 8-bit floats of the cache are loaded two by two, as int16: all of the cache counts pairs.
     WINDOW, SOFTCAP: whether there is one.
     TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
     TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
@@ -53,6 +54,8 @@ class AttentionConstants(Constants):
     SCALE_VALUES: bool
     SHARED: bool
     SAME_STRIDES: bool
+    KEY_PAIRS: bool
+    VALUE_PAIRS: bool
     WINDOW: bool
     SOFTCAP: bool
     TILE_ROWS: int

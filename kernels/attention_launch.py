@@ -15,6 +15,7 @@ from kvpage.kernels.attention import paged_attention_kernel
 from kvpage.kernels.attention_constants import AttentionConstants
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
 from kvpage.kernels.attention_plan import (
+    MIN_ROWS,
     Sizes,
     Tile,
     choose_items,
@@ -153,12 +154,13 @@ def _launch(
         partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
         sums = out.new_empty(*partial_rows, 2, dtype=torch.float32)
     values, lengths, counts = key if value is None else value, sequences.seq_lens, sequences.query_lens
+    stored = as_loaded(key, known.key_pairs), as_loaded(values, known.value_pairs)
     capacity = sequences.block_tables.shape[1] * key.data.shape[1]
     window = min(attention.sliding_window or 0, 2**31 - 1)
     known.attention.launch(
         (plan.num_items * plan.head_tiles, 1, 1),
         (
-            *(query, out, _as_stored(key.data), _as_stored(values.data), key.scales, values.scales, attention.sinks),
+            *(query, out, *stored, key.scales, values.scales, attention.sinks),
             *(sequences.block_tables, lengths, counts, attention.query_positions, partial, sums, device.error),
         ),
         (
@@ -179,6 +181,8 @@ class _Known(NamedTuple):
     """A plan, and the launches of its kind: those with dtypes, strides and constants like its own."""
 
     plan: Plan
+    key_pairs: bool
+    value_pairs: bool
     attention: Prepared
     merge: Prepared
 
@@ -202,6 +206,7 @@ def _known(
         *(device.error.device, *device[1:], value is None, *map(form, (query, out, *key, *values))),
         *(None if tensor is None else tensor.dtype for tensor in given),
         *(attention.sliding_window is None, attention.softcap is None),
+        *(key.data.data_ptr() % 2, values.data.data_ptr() % 2),
     )
     shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len
     known: _Known | None = _plans.get(shape)
@@ -213,7 +218,7 @@ def _known(
         if prepared is None:
             prepared = _prepared(plan.tile, constants, out, key, values)
             _kinds.keep(of_kind, prepared)
-        known = _Known(plan, *prepared)
+        known = _Known(plan, constants.KEY_PAIRS, constants.VALUE_PAIRS, *prepared)
         _plans.keep(shape, known)
     return known
 
@@ -221,7 +226,8 @@ def _known(
 def _prepared(
     tile: Tile, constants: AttentionConstants, out: torch.Tensor, key: Rows, values: Rows
 ) -> tuple[Prepared, Prepared]:
-    strides = *key.data.stride()[:4], *values.data.stride()[:4], *_scale_strides(key), *_scale_strides(values)
+    stored = as_loaded(key, constants.KEY_PAIRS), as_loaded(values, constants.VALUE_PAIRS)
+    strides = *(n for rows in stored for n in rows.stride()[:4]), *_scale_strides(key), *_scale_strides(values)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     merged = *out.stride()[:2], MERGED, constants
     return (
@@ -253,16 +259,22 @@ def constants_of(
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
     narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
+    value_rows = key if value is None else value
+    key_pairs, value_pairs = (
+        narrow and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
+        for rows, size in ((key, sizes.key_size), (value_rows, sizes.value_size))
+    )
+    key_data, value_data = as_loaded(key, key_pairs), as_loaded(value_rows, value_pairs)
     return AttentionConstants(
         GROUP=sizes.group_size,
         KEY_SIZE=sizes.key_size,
         VALUE_SIZE=sizes.value_size,
         BLOCK_SIZE=key.data.shape[1],
         KEY_RUN=_run_size(key),
-        VALUE_RUN=_run_size(key if value is None else value),
+        VALUE_RUN=_run_size(value_rows),
         QUERY_ALIGN=_alignment(query, 2),
-        KEY_ALIGN=_alignment(key.data, 3),
-        VALUE_ALIGN=_alignment((key if value is None else value).data, 3),
+        KEY_ALIGN=_alignment(key_data, 3),
+        VALUE_ALIGN=_alignment(value_data, 3),
         STORED="e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
         COMPUTE=tl.float16 if narrow else _COMPUTE[query_dtype],
         PRECISION=tile.precision,
@@ -270,7 +282,9 @@ def constants_of(
         TOKEN_SCALES=dtype == torch.int8,
         SCALE_VALUES=dtype == torch.int8 and query_dtype == torch.float16,
         SHARED=sizes.shares_rows and sizes.value_size <= tile.key_tile,
-        SAME_STRIDES=value is not None and key.data.stride() == value.data.stride(),
+        SAME_STRIDES=value is not None and key_data.stride() == value_data.stride() and key_pairs == value_pairs,
+        KEY_PAIRS=key_pairs,
+        VALUE_PAIRS=value_pairs,
         WINDOW=attention.sliding_window is not None,
         SOFTCAP=attention.softcap is not None,
         TILE_ROWS=tile.rows,
@@ -295,9 +309,17 @@ def _alignment(rows: torch.Tensor, num_dims: int) -> int:
     return math.gcd(16 // rows.element_size(), *rows.stride()[:num_dims])
 
 
-def _as_stored(rows: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, which every device loads."""
-    return rows.view(torch.uint8) if rows.dtype in _STORED and rows.dtype != torch.int8 else rows
+def as_loaded(rows: Rows, in_pairs: bool) -> torch.Tensor:
+    """Return 8-bit floats as bytes, which every device loads, or as int16 of two neighbours; others as they are."""
+    if in_pairs:
+        return rows.data.view(torch.int16)
+    return rows.data.view(torch.uint8) if rows.data.dtype in _STORED and rows.data.dtype != torch.int8 else rows.data
+
+
+def _fits_pairs(data: torch.Tensor) -> bool:
+    """Return whether each row is of whole pairs, all of which begin at even addresses."""
+    *strides, last = data.stride()
+    return last == 1 and data.shape[-1] % 2 == 0 and data.data_ptr() % 2 == 0 and not any(n % 2 for n in strides)
 
 
 def _scale_strides(rows: Rows) -> tuple[int, ...]:

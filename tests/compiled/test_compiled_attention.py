@@ -10,13 +10,16 @@ ALL = {"window": 30, "softcap": 2.0, "sinks": True}
 CASES = {
     "decode": (BOTH, SPLIT, {"queries": None, "dtype": BF16}),
     "decode fp32, all options": ([80], SPLIT, {"queries": None, "dtype": FP32, "size": 46, **ALL}),
-    "decode e4m3": ([90], SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "decode e4m3": (BOTH, SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "decode e5m2": ([90], SPLIT, {"queries": None, "dtype": E5M2, "query_dtype": BF16, "scales": "tensor"}),
     "decode paged int8": ([80], SPLIT, {"queries": None, "dtype": INT8, "query_dtype": BF16, "place": PAGED}),
     "prefill": ([90], WHOLE, {"queries": [33, 5], "dtype": BF16, "size": 128}),
     "prefill, all options": (BOTH, WHOLE, {"queries": [70, 5], "dtype": BF16, **ALL}),  # the diagonal meets each key
     "prefill e4m3": (BOTH, WHOLE, {"queries": [33, 5], "dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
     "prefill e5m2": ([80], WHOLE, {"queries": [33, 5], "dtype": E5M2, "query_dtype": FP16, "scales": "tensor"}),
     "prefill int8": ([90], WHOLE, {"queries": [33, 5], "dtype": INT8, "query_dtype": FP16}),
+    "latents e4m3": ([90], SPLIT, {"queries": None, "dtype": E4M3, "query_dtype": BF16, "place": MLA, "group": 16,
+                                   **LATENTS}),
     "latents": (BOTH, SPLIT, {"queries": None, "dtype": BF16, "place": MLA, "group": 16, **LATENTS}),
 }  # fmt: skip
 

@@ -137,3 +137,14 @@ def test_a_model_that_waits_is_not_captured(device):
     engine.warmup(lambda num: None)
     assert engine.stats().graphs.sizes == ()
     assert tokens_of(engine) == tokens_of(make_engine("cpu"))
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("fields", [{"temperature": 0.8, "top_k": 20, "seed": 3}, {"repetition_penalty": 1.3}], ids=str)
+def test_captured_decode_steps_with_rules(device, fields):
+    found = []
+    for where in ("cpu", device):
+        engine = make_engine(where, max_num_seqs=6)
+        engine.warmup(lambda num: None)
+        found.append([one.token_ids for one in engine.generate(PROMPTS, SamplingParams(max_tokens=8, **fields))])
+    assert found[0] == found[1] and engine.stats().graphs.num_replays > 5

@@ -14,12 +14,13 @@ from triton.compiler import ASTSource
 
 from kvpage import CacheLayout
 from kvpage.kernels.attention import paged_attention_kernel
-from kvpage.kernels.attention_launch import Plan, Rows, constants_of, sizes_of
+from kvpage.kernels.attention_launch import Plan, Rows, as_loaded, constants_of, sizes_of
 from kvpage.kernels.attention_plan import choose_tile
 from kvpage.layout.attention import Attention
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
+TYPES |= {torch.uint8: "*u8", torch.int16: "*i16"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
@@ -118,13 +119,13 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
     tile_tokens = tile.num_tokens(group, queries)
     plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_pieces=2 if split else 0, num_items=3)
     constants = {"A": constants_of(plan, query, key, value, options, arch)}
-    stored = "*u8" if layout.dtype in (E4M3, E5M2) else TYPES[layout.dtype]
+    loaded = [as_loaded(key, constants["A"].KEY_PAIRS), as_loaded(value or key, constants["A"].VALUE_PAIRS)]
     scale_pointer = None if key.scales is None else "*fp32"
     pointers = {
         "query_ptr": TYPES[query_dtype],
         "out_ptr": TYPES[query_dtype],
-        "key_ptr": stored,
-        "value_ptr": stored,
+        "key_ptr": TYPES[loaded[0].dtype],
+        "value_ptr": TYPES[loaded[1].dtype],
         "key_scale_ptr": scale_pointer,
         "value_scale_ptr": scale_pointer,
         "sink_ptr": None if options.sinks is None else "*fp32",
@@ -139,9 +140,9 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
     value = value or key
     strides = {"query_token": query.stride(0), "query_head": query.stride(1)}
     strides |= {"out_token": layout.num_kv_heads * group * value_size, "out_head": value_size}
-    for name, rows in (("key", key), ("value", value)):
+    for name, rows, data in zip(("key", "value"), (key, value), loaded, strict=True):
         parts = ("block", "offset", "head", "run")
-        strides |= {f"{name}_{part}": stride for part, stride in zip(parts, rows.data.stride(), strict=False)}
+        strides |= {f"{name}_{part}": stride for part, stride in zip(parts, data.stride(), strict=False)}
         scales = (0, 0, 0) if rows.scales is None else rows.scales.stride()
         strides |= {f"{name}_scale_{part}": stride for part, stride in zip(parts, scales, strict=False)}
     return compile_kernel(

@@ -5,13 +5,12 @@ a seed, as all of them take hours.
 """
 
 import os
+import pkgutil
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-KERNELS = ("attention", "attention_launch", "attention_merge", "blend", "chunk", "gather", "reshape", "rotary")
 
 
 class Fixed(dict):
@@ -38,8 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from support.ptx.device import Device
     from triton.runtime import driver
 
-    for name in KERNELS:
-        importlib.import_module(f"kvpage.kernels.{name}")
+    from kvpage import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"kvpage.kernels.{module.name}")
     arch = config.getoption("--ptx-arch")
     driver.set_active(Device(arch))
     _answer_as(arch)
