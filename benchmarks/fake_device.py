@@ -27,7 +27,7 @@ from kvpage.ops.cuda.launches import Launches
 NUMBER = 97  # of the device; no test's
 FACTS = 132, 90  # multiprocessors and capability of an H200
 CPU = torch.device("cpu")
-KERNELS = attention_launch, chunk, gather, rotary
+KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
 
 
 class FakeDevice:

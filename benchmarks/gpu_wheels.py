@@ -9,11 +9,12 @@ apache-tvm-ffi and, where there is no nvcc, its compiled kernels), flash-attn, f
 import argparse
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 
 def install(wheels: Path, target: Path) -> list[str]:
-    """Install each wheel; one that fails is said, and left out.
+    """Install all wheels at once: pip leaves out folders that an earlier call has made. Broken ones are said.
 
     Args:
         wheels: A folder, which need not be there.
@@ -22,14 +23,19 @@ def install(wheels: Path, target: Path) -> list[str]:
     Returns:
         The names of those that were installed.
     """
-    installed = []
-    for wheel in sorted(wheels.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target)]
-        if subprocess.run([*command, str(wheel)]).returncode == 0:
-            installed.append(wheel.name)
-        else:
-            print(f"{wheel.name} is left out: pip could not install it")
-    return installed
+    found = sorted(wheels.glob("*.whl"))
+    sound = [wheel for wheel in found if zipfile.is_zipfile(wheel)]
+    for wheel in found:
+        if wheel not in sound:
+            print(f"{wheel.name} is left out: it is no archive")
+    if not sound:
+        return []
+    options = ["-q", "--no-index", "--no-deps", "--no-compile", "--target", str(target)]
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, sound)])
+    if done.returncode != 0:
+        print("the wheels are left out: pip could not install them together")
+        return []
+    return [wheel.name for wheel in sound]
 
 
 def main() -> None:

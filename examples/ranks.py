@@ -1,6 +1,6 @@
 """One model on several devices, each with its heads. Start it with torchrun, which runs it once for each of them:
 
-pip install accelerate
+pip install 'kvpage[ranks]'
 torchrun --nproc-per-node 2 examples/ranks.py Qwen/Qwen3-0.6B
 """
 

@@ -17,7 +17,7 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.constants import Constants
-from kvpage.kernels.prepared import ALIGNMENT, Prepared, PreparedKinds, addresses_of, form
+from kvpage.kernels.prepared import ALIGNMENT, Prepared, PreparedKinds, addresses_of, form, form_of_scales
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -244,6 +244,9 @@ class _Tables:
         if table is None:
             table = torch.tensor(places, dtype=torch.int64).flatten().to(device)  # waited for
             if len(self._known) >= self._capacity:
+                if device.type == "cuda":  # kernels of other streams may still read tables
+                    for other in {other for other, _ in self._known}:
+                        torch.cuda.synchronize(other)
                 self._known.clear()
             self._known[device, places] = table
         return table
@@ -268,6 +271,7 @@ def _launch(
     kind = (
         *(error.device, to_chunk, is_aligned, table is None, block_ids.dtype),
         *(chunk.dtype, chunk.shape[1], chunk.shape[3:], chunk.stride(), *map(form, pointers)),
+        form_of_scales(scales),
     )
     known = _kinds.get(kind)
     if known is None:

@@ -15,7 +15,7 @@ from kvpage.kernels.arguments import (
     cache_strides,
     row_constants,
 )
-from kvpage.kernels.prepared import Prepared, PreparedKinds, form
+from kvpage.kernels.prepared import Prepared, PreparedKinds, form, form_of_scales
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -218,6 +218,7 @@ def _launch(
     kind = (
         *(key.device, check, *map(form, (key, value, *pointers))),
         *(None if row is None else row.dtype for row in sequences),
+        form_of_scales(scales),
     )
     known = _kinds.get(kind)
     if known is None:

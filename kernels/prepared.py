@@ -16,6 +16,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from kvpage.kernels.arguments import as_bits
+from kvpage.layout.kv_scales import KVScales
 
 ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no multiple of it
 LARGEST = 2**31 - 1  # larger numbers are of another type: kernels are compiled anew for these
@@ -136,6 +137,11 @@ class PreparedKinds:
 def addresses_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """Return the addresses; 0 for None."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def form_of_scales(scales: KVScales | None) -> Hashable:
+    """Return how many scales K and V have: one for all heads, or one for each."""
+    return None if scales is None else (len(scales.key), len(scales.value))
 
 
 def form(tensor: torch.Tensor | None) -> Hashable:

@@ -36,6 +36,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
+    "launch": (["--number", "1", *ONCE], {}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
     "linear": (["--threads", "1", "--rows", "1", "2", *ONCE],
                {"SHAPES": ((8, 16),), "TURN": 1e-6, "FMA_ROUNDS": 100}),

@@ -73,7 +73,8 @@ def forget(monkeypatch):
 
 ERROR = torch.zeros(1, dtype=torch.int32)
 PLAIN, SCALED = CacheLayout(16, 2, 64, BF16), CacheLayout(16, 2, 64, torch.float8_e4m3fn)
-SCALES = KVScales.of(0.5, [1.0, 2.0])
+ONE, EACH = 0.5, [1.0, 2.0]  # for all heads, and for each
+EACH_SCALES = [KVScales.of(key, value) for key in (ONE, EACH) for value in (ONE, EACH)]
 
 
 def gathers():
@@ -92,7 +93,7 @@ def gathers():
                 yield lambda v=views, o=out, s=starts, n=lengths: gather.gather_cache_by_device_lengths(
                     v, tables, s, n.int(), o, None, ERROR
                 )
-        for scales in (None, SCALES):
+        for scales in (None, *EACH_SCALES):
             views = SCALED.views(caches[SCALED])
             yield lambda v=views, o=rows, n=num_tokens, s=scales: gather.gather_cache(
                 v, tables, [0], [n], (o, o), s, ERROR
@@ -114,6 +115,15 @@ def chunks():
                     )
 
 
+def scaled_chunks():
+    """Layers with one scale after those with one for each head, and the other way round."""
+    cache, ids = SCALED.allocate(9, 1, CPU)[0], torch.zeros(4, dtype=torch.int32)
+    views, rows = SCALED.views(cache), torch.zeros(1, 2, 33, 2, 64, dtype=BF16)
+    for scales in (*EACH_SCALES, *EACH_SCALES[::-1]):
+        for to_chunk in (True, False):
+            yield lambda a=(views, ids, 0, rows, [scales], ERROR, to_chunk): chunk.move_chunk([cache], *a)
+
+
 def mixes():
     blocks, ids = torch.zeros(4, 16, 2, 64, dtype=BF16), torch.arange(6)
     for num_rows in (2, 6):
@@ -126,7 +136,7 @@ def mixes():
                 yield lambda r=rows, o=out, t=rotation, a=args: rotary.mix_rows(r, o, t, *a, ERROR)
 
 
-@pytest.mark.parametrize("calls, made_here", [(gathers, (7, 8, 9)), (chunks, ()), (mixes, ())])
+@pytest.mark.parametrize("calls, made_here", [(gathers, (7, 8, 9)), (chunks, ()), (scaled_chunks, ()), (mixes, ())])
 def test_a_repeated_launch_is_what_triton_would_launch(fake, monkeypatch, calls, made_here):
     """made_here: places of tensors that each call makes anew, lengths and their sums."""
     made = list(calls())
@@ -191,6 +201,18 @@ def test_code_of_another_device_is_not_launched(fake):
     call()
     rotary.mix_rows_kernel.device_caches.pop(DEVICE - 1)
     assert loads == [DEVICE, DEVICE - 1] and len(fake.launches) == 2
+
+
+def test_tables_are_forgotten_only_when_no_kernel_reads_them(monkeypatch):
+    """Another stream than the one whose memory they are may be at work."""
+    waits, tables = [], chunk._Tables(capacity=2)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append((device, len(tables._known))))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    for number, device in enumerate((first, second, first)):
+        assert tables.on(device, ((number,),)) is tables.on(device, ((number,),))
+        assert len(waits) == (2 if number == 2 else 0)
+    assert sorted(waits, key=str) == [(first, 2), (second, 2)] and len(tables._known) == 1
 
 
 def test_kinds_are_forgotten_when_there_are_too_many():

@@ -166,6 +166,8 @@ def test_arguments_that_do_not_fit_are_refused(where, on_device):
         with pytest.raises(ValueError, match=f"^{name} must be"):
             ops.sample_rows(*args)
     assert (out == -9).all() and RECORD.itemsize == 8 * ops.SAMPLING_RECORD_WORDS
+    with pytest.raises(ValueError, match="logits must have at most 65535 rows, got 65536"):
+        ops.sample_rows(torch.zeros(1, 9, device=device).expand(1 << 16, 9), records, positions, out, memory)
     with pytest.raises(ValueError, match="num_rows must be positive, got 0"):
         ops.SamplingMemory.make(0, 9, device)
 

@@ -22,6 +22,10 @@ class FakeWord:
     def begin(self, word: torch.Tensor) -> None:
         self.bits, self.has_come = int(word[0]), False
 
+    def wait(self) -> None:
+        for one in made[: made.index(self) + 1]:
+            one.has_come = True
+
     def read(self) -> int | None:
         return self.bits if self.has_come else None
 
@@ -55,6 +59,22 @@ def test_an_error_is_raised_once_when_it_has_come(word: torch.Tensor) -> None:
     assert len(made) == 1, "the room is used again"
     made[0].has_come = True
     reports.check()
+
+
+def test_all_passes_are_waited_for_where_nobody_fetches_tokens(word: torch.Tensor) -> None:
+    """None is kept: passes may go on for ever."""
+    reports = ErrorReports(DEVICE)
+    reports.check_all()
+    for _ in range(100):
+        reports.fetch()
+        reports.check_all()
+    assert len(made) == 1
+    reports.fetch()
+    word[0] = 1
+    reports.fetch()
+    with pytest.raises(ValueError, match="slot_mapping held"):
+        reports.check_all()
+    assert word[0] == 0 and len(made) == 2
 
 
 def test_a_pass_that_was_begun_ahead(word: torch.Tensor) -> None:

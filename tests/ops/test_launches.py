@@ -152,3 +152,11 @@ def test_when_full_it_starts_anew():
     for rows in each:
         launches.keep(*rows, recorder)
     assert [launches.repeat(*rows, ERROR) for rows in each] == [False, False, True]
+
+
+def test_nested_caches_are_refused():
+    layout = CacheLayout(16, 2, 64, torch.float32)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 6, 64)])
+    for move in (ops.store_chunk, ops.load_chunk):
+        with pytest.raises(ValueError, match=r"caches\[0\] must be a tensor with strides, got one that is nested"):
+            move([nested], torch.tensor([1], dtype=torch.int32), torch.zeros(1, 2, 3, 2, 64), layout)

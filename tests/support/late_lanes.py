@@ -15,7 +15,8 @@ POISON = 0xA5
 class LateLanes:
     """All lanes of a pool. Work is done when somebody waits for it, and some of other lanes with it: dice say which.
 
-    failing_work: the number of the work that raises. failing_wait: the number of the wait in which Ctrl-C comes.
+    failing_work: the number of the work that raises. failing_submit: of the work that is refused.
+    failing_wait: the number of the wait in which Ctrl-C comes.
     is_hasty: events do not wait. log: "ready" or "work" by lane, in the order in which they were done.
     """
 
@@ -30,7 +31,8 @@ class LateLanes:
         self.rng, self.lock = random.Random(seed), threading.RLock()
         self.streams: list[LateStream] = []
         self.failing_work, self.failing_wait, self.is_hasty = failing_work, failing_wait, is_hasty
-        self.num_works = self.num_waits = self.num_marks = 0
+        self.failing_submit: int | None = None
+        self.num_works = self.num_waits = self.num_marks = self.num_submits = 0
         self.pool = LanePool(self._stream, self._rooms, self._mark, lambda tensor: pinned)
 
     def is_idle(self) -> bool:
@@ -74,9 +76,18 @@ class LateStream:
         self.line: deque[Callable[[], None]] = deque()
         self.log: list[str] = []
         self.num_put = self.num_done = 0
+        self.waits_for_rooms = False
+
+    def wait_current(self) -> None:
+        assert not self.num_put, "a lane waits for the stream that its rooms are of before it touches them"
+        self.waits_for_rooms = True
 
     def submit(self, work: Callable[[], None]) -> None:
+        assert self.waits_for_rooms, "memory of the rooms may still be worked on"
         with self._lanes.lock:
+            self._lanes.num_submits += 1
+            if self._lanes.num_submits == self._lanes.failing_submit:
+                raise RuntimeError("the stream takes no more work")
             self.line.append(work)
             self.num_put += 1
 

@@ -67,10 +67,14 @@ class KnownLayers:
 
 def _places(caches: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     """Return all that is checked; None for rare tensors."""
-    plain = torch.Tensor
-    if not all([type(cache) is plain and cache.layout is torch.strided and not cache.is_neg() for cache in caches]):
+    if not all(map(_is_plain, caches)):
         return None
     return tuple([(cache.data_ptr(), cache.dtype, cache.get_device(), cache.shape, cache.stride()) for cache in caches])
+
+
+def _is_plain(cache: torch.Tensor) -> bool:
+    is_strided = type(cache) is torch.Tensor and cache.layout is torch.strided and not cache.is_nested
+    return is_strided and not cache.is_neg()
 
 
 def _checked(caches: Sequence[torch.Tensor], layout: CacheLayout, is_written: bool) -> Layers:

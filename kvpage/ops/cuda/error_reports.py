@@ -23,6 +23,10 @@ class _FetchedWord:
         self._landed.copy_(word, non_blocking=True)
         self._event.record(torch.cuda.current_stream(word.device))
 
+    def wait(self) -> None:
+        """Wait until the bits have come."""
+        self._event.synchronize()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+
     def read(self) -> int | None:
         """Return the bits; None while they are on their way."""
         has_come = self._event.query()  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
@@ -50,6 +54,16 @@ class ErrorReports:
             fetched = self._free.pop() if self._free else _FetchedWord()
             fetched.begin(word)
         self._under_way.append(fetched)
+
+    def check_all(self) -> None:
+        """Wait for the passes so far, and check them.
+
+        Raises:
+            ValueError: A kernel of theirs met a bad id.
+        """
+        if self._under_way:
+            self._under_way[-1].wait()
+        self.check()
 
     def check(self) -> None:
         """Check the words that have come. Each error is raised once.

@@ -10,6 +10,7 @@ from kvpage.ops.cuda.rows import _has_triton
 RECORD_WORDS = 10
 """The words of 64 bits in a row's record; see kvpage/serving/sampling/device_rows.py and kernels/sampling_rules.py."""
 
+MAX_ROWS = 65535  # of one launch: they are its second dimension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,8 +23,8 @@ def can_sample_rows(logits: torch.Tensor) -> bool:
     Returns:
         Whether it does.
     """
-    is_plain = type(logits) is torch.Tensor and logits.layout is torch.strided and not logits.is_neg()
-    return logits.is_cuda and is_plain and logits.dtype in DTYPES and _has_triton()
+    is_strided = type(logits) is torch.Tensor and logits.layout is torch.strided and not logits.is_nested
+    return is_strided and logits.is_cuda and not logits.is_neg() and logits.dtype in DTYPES and _has_triton()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ def _check(
             f"logits must be rows of fp32, bf16 or fp16, each contiguous, got {logits.dtype} {list(logits.shape)}"
         )
     num_rows, vocab_size = logits.shape
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"logits must have at most {MAX_ROWS} rows, got {num_rows}")
     if not vocab_size < 2**31 - 2**16:
         raise ValueError(f"vocab_size must fit into 32 bits, got {vocab_size}")
     _check_column("records", records, (num_rows, RECORD_WORDS), torch.int64, logits.device)

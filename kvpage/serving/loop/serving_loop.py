@@ -170,7 +170,12 @@ class ServingLoop:
 
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
-        return self._in_step(lambda: self._batch_runner.run(items).logits)
+        return self._in_step(lambda: self._compute_items(items))
+
+    def _compute_items(self, items: Sequence[BatchItem]) -> torch.Tensor:
+        logits = self._batch_runner.run(items).logits
+        self._batch_runner.check_all_kernels()  # the caller commits next
+        return logits
 
     def between_requests(self, work: Callable[[], None]) -> None:
         """Do work that uses the model and no request, as a step of its own."""

@@ -101,6 +101,7 @@ class DeviceRows:
         ]
         for _, tables, tokens, num_tokens in held:
             tables.hold(tokens[:num_tokens])
+            tables.note_chosen(num_tokens, -1)  # if this call raises, nobody knows what the kernel has counted
         self._staged.numpy()[:] = positions
         self._positions.copy_(self._staged, non_blocking=True)
         ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)

@@ -91,4 +91,7 @@ class LanePool:
             return []
 
     def _make(self, device: torch.device, num_bytes: int) -> list[Lane]:
-        return [Lane(self._make_stream(device), *self._rooms(device, num_bytes)) for _ in range(NUM_LANES)]
+        lanes = [Lane(self._make_stream(device), *self._rooms(device, num_bytes)) for _ in range(NUM_LANES)]
+        for lane in lanes:  # the room may be memory that the caller's stream has freed, and still works on
+            lane.stream.wait_current()
+        return lanes

@@ -46,9 +46,11 @@ class _Job:
         self._event: TransferEvent | None = None
 
     def submit(self, *works: Callable[[], object]) -> None:
-        for work in works:
-            self.lane.stream.submit(partial(self._do, work))
-        self._event = self.lane.stream.record()
+        try:
+            for work in works:
+                self.lane.stream.submit(partial(self._do, work))
+        finally:  # what was begun is waited for
+            self._event = self.lane.stream.record()
 
     def wait(self) -> None:
         if self._event is not None:

@@ -1,6 +1,7 @@
 """CudaCapturer on a fake torch.cuda: the order of its calls, and the state that a failed capture leaves."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -95,6 +96,21 @@ def test_an_error_amid_a_capture_ends_it_and_comes_through(cuda: FakeCuda, error
     with pytest.raises(type(error)) as caught:
         CudaCapturer(torch.device("cuda", 0)).capture(work, None)
     assert caught.value is error and cuda.current == "main" and cuda.log[-2:] == ["end", "main waits for side"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_garbage_is_collected_amid_a_capture(cuda: FakeCuda, raises: bool) -> None:
+    """An object that owns pinned memory waits for the device as it goes."""
+    states = []
+
+    def work() -> None:
+        states.append(gc.isenabled())
+        if raises and len(states) == 3:
+            raise RuntimeError("not permitted")
+
+    with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
+        CudaCapturer(torch.device("cuda", 0)).capture(work, None)
+    assert states == [True, True, False] and gc.isenabled()
 
 
 def test_what_waits() -> None:

@@ -4,7 +4,7 @@ import pytest
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import Branches, Engine, EngineConfig, SamplingParams
 
 B, NUM_TOKENS = 4, 6
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
@@ -25,6 +25,9 @@ class PlayedReports:
         if self.is_due:
             self.is_due = False
             raise ValueError("block_tables held a block id out of range on cuda:0; it was skipped")
+
+    def check_all(self) -> None:
+        self.check()
 
 
 @pytest.mark.parametrize("bad_pass", [1, 2, 4])
@@ -48,3 +51,16 @@ def test_a_bad_id_that_kernels_report_is_raised_by_its_step(bad_pass: int) -> No
     )
     engine.manager.check()
     assert engine.stats().num_used_blocks == 0
+
+
+def test_a_bad_id_in_a_pass_of_branches_is_raised_there() -> None:
+    engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(B, 64)))
+    with Branches(engine) as branches:
+        first = branches.start(PROMPTS[3])
+        engine._batch_runner._reports = PlayedReports(1)
+        with pytest.raises(ValueError, match="block_tables held a block id out of range"):
+            branches.compute([first])
+        assert first.num_computed == 0
+        branches.compute([first])
+        assert first.num_computed == len(PROMPTS[3])
+    engine.manager.check()

@@ -167,6 +167,18 @@ def test_an_error_in_any_copy_leaves_nothing_behind(pinned: bool, num_threads: i
 
 
 @PINNED
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 6, 9])
+def test_what_was_begun_is_waited_for_when_a_stream_takes_no_more(pinned: bool, number: int) -> None:
+    engine, lanes = on_device(make_engine(seed=1)), LateLanes(number, pinned)
+    store = make_store(engine, lanes, num_threads=1)
+    lanes.failing_submit = number
+    with pytest.raises(RuntimeError, match="takes no more work"):
+        store.store_blocks(TOKENS, engine, TABLE)
+    check_idle(store, lanes)
+    store.close()
+
+
+@PINNED
 def test_an_interrupt_in_any_wait_leaves_nothing_behind(pinned: bool) -> None:
     engine = on_device(make_engine(seed=1))
     for number in range(1, 7):

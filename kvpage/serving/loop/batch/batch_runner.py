@@ -71,6 +71,10 @@ class BatchRunner:
         """ValueError if kernels of a pass met a bad id. Nothing waits: call it once the pass's tokens are known."""
         self._reports.check()
 
+    def check_all_kernels(self) -> None:
+        """ValueError if kernels of the passes so far met a bad id. It waits for them."""
+        self._reports.check_all()
+
     def compute(self, batch: Batch) -> torch.Tensor:
         """Compute one forward pass; return the logits of each last token. Exceptions of the model come through.
 

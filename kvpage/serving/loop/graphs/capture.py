@@ -7,7 +7,8 @@ the device: these would break the recording. A replay runs no Python.
 """
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,19 @@ def _has_masks(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the block, and none inside: what is freed there may wait for the device."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaReplay:
     """A captured CUDA graph. num_bytes: see Replay."""
 
@@ -103,7 +117,8 @@ class CudaCapturer:
                     work()
                     with WaitFinder():  # type: ignore[no-untyped-call, unused-ignore]
                         work()
-                    return self._record(work, beside)
+                    with no_garbage_collection():
+                        return self._record(work, beside)
             finally:
                 current.wait_stream(stream)
 
