@@ -9,6 +9,7 @@ So the host's part of a call can be run, counted and timed on any machine.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 from kvpage import CacheLayout, ops
 from kvpage.kernels import attention_launch, chunk, gather, rotary
@@ -27,6 +28,7 @@ from kvpage.ops.cuda.launches import Launches
 NUMBER = 97  # of the device; no test's
 FACTS = 132, 90  # multiprocessors and capability of an H200
 CPU = torch.device("cpu")
+KERNELS_PACKAGE = "kvpage.kernels."
 KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
 
 
@@ -102,8 +104,18 @@ def fake_device() -> Iterator[FakeDevice]:
         finally:
             for module, name, value in kept:
                 setattr(module, name, value)
+            _forget_code()
             if torch.cuda.is_available():  # there is no other to go back to where it is not
                 driver.reset_active()
+
+
+def _forget_code() -> None:
+    """Drop what was compiled for the fake: its launches would go to this one for ever."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(KERNELS_PACKAGE):
+            for kernel in vars(module).values():
+                if isinstance(kernel, JITFunction):
+                    kernel.device_caches.pop(NUMBER, None)
 
 
 _STATE = [*((module, "_kinds") for module in KERNELS), (rows, "_launches"), (attention_launch, "_plans")]

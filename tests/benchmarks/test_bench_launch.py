@@ -58,3 +58,11 @@ def test_what_the_fake_replaces_is_put_back():
     with fake_device() as device:
         device.forget()
     assert (gather._kinds, rows._launches, torch.cuda.current_device) == before
+
+
+def test_a_second_fake_is_told_of_its_own_launches():
+    for _ in range(2):
+        with fake_device() as device:
+            call = bench_launch.make_calls(device)["blend rows"]
+            call()
+            assert len(device.launches) == 1

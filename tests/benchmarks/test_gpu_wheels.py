@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-import importlib.util
+import importlib.metadata
 import subprocess
 import sys
 import zipfile
@@ -12,8 +12,11 @@ import pytest
 
 from kvpage.benchmarks import gpu_wheels
 
-# It is not imported here: pip has setuptools leave the distutils of later imports alone, which breaks torch's compiler.
-if importlib.util.find_spec("pip") is None:
+# It is neither imported nor looked for by the import system here: setuptools would then leave the distutils of later
+# imports alone, which breaks torch's compiler.
+try:
+    importlib.metadata.version("pip")
+except importlib.metadata.PackageNotFoundError:
     pytest.skip("needs pip", allow_module_level=True)
 
 
