@@ -606,6 +606,18 @@ class TokenRules:
         Raises:
             ValueError: Not one bias for each id, or num_prompt_tokens is negative.
         """
+
+    def allow(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Let only some tokens come from now on.
+
+        Args:
+            mask: Contiguous words; token i may come if bit i % 32 of mask[i // 32] is set. Tokens after them may not.
+
+        Raises:
+            ValueError: A call uses the rules.
+            TypeError: The mask is of another type.
+        """
+
     @property
     def needs_tokens(self) -> bool:
         """Whether a penalty applies, so that the tokens of the sequence are needed."""
@@ -979,6 +991,41 @@ class TreeEntry:
         """
 
 @final
+class HotPrefix:
+    """A run of cached blocks that matches have found often, as PrefixTree.hottest describes it. It pins nothing."""
+
+    @property
+    def namespace(self) -> bytes:
+        """The namespace that the run is in."""
+    @property
+    def parent(self) -> int | None:
+        """Index, in the list that `hottest` returned, of the run that this one goes on from.
+
+        None at a path's start.
+        """
+    @property
+    def start(self) -> int:
+        """Number of tokens in the path before the run's own."""
+    @property
+    def num_tokens(self) -> int:
+        """Number of the run's own tokens."""
+    @property
+    def first_tokens(self) -> npt.NDArray[np.int32]:
+        """The first of the run's own tokens, int32, in a new array."""
+    @property
+    def num_hits(self) -> int:
+        """How many matches have found the run, or its first blocks before it grew."""
+    @property
+    def num_pins(self) -> int:
+        """Number of live matches that pass through the run or end at it."""
+    @property
+    def num_blocks(self) -> int:
+        """Number of the run's blocks that are on the device."""
+    @property
+    def num_host_blocks(self) -> int:
+        """Number of the run's blocks that are on the host."""
+
+@final
 class PrefixTree:
     """A radix tree of whole blocks that maps tokens to the blocks with their K and V. It compares token by token.
 
@@ -1234,6 +1281,24 @@ class PrefixTree:
 
         Raises:
             ValueError: `limit` is negative.
+        """
+    def hottest(self, limit: int, max_tokens: int = 16, namespace: bytes | None = None) -> list[HotPrefix]:
+        """Return the runs of blocks that most matches have found.
+
+        The call pins nothing and does not count as a use. Of a tree of more than 4,096 entries it looks at those near
+        the paths' starts, and at those used last: some thousands, however large the tree is. Other calls wait
+        meanwhile, about a millisecond at most.
+
+        Args:
+            limit: The largest number of runs to return.
+            max_tokens: How many of each run's own tokens to copy at most.
+            namespace: The namespace to look at; None looks at all.
+
+        Returns:
+            The runs, the hottest first. Each comes after the run that it goes on from.
+
+        Raises:
+            ValueError: A number is negative.
         """
     def check(self, owned_ids: _Integers | None = None, owned_host_ids: _Integers | None = None) -> None:
         """Check the tree's invariants, for tests. It takes time in proportion to the tree.

@@ -22,6 +22,8 @@ from kvpage.ops import layer as _layer
 from kvpage.ops import rows as _rows
 from kvpage.ops import traced as _traced
 from kvpage.ops.args.bound_cache import BoundCache as BoundCache
+from kvpage.ops.args.sampling_record import RECORD_WORDS as SAMPLING_RECORD_WORDS
+from kvpage.ops.args.sampling_record import SAMPLING_RECORD as SAMPLING_RECORD
 from kvpage.ops.args.sequences import Sequences as Sequences
 from kvpage.ops.blend import mix_rows as mix_rows
 from kvpage.ops.blend import row_deviation as row_deviation
@@ -31,18 +33,18 @@ from kvpage.ops.cpu.linear import has_fast_linear as has_fast_linear
 from kvpage.ops.cpu.linear import linear as linear
 from kvpage.ops.cpu.norm import add_rms_norm as add_rms_norm
 from kvpage.ops.cpu.norm import rms_norm as rms_norm
+from kvpage.ops.cuda import sampling as _sampling
 from kvpage.ops.cuda.attention import attends_in_place as attends_in_place
 from kvpage.ops.cuda.rows import check_device as check_device
-from kvpage.ops.cuda.sampling import RECORD_WORDS as SAMPLING_RECORD_WORDS
 from kvpage.ops.cuda.sampling import SamplingMemory as SamplingMemory
 from kvpage.ops.cuda.sampling import can_sample_rows as can_sample_rows
-from kvpage.ops.cuda.sampling import sample_rows as sample_rows
 
 __all__ = [
     "Attention",
     "BlockCopier",
     "BoundCache",
     "Rotation",
+    "SAMPLING_RECORD",
     "SAMPLING_RECORD_WORDS",
     "SamplingMemory",
     "Sequences",
@@ -96,6 +98,7 @@ attend = _or_traced(_traced.attend)(_blocks.attend)
 write_and_attend = _or_traced(_traced.write_and_attend)(_layer.write_and_attend)
 store_chunk = _or_traced(_traced.store_chunk)(_chunks.store_chunk)
 load_chunk = _or_traced(_traced.load_chunk)(_chunks.load_chunk)
+sample_rows = _or_traced(_traced.sample_rows)(_sampling.sample_rows)
 
 
 @_or_traced(_traced.swap_blocks)

@@ -22,6 +22,7 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.ops import attention as attention_ops
 from kvpage.ops import chunks, rows
 from kvpage.ops.copies import BlockCopier
+from kvpage.ops.cuda.sampling import SamplingMemory, sample_rows
 
 _Library: Any = torch.library.Library  # torch gives its methods no types
 _library = _Library("kvpage", "DEF")
@@ -172,6 +173,23 @@ def _load_chunk(
 ) -> None:
     scales = _layer_scales(key_scales, value_scales)
     chunks.load_chunk(caches, block_ids, chunk, CacheLayout.from_spec(layout), start, fmt, scales)
+
+
+@_operation(
+    "sample_rows(Tensor logits, Tensor records, Tensor positions, Tensor(a!) out, Tensor(b!)? tops=None, "
+    "Tensor(c!)? shares=None, Tensor(d!)? lists=None, Tensor(e!)? held=None)"
+)
+def _sample_rows(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    tops: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
+    held: torch.Tensor | None = None,
+) -> None:
+    sample_rows(logits, records, positions, out, SamplingMemory.of(logits, tops, shares, lists, held))
 
 
 def _scales(key: torch.Tensor | None, value: torch.Tensor | None) -> KVScales | None:

@@ -16,6 +16,7 @@ from kvpage.ops import torch_ops as torch_ops  # its import declares the operato
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.args.sequences import Sequences
 from kvpage.ops.args.tokens import Lengths, row_dtypes
+from kvpage.ops.cuda.sampling import SamplingMemory
 
 
 def reshape_and_cache(
@@ -173,6 +174,17 @@ def load_chunk(
 ) -> None:
     each = _layer_tensors(scales)
     torch.ops.kvpage.load_chunk(list(caches), block_ids, chunk, layout.spec, start, fmt, *each)
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: SamplingMemory | None = None,
+) -> None:
+    tensors = () if memory is None else (memory.tops, memory.shares, memory.lists, memory.held)
+    torch.ops.kvpage.sample_rows(logits, records, positions, out, *tensors)
 
 
 def _unbound(

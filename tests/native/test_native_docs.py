@@ -10,7 +10,7 @@ import kvpage
 import kvpage._C as _C
 
 STUB = ast.parse(Path(kvpage.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
-CLASSES = ["BlockPool", "Match", "PartMatch", "PrefixTree", "SlotAllocator", "TokenRules", "TreeEntry"]
+CLASSES = ["BlockPool", "HotPrefix", "Match", "PartMatch", "PrefixTree", "SlotAllocator", "TokenRules", "TreeEntry"]
 
 
 def members(name: str) -> dict[str, str | None]:

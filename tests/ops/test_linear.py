@@ -207,3 +207,23 @@ def test_the_native_call_refuses_numbers_out_of_range(place, number):
 def test_which_types_are_fast():
     assert not ops.has_fast_linear(torch.float64) and not ops.has_fast_linear(torch.int8)
     assert ops.has_fast_linear(torch.float32) == ("avx2" in KERNELS)
+
+
+def test_tensors_without_memory_are_refused():
+    """Torch would read them where there is nothing: that ends the process."""
+
+    def without_memory(shape):
+        made = torch.ones(shape)
+        made.untyped_storage().resize_(0)
+        return made
+
+    x, weight, out = torch.ones(2, 3), torch.ones(4, 3), torch.full((2, 4), 9.0)
+    with pytest.raises(ValueError, match=r"x must have memory for its elements, got shape \(2, 3\) and no memory"):
+        ops.linear(without_memory((2, 3)), weight, out=out)
+    with pytest.raises(ValueError, match="weight must have memory"):
+        ops.linear(x, torch.nn.Parameter(without_memory((4, 3)), requires_grad=False), out=out)
+    with pytest.raises(ValueError, match="bias must have memory"):
+        ops.linear(x, weight, without_memory((4,)), out)
+    with pytest.raises(ValueError, match="up must have memory"):
+        ops.gated_linear(x, weight, without_memory((4, 3)), "silu", out)
+    assert (out == 9).all()

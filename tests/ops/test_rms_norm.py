@@ -120,3 +120,19 @@ def test_what_is_refused():
         ops.rms_norm(x, weight, EPS, out=torch.empty(3, 15))
     with pytest.raises(ValueError, match="order must be 0 or 1, got 2"):
         _C.rms_norm((0, 0), (0, 0), (0, 0), (0, 0), 0, (0, 0), 0, EPS, 0.0, 2, 1)
+
+
+def test_tensors_without_memory_and_numbers_that_are_none_are_refused():
+    """Torch would read them where there is nothing: that ends the process."""
+    bare = torch.ones(2, 3)
+    bare.untyped_storage().resize_(0)
+    x, weight, out = torch.ones(2, 3), torch.ones(3), torch.full((2, 3), 9.0)
+    with pytest.raises(ValueError, match=r"x must have memory for its elements, got shape \(2, 3\) and no memory"):
+        ops.rms_norm(bare, weight, 1e-6, out=out)
+    with pytest.raises(ValueError, match="residual must have memory"):
+        ops.add_rms_norm(x, bare, weight, 1e-6)
+    for eps, error in ((10**400, ValueError), ("1", TypeError), (None, TypeError), (x, TypeError)):
+        for rows in (x, x.double()):
+            with pytest.raises(error, match="^eps must"):
+                ops.rms_norm(rows, weight.to(rows.dtype), eps)
+    assert (out == 9).all()

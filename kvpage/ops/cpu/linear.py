@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.operands import as_rows, flat, is_plain, meets, place_of, target_of, written
+from kvpage.ops.cpu.operands import as_rows, check_memory, flat, is_plain, meets, place_of, target_of, written
 
 ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": (1, F.silu),
@@ -62,11 +62,12 @@ def linear(
     Raises:
         TypeError: An argument is no tensor.
         ValueError: `out` is of another shape, dtype or device, requires a gradient, or two of its elements share
-            memory.
+            memory. A tensor has no memory for its elements.
         RuntimeError: Shapes, dtypes or devices do not fit; these errors are torch's.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     if not _is_native(given) or not _fits(x, weight, bias):
+        check_memory(x=x, weight=weight, bias=bias, out=out)
         return written(F.linear(x, weight, bias), out)
     if out is not None and meets(out, given):
         return written(linear(x, weight, bias), out)
@@ -105,6 +106,7 @@ def gated_linear(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     number, function = ACTIVATIONS[activation]
     if not _is_native((x, gate, up)) or not _fits(x, gate, None) or up.shape != gate.shape:
+        check_memory(x=x, gate=gate, up=up, out=out)
         return written(function(F.linear(x, gate)) * F.linear(x, up), out)
     if out is not None and meets(out, (x, gate, up)):
         return written(gated_linear(x, gate, up, activation), out)

@@ -9,9 +9,10 @@ same expression in torch (`kvpage.ops.reference`).
 import torch
 
 import kvpage._C as _C
+from kvpage.checks.values import as_real
 from kvpage.ops import reference
 from kvpage.ops.args.tokens import ROW_TYPES
-from kvpage.ops.cpu.operands import as_rows, flat, is_plain, meets, place_of, target_of, written
+from kvpage.ops.cpu.operands import as_rows, check_memory, flat, is_plain, meets, place_of, target_of, written
 
 
 def rms_norm(
@@ -37,12 +38,15 @@ def rms_norm(
         [..., size], `out` where given.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `weight` has another shape, or `out` another shape, dtype or device, or it requires a gradient.
+        TypeError: `x`, `weight` or another tensor is none, or `eps` or `weight_offset` is no number.
+        ValueError: `weight` has another shape, or `out` another shape, dtype or device, or it requires a gradient. One
+            of them has no memory for its elements.
     """
     _check_tensors(x=x, weight=weight, **({} if out is None else {"out": out}))
     _check_weight(x, weight)
+    eps, weight_offset = as_real("eps", eps), as_real("weight_offset", weight_offset)
     if not _is_norm_native((x, weight)):
+        check_memory(x=x, weight=weight, out=out)
         return written(reference.rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
     if out is not None and meets(out, (weight,) if _is_same(out, x) else (x, weight)):
         return written(rms_norm(x, weight, eps, weight_offset, rounds_before_weight), out)
@@ -74,14 +78,16 @@ def add_rms_norm(
         The norm and the sum, two new tensors [..., size].
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `weight` or `residual` has another shape.
+        TypeError: `x`, `weight` or another tensor is none, or `eps` or `weight_offset` is no number.
+        ValueError: `weight` or `residual` has another shape. One of them has no memory for its elements.
     """
     _check_tensors(x=x, residual=residual, weight=weight)
     _check_weight(x, weight)
+    eps, weight_offset = as_real("eps", eps), as_real("weight_offset", weight_offset)
     if residual.shape != x.shape:
         raise ValueError(f"residual must be {tuple(x.shape)}, got {tuple(residual.shape)}")
     if not _is_norm_native((x, residual, weight)):
+        check_memory(x=x, residual=residual, weight=weight)
         total = x + residual
         return reference.rms_norm(total, weight, eps, weight_offset, rounds_before_weight), total
     out, total = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))

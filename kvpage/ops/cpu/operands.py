@@ -5,7 +5,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from kvpage.checks.shared_memory import bounds
-from kvpage.checks.tensors import check_writable
+from kvpage.checks.tensors import check_dense, check_writable
 
 NO_ROWS = (0, 0)
 """The place of rows that are not given."""
@@ -46,6 +46,23 @@ def _is_watched() -> bool:
         or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cpu")
     )
+
+
+def check_memory(**given: torch.Tensor | None) -> None:
+    """Check tensors that torch will read: it ends the process where one has a shape and no memory.
+
+    Args:
+        given: Tensors by name, or None.
+
+    Raises:
+        ValueError: One has no memory for its elements.
+    """
+    if _is_watched():
+        return
+    for name, tensor in given.items():
+        is_usual = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+        if tensor is not None and is_usual and tensor.layout is torch.strided and not tensor.is_nested:
+            check_dense(name, tensor)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

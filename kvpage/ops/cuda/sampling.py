@@ -1,21 +1,21 @@
-"""The choice of a token from each row of logits in a CUDA device's memory, by Triton kernels that nobody waits for."""
+"""The choice of a token from each row of logits: on a CUDA device by Triton kernels that nobody waits for."""
 
 from dataclasses import dataclass
 
 import torch
 
+from kvpage.checks.tensors import check_plain, check_writable
 from kvpage.checks.values import as_integer
+from kvpage.ops.args.sampling_record import RECORD_WORDS
+from kvpage.ops.cpu.sampling import sample_host_rows
 from kvpage.ops.cuda.rows import _has_triton
-
-RECORD_WORDS = 10
-"""The words of 64 bits in a row's record; see kvpage/serving/sampling/device_rows.py and kernels/sampling_rules.py."""
 
 MAX_ROWS = 65535  # of one launch: they are its second dimension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_sample_rows(logits: torch.Tensor) -> bool:
-    """Return whether `sample_rows` takes such logits: on a CUDA device, fp32, bf16 or fp16, where Triton is installed.
+    """Return whether kernels of `sample_rows` take such logits: on a CUDA device, fp32, bf16 or fp16, with Triton.
 
     Args:
         logits: [num_rows, vocab_size].
@@ -71,6 +71,33 @@ class SamplingMemory:
         held = lists.new_empty((num_rows, 2, CAPACITY))
         return cls(vocab_size, tops, shares, lists, held)
 
+    @classmethod
+    def of(cls, logits: torch.Tensor, *tensors: torch.Tensor | None) -> "SamplingMemory | None":
+        """Return the memory that consists of tensors that `make` has made, for such logits.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            tensors: tops, shares, lists and held; or None each.
+
+        Returns:
+            The memory; None without tensors.
+
+        Raises:
+            ValueError: some are missing, or they are not as `make` makes them for this vocabulary.
+        """
+        given = [tensor for tensor in tensors if tensor is not None]
+        if not given:
+            return None
+        check_plain("logits", logits)
+        if len(given) != len(tensors) or logits.dim() != 2 or not logits.shape[1]:
+            raise ValueError(f"memory must be all of tops, shares, lists and held, for rows, got {len(given)} of them")
+        made = cls.make(max(len(given[0]), 1), logits.shape[1], "meta")
+        for tensor, name in zip(given, ("tops", "shares", "lists", "held"), strict=True):
+            like = getattr(made, name)
+            check_writable(name, tensor)
+            _check_column(name, tensor, tuple(like.shape), like.dtype, logits.device)
+        return cls(logits.shape[1], *given)
+
     def serves(self, num_rows: int, vocab_size: int, device: torch.device) -> bool:
         """Return whether it is for such logits.
 
@@ -90,36 +117,66 @@ def sample_rows(
     records: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
-    memory: SamplingMemory,
+    memory: SamplingMemory | None = None,
 ) -> None:
-    """Choose one token a row, by two launches on the current stream. The host waits for nothing.
+    """Choose one token a row: on a device by two launches on the current stream, on a CPU by a native call.
 
-    A token is the one that a CPU chooses from the same bits of logits by the same record. All arguments are read on the
-    device, so a CUDA graph may hold the call.
+    Equal bits of logits and equal records give the same token everywhere. On a device the host waits for nothing, and
+    all arguments are read there, so a CUDA graph may hold the call.
 
     Args:
         logits: [num_rows, vocab_size], fp32, bf16 or fp16; each row's logits side by side. They stay as they are.
-        records: int64 [num_rows, RECORD_WORDS], contiguous. Addresses in them are of tables of vocab_size words.
+        records: int64 [num_rows, SAMPLING_RECORD_WORDS], contiguous: the bytes of `SAMPLING_RECORD`, on the logits'
+            device. So are the tables whose addresses they hold. The caller keeps these alive; nothing checks them. A
+            word's bits 0 to 26 are how often its token was generated. The next four say that it is suppressed, ends the
+            sequence, must not come first, and is in the prompt.
         positions: int64 [num_rows], contiguous: how many tokens each row's sequence has generated.
         out: int32 [num_rows], contiguous: takes the tokens; -1 for rows that hold NaN or +inf, or no finite number,
             before or after their rules.
-        memory: for at least so many rows and exactly this vocabulary.
+        memory: for at least so many rows and exactly this vocabulary. None on a CPU, which needs none.
 
     Raises:
-        ValueError: an argument has another shape, dtype, layout or device.
+        TypeError: an argument is no tensor.
+        ValueError: an argument has another shape, dtype, layout or device; on a CPU, a record's number is out of range.
+            Nothing is written.
     """
     _check(logits, records, positions, out, memory)
+    if runs_on_host(logits):
+        sample_host_rows(logits, records, positions, out)
+    else:
+        _launch(logits, records, positions, out, memory)
+
+
+def runs_on_host(logits: torch.Tensor) -> bool:
+    """Return whether no kernel is launched for such logits."""
+    return logits.is_cpu
+
+
+def _launch(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: SamplingMemory | None,
+) -> None:
     from kvpage.kernels import sampling_launch
 
+    assert memory is not None, "it was checked"
     with torch.cuda.device(logits.device):
         tensors = memory.tops, memory.shares, memory.lists, memory.held
         sampling_launch.sample_rows(logits, records, positions, out, *tensors)
 
 
 def _check(
-    logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, memory: SamplingMemory
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: SamplingMemory | None,
 ) -> None:
-    if logits.ndim != 2 or logits.dtype not in DTYPES or logits.shape[1] < 1 or logits.stride(1) != 1:
+    check_plain("logits", logits)
+    is_narrow = logits.ndim != 2 or logits.shape[1] < 1 or logits.stride(1) != 1 and logits.shape[1] > 1
+    if is_narrow or logits.dtype not in DTYPES:
         raise ValueError(
             f"logits must be rows of fp32, bf16 or fp16, each contiguous, got {logits.dtype} {list(logits.shape)}"
         )
@@ -130,7 +187,12 @@ def _check(
         raise ValueError(f"vocab_size must fit into 32 bits, got {vocab_size}")
     _check_column("records", records, (num_rows, RECORD_WORDS), torch.int64, logits.device)
     _check_column("positions", positions, (num_rows,), torch.int64, logits.device)
+    check_writable("out", out)
     _check_column("out", out, (num_rows,), torch.int32, logits.device)
+    if memory is None and logits.is_cpu:
+        return
+    if not isinstance(memory, SamplingMemory):
+        raise TypeError(f"memory must be a SamplingMemory, got {type(memory).__name__}")
     if not memory.serves(num_rows, vocab_size, logits.device):
         raise ValueError(f"memory must be for {num_rows} rows of {vocab_size} logits on {logits.device}")
 
@@ -138,6 +200,7 @@ def _check(
 def _check_column(
     name: str, column: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
+    check_plain(name, column)
     if column.shape != shape or column.dtype != dtype or not column.is_contiguous() or column.device != device:
         raise ValueError(
             f"{name} must be contiguous {dtype} {list(shape)} on {device}, "

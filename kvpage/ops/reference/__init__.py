@@ -14,6 +14,7 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.rotation import Rotation
+from kvpage.ops.reference.sampling import sample_rows as sample_rows
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:

@@ -1,0 +1,176 @@
+"""PrefixTree.hottest: the runs that most matches have found, beside counts of a naive model, from a bounded look."""
+
+import numpy as np
+import pytest
+from blocks.test_prefix_tree_model import LIVES, RandomLife
+from support.oracle import Key
+
+from kvpage import BlockPool, HotPrefix, PrefixTree
+
+B = 2
+MOST_SEEN = 4096
+
+
+class CountedLife(RandomLife):
+    """Counts for each block how many matches have found it since it was cached."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.hits: dict[Key, int] = {}
+        self.is_matching = False
+
+    def match(self) -> None:
+        self.is_matching = True
+        super().match()
+        self.is_matching = False
+
+    def keep(self, results) -> None:
+        if results is not None and self.is_matching:
+            self.is_matching = False
+            for key in results[1].keys:
+                self.hits[key] = self.hits.get(key, 0) + 1
+        super().keep(results)
+
+    def counted(self) -> dict[Key, int]:
+        self.hits = {key: self.hits.get(key, 0) for key in self.naive_tree.blocks}
+        return self.hits
+
+
+def path_of(found: list[HotPrefix], prefix: HotPrefix) -> tuple[int, ...]:
+    """All tokens up to the run's end, where `first_tokens` are all of each."""
+    before = () if prefix.parent is None else path_of(found, found[prefix.parent])
+    assert prefix.start == len(before) and prefix.num_tokens == len(prefix.first_tokens)
+    return (*before, *prefix.first_tokens.tolist())
+
+
+def hits_of(found: list[HotPrefix], block_size: int) -> dict[Key, int]:
+    hits = {}
+    for prefix in found:
+        path = path_of(found, prefix)
+        assert prefix.num_blocks * block_size == prefix.num_tokens > 0 == prefix.num_host_blocks
+        for end in range(prefix.start + block_size, len(path) + 1, block_size):
+            hits[prefix.namespace, path[:end]] = prefix.num_hits
+    return hits
+
+
+@pytest.mark.parametrize("seed, num_blocks, block_size, hash_bits", LIVES[:5])
+def test_hits_are_a_naive_count_or_those_of_the_run_that_has_grown(seed, num_blocks, block_size, hash_bits):
+    life = CountedLife(seed + 200, num_blocks, block_size, hash_bits)
+    most = 0
+    for _ in range(1500):
+        life.step()
+        counted = life.counted()
+        found = life.tree.hottest(1000, 1000)
+        hits = hits_of(found, block_size)
+        assert hits.keys() == counted.keys()
+        for (name, path), num_hits in hits.items():
+            before = hits.get((name, path[:-block_size]), num_hits)
+            assert counted[name, path] <= num_hits <= before, "a block that was appended counts as those before it"
+        ranks = [prefix.num_hits for prefix in found]
+        assert ranks == sorted(ranks, reverse=True) and len(found) == life.tree.num_nodes
+        most = max(most, *ranks, 0)
+    assert most > 5
+
+
+def grown(*paths: tuple[bytes, list[int], int]) -> tuple[BlockPool, PrefixTree]:
+    """A tree of these paths, each found so many times."""
+    pool = BlockPool(64)
+    tree = PrefixTree(pool, B)
+    for name, tokens, num_hits in paths:
+        tree.release(tree.insert(tokens, pool.allocate(len(tokens) // B), name))
+        for _ in range(num_hits):
+            tree.release(tree.match([*tokens, 0], name))
+    return pool, tree
+
+
+def shown(found: list[HotPrefix]) -> list[tuple[int | None, list[int], int]]:
+    return [(prefix.parent, prefix.first_tokens.tolist(), prefix.num_hits) for prefix in found]
+
+
+PATHS = (b"", [1, 2, 3, 4], 2), (b"a", [7, 7], 9), (b"", [1, 2, 5, 6, 7, 8], 4), (b"", [8, 8], 1)
+
+
+def test_each_comes_after_the_one_that_it_goes_on_from():
+    _, tree = grown(*PATHS)
+    everything = [(None, [7, 7], 9), (None, [1, 2], 6), (1, [5, 6, 7, 8], 4), (1, [3, 4], 2), (None, [8, 8], 1)]
+    for limit in range(7):
+        assert shown(tree.hottest(limit)) == everything[:limit]
+    assert [prefix.namespace for prefix in tree.hottest(9)] == [b"a", b"", b"", b"", b""]
+    assert [prefix.start for prefix in tree.hottest(9)] == [0, 0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3, 4, 5])
+def test_the_first_tokens_are_cut_and_the_counts_are_not(max_tokens):
+    _, tree = grown((b"", [1, 2, 3, 4], 1))
+    (prefix,) = tree.hottest(5, max_tokens)
+    assert prefix.first_tokens.tolist() == [1, 2, 3, 4][:max_tokens] and prefix.first_tokens.dtype == np.int32
+    assert (prefix.num_tokens, prefix.num_blocks, prefix.num_hits) == (4, 2, 1)
+
+
+def test_one_namespace_shows_nothing_of_another():
+    _, tree = grown(*PATHS)
+    assert shown(tree.hottest(9, namespace=b"a")) == [(None, [7, 7], 9)]
+    assert {prefix.namespace for prefix in tree.hottest(9, namespace=b"")} == {b""}
+    assert tree.hottest(9, namespace=b"none") == []
+
+
+def test_pins_and_the_host_tier_are_shown():
+    pool, host_pool = BlockPool(8), BlockPool(8)
+    tree = PrefixTree(pool, B, host_pool)
+    match = tree.insert(np.arange(4 * B), pool.allocate(4))
+    (prefix,) = tree.hottest(9)
+    assert (prefix.num_pins, prefix.num_blocks, prefix.num_host_blocks) == (1, 4, 0)
+    tree.release(match)
+    tree.demote(3)
+    (prefix,) = tree.hottest(9)
+    assert (prefix.num_pins, prefix.num_blocks, prefix.num_host_blocks) == (0, 1, 3)
+
+
+@pytest.mark.parametrize("arguments", [{"limit": -1}, {"limit": 1, "max_tokens": -1}])
+def test_negative_numbers_are_refused(arguments):
+    name = [*arguments][-1]
+    with pytest.raises(ValueError, match=f"{name} must not be negative, got -1"):
+        PrefixTree(BlockPool(1), B).hottest(**arguments)
+
+
+def test_looking_changes_nothing():
+    pool, tree = grown(*PATHS)
+    match = tree.match([1, 2, 9])
+    before = tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free
+    last_used = [entry.last_used for entry in tree.entries(100)]
+    assert shown(tree.hottest(9)) == shown(tree.hottest(9))
+    assert (tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free) == before
+    assert [entry.last_used for entry in tree.entries(100)] == last_used
+    tree.release(match)
+    tree.check(owned_ids=[])
+
+
+def large_tree(num_cold: int) -> tuple[BlockPool, PrefixTree]:
+    """Cold prompts side by side, with a hot trunk below one of them."""
+    pool = BlockPool(num_cold + 8)
+    tree = PrefixTree(pool, B)
+    for first in range(num_cold):
+        tree.release(tree.insert([first, 0], pool.allocate(1)))
+    return pool, tree
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_what_is_hot_is_found_in_a_tree_too_large_to_be_read(is_pinned):
+    pool, tree = large_tree(3 * MOST_SEEN)
+    trunk = [-1, -1, -2, -2]
+    held = tree.insert(trunk, pool.allocate(2))
+    tree.release(tree.insert([-3, -3], pool.allocate(1), after=tree.pin(held)))
+    if not is_pinned:
+        tree.release(held)
+    for _ in range(5):
+        tree.release(tree.match([*trunk, -3, -3, 0]))
+    assert shown(tree.hottest(2)) == [(None, [*trunk], 5), (0, [-3, -3], 5)]
+    assert len(tree.hottest(10**9)) <= 2 * MOST_SEEN
+    tree.clear()
+
+
+def test_a_flood_of_another_namespace_hides_nothing():
+    pool, tree = grown((b"mine", [1, 2], 3))
+    for first in range(30):
+        tree.release(tree.insert([first, 0], pool.allocate(1), b"other"))
+    assert shown(tree.hottest(9, namespace=b"mine")) == [(None, [1, 2], 3)]
