@@ -97,6 +97,11 @@ class BlockSpace:
         """Number of device blocks that can be handed out: free ones, and cached ones that are not in use."""
         return self.pool.num_free + self.tree.num_evictable
 
+    @property
+    def num_host_hit_tokens(self) -> int:
+        """Number of prompt tokens that were found on the host, so far."""
+        return self._counts["host_hit"]
+
     def take(self, num_blocks: int) -> Ids:
         """Take free device blocks. Where too few are free, cached blocks are evicted, and pins end if that helps.
 

@@ -12,12 +12,12 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from kvpage.blocks.moves import BlockMove, Kind
 from kvpage.cache.copiers import Copier
-from kvpage.cache.transfer import Transfer
 
 MIN_PIECE_BYTES = 4 << 20  # of one move's layers that are worth a call and an event of their own: 0.1 ms of a bus
 
@@ -121,16 +121,37 @@ def _make_all(left: deque[tuple[Copier, torch.Tensor]]) -> None:
         left.popleft()
 
 
+class LayerEvents(Protocol):
+    """Copies under way, of which each layer has an event; a Transfer made by_layer is one."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Order the current stream's further work after the copies of a layer.
+
+        Args:
+            layer: Its index in the caches.
+
+        Raises:
+            Exception: The error of the copies.
+        """
+
+    def wait_stream(self) -> None:
+        """Order the current stream's further work after all copies.
+
+        Raises:
+            Exception: The error of the copies.
+        """
+
+
 class Arrival:
-    """Moves under way, for which each layer of the computation waits by itself.
+    """Blocks under way, for which each layer of the computation waits by itself.
 
     Args:
-        transfer: Made by_layer, one event a piece.
+        transfer: Its events.
         layer_ids: The layer in the whole model of each layer of the caches.
         pieces: Of the moves.
     """
 
-    def __init__(self, transfer: Transfer, layer_ids: Sequence[int], pieces: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, transfer: LayerEvents, layer_ids: Sequence[int], pieces: Sequence[tuple[int, int]]) -> None:
         self.transfer = transfer
         self._index_of = {layer: index for index, layer in enumerate(layer_ids)}
         self._ends = [last for _, last in pieces]

@@ -32,6 +32,17 @@ POSITIVE = at_least(1, "a positive integer")
 COUNT = at_least(0, "an integer that is not negative")
 
 
+def between(least: int, most: int) -> Check:
+    """Return a check for integers from `least` to `most`."""
+
+    def check(name: str, value: Any) -> int:
+        if not is_int(value) or not least <= value <= most:
+            raise ValueError(f"{name} must be an integer in [{least}, {most}], got {value!r}")
+        return int(value)
+
+    return check
+
+
 def real(rule: str, accepts: Callable[[float], bool]) -> RealCheck:
     """Return a check for numbers that `accepts` is true of. True and False are not numbers. rule: as `at_least`."""
 
@@ -53,6 +64,17 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def texts(name: str, values: Any) -> tuple[str, ...]:
+    """Read a text, or a list of texts, none of them empty."""
+    each = (values,) if isinstance(values, str) else values
+    if isinstance(each, bytes | Mapping) or not isinstance(each, Iterable):
+        raise ValueError(f"{name} must be a text or a list of texts, got {values!r}")
+    found = tuple(each)
+    if not all(isinstance(one, str) and one for one in found):
+        raise ValueError(f"{name} must be texts that are not empty, got {values!r}")
+    return found
 
 
 def token_id(name: str, value: Any) -> int:

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,20 @@ def as_integer(name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an integer, got {value!r}") from error
+
+
+def as_real(name: str, value: SupportsFloat) -> float:
+    """Return `value` as a float. Raise TypeError unless it is a number, and ValueError if it is too large."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, RuntimeError, ValueError) as error:  # torch raises the latter two for tensors of many elements
+        raise TypeError(f"{name} must be a number, got {value!r}") from error
+    except OverflowError as error:
+        raise ValueError(f"{name} must fit into a float, got {value!r}") from error
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:

@@ -1,5 +1,6 @@
 """Chunks that outlive the process and leave the machine."""
 
+from kvpage.store.arriving_store import ArrivingStore, Expectation
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
@@ -14,6 +15,8 @@ from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [
+    "ArrivingStore",
+    "Expectation",
     "KVStore",
     "KVStoreBuilder",
     "KVStoreConfig",

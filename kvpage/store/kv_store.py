@@ -22,8 +22,10 @@ from kvpage.checks.interrupts import made_or_undone, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store.config import KVStoreConfig
+from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.call_gate import CallGate, gated
 from kvpage.store.load.chunk_access import ChunkAccess
+from kvpage.store.load.early_load import EarlyLoad, OnVerified
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
@@ -210,10 +212,36 @@ class KVStore:
                 one of the tokens.
         """
         load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
-        num_chunks = self._tiers.read(load.keys, load.read)
-        loaded = load.end_of(num_chunks)
-        self._tiers.count(hit_tokens=loaded - load.start)
-        return loaded
+        return self._loaded(load, self._tiers.read(load.keys, load.read))
+
+    @gated
+    def load_by_layer(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.ArrayLike | torch.Tensor,
+        verified: OnVerified,
+        start: int = 0,
+        namespace: bytes = b"",
+    ) -> int:
+        """Do as `load_blocks`, and tell on a GPU when all that it will load is verified, before the bytes are there.
+
+        Records in pinned memory are copied layer by layer, while they are hashed. From `verified` on, a computation may
+        use the blocks, if each of its layers waits for the arrival's. The blocks stay the caller's until the return.
+
+        Args:
+            tokens: as in `load_blocks`. So are engine, block_table, start and namespace.
+            verified: called in this thread, once at most, with the number that is returned and an `Arrival`. Not called
+                where nothing is gained: on a CPU, and for records in no pinned memory.
+
+        Returns:
+            As `load_blocks`, when all bytes are there.
+
+        Raises:
+            ValueError: as in `load_blocks`.
+        """
+        load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
+        return self._loaded(load, EarlyLoad(load, self._tiers, verified).run())
 
     def load_layers(
         self,
@@ -327,7 +355,7 @@ class KVStore:
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        return KVStoreStats.of(self._tiers.counts, self._tiers.stats())
+        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), self._tiers.reads())
 
     @uninterrupted
     def close(self) -> None:
@@ -358,6 +386,12 @@ class KVStore:
     def _begin_layers(self, tokens: Tokens, engine: "CacheEngine", table: Any, start: int, name: bytes) -> LayerLoad:
         load = self._chunks.load(self._checked(tokens, name), engine, table, start, name)
         return load.by_layers(self._tiers, self.gate)
+
+    def _loaded(self, load: BlockLoad, num_chunks: int) -> int:
+        """Count a load's chunks; return the token after the last one."""
+        end = load.end_of(num_chunks)
+        self._tiers.count(hit_tokens=end - load.start)
+        return end
 
     def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
         check_namespace(namespace)

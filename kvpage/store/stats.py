@@ -20,6 +20,7 @@ class KVStoreStats:
         tier_errors: calls of a tier that failed or ran out of time.
         promoted_chunks: records that were copied into a faster tier after a hit.
         tiers: the statistics of each tier; None for one in trouble.
+        read_chunks: chunks that each tier has given, in the same order.
     """
 
     query_tokens: int
@@ -29,19 +30,23 @@ class KVStoreStats:
     tier_errors: int
     promoted_chunks: int
     tiers: tuple[TierStats | None, ...]
+    read_chunks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], tiers: tuple[TierStats | None, ...]) -> "KVStoreStats":
+    def of(
+        cls, counts: Mapping[str, int], tiers: tuple[TierStats | None, ...], read_chunks: tuple[int, ...] = ()
+    ) -> "KVStoreStats":
         """Return statistics of these counters.
 
         Args:
             counts: a number for each name; absent names count 0.
             tiers: as the attribute.
+            read_chunks: as the attribute.
 
         Returns:
             The statistics.
         """
-        return cls(**{name: counts[name] for name in COUNTERS}, tiers=tiers)
+        return cls(**{name: counts[name] for name in COUNTERS}, tiers=tiers, read_chunks=read_chunks)
 
     @property
     def hit_rate(self) -> float:

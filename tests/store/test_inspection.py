@@ -135,7 +135,7 @@ def test_damaged_headers_are_told(tmp_path) -> None:
     url = fill(tmp_path)
     (file,) = tmp_path.glob("*.segment")
     with open(file, "r+b") as data:
-        data.seek(4096 + 20)
+        data.seek(4096 + 50)
         data.write(b"?")
     result = command("verify", url)
     assert result.exit_code == 1 and "4 records are whole, 0 are broken" in result.output

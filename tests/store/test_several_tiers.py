@@ -49,6 +49,21 @@ def test_a_prefix_may_be_spread_over_tiers() -> None:
     assert store.stats().promoted_chunks == 0
 
 
+def test_what_each_tier_gave_is_counted() -> None:
+    store, small, _ = two_tiers()
+    tokens = list(range(3 * C))
+    store.store(tokens, kv_of(tokens))
+    store.flush()
+    assert store.stats().read_chunks == (0, 0) and store.lookup(tokens) and store.stats().read_chunks == (0, 0)
+    store.retrieve(tokens)
+    assert store.stats().read_chunks == (3, 0)
+    small.remove(store.keys_of(tokens)[1:])
+    store.retrieve(tokens)
+    assert store.stats().read_chunks == (4, 2), "the others came back into the first tier by this"
+    store.retrieve([*tokens[: 2 * C], -1, -1])
+    assert store.stats().read_chunks == (6, 2)
+
+
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_tier_in_trouble_is_a_miss_and_the_other_goes_on(order: int) -> None:
     rng, failing = random.Random(1), [True]

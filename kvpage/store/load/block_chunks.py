@@ -19,8 +19,8 @@ from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_tokens
 from kvpage.layout.cache_layout import SCALE_BYTES
 from kvpage.ops.chunks import load_chunk, native_chunk_parts, store_chunk
-from kvpage.store.load.device_lanes import LanePool
-from kvpage.store.load.device_pipeline import DevicePipeline, DeviceRun
+from kvpage.store.load.device.device_lanes import LanePool
+from kvpage.store.load.device.device_pipeline import DevicePipeline, DeviceRun
 from kvpage.store.records.keys import KVStoreMetadata, scales_digest
 from kvpage.store.records.record import Shape
 from kvpage.store.tiers.stretches import Runs, address_of
@@ -104,6 +104,7 @@ class BlockChunks:
         metadata: KVStoreMetadata,
         plans: "ChunkPlans | None" = None,
         lanes: LanePool | None = None,
+        layer_lanes: LanePool | None = None,
     ) -> None:
         expected = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
         for name in ("kv_dtype", "row_layout", "scales_digest"):
@@ -117,10 +118,12 @@ class BlockChunks:
         self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
         self._plans = plans or ChunkPlans()
         self._mine: dict[int, _C.ChunkPlan] = {}  # by number of tokens
-        self._is_on_device = engine.device.type != "cpu"
-        if self._is_on_device:  # threads that copy have other current streams than the caller
+        self.is_on_device = engine.device.type != "cpu"
+        if self.is_on_device:  # threads that copy have other current streams than the caller
             device, pool = engine.gpu_cache[0].device, lanes or LanePool()
-            self.pipeline = DevicePipeline(pool, device, pool.mark(device))
+            ready = pool.mark(device)
+            self.pipeline = DevicePipeline(pool, device, ready)
+            self.layer_pipeline = DevicePipeline(layer_lanes or LanePool(), device, ready)
 
     @property
     def num_layers(self) -> int:
@@ -153,7 +156,7 @@ class BlockChunks:
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
         wanted = begin if first is None else first, end if last is None else last
-        kind = DeviceBlockChunk if self._is_on_device else HostBlockChunk
+        kind = DeviceBlockChunk if self.is_on_device else HostBlockChunk
         return kind(self, begin, end, *wanted)
 
     def plan(self, num_tokens: int) -> _C.ChunkPlan:
@@ -246,6 +249,11 @@ class DeviceBlockChunk(BlockChunk):
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         return self._blocks.pipeline.load(self._runs(begin, piece, self._scatter), self.stretch_bytes, num_threads)
+
+    def runs_of_layers(self, payload: memoryview, first: int, last: int) -> list[DeviceRun]:
+        """Return what `take` would copy of the layers [first, last), out of the whole payload."""
+        begin, end = first * self.stretch_bytes, last * self.stretch_bytes
+        return self._runs(begin, payload[begin:end], self._scatter)
 
     def _runs(
         self, begin: int, data: memoryview, move: Callable[[list[torch.Tensor], torch.Tensor], None]

@@ -9,7 +9,7 @@ import functools
 from kvpage.store.load.block_chunks import BlockChunk, BlockChunks
 from kvpage.store.load.call_gate import CallGate
 from kvpage.store.load.layer_load import LayerLoad, OpenChunk
-from kvpage.store.records.kinds import RecordKinds
+from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.record_io import read_record
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_stack import TierStack
@@ -33,12 +33,20 @@ class BlockLoad:
         self._size = kinds.keys.chunk_size
         self._first = start // self._size
         self.keys = keys[self._first : -(-self.end // self._size)]
-        self._blocks, self._kinds, self._num_tokens, self._namespace = blocks, kinds, num_tokens, namespace
+        self.blocks = blocks
+        self._kinds, self._num_tokens, self._namespace = kinds, num_tokens, namespace
 
     def read(self, index: int, reader: Reader, num_threads: int) -> None:
         """Load a chunk from its record. Raises CorruptRecord, see read_record."""
-        chunk = self._chunk(index)
-        read_record(reader, self._kinds.of(self.keys[index], chunk.shape, self._namespace), chunk, num_threads)
+        chunk, kind = self.chunk(index)
+        read_record(reader, kind, chunk, num_threads)
+
+    def chunk(self, index: int) -> tuple[BlockChunk, RecordKind]:
+        """Return a chunk with wanted tokens, and the kind of its record."""
+        begin = (self._first + index) * self._size
+        last = min(begin + self._size, self._num_tokens)
+        chunk = self.blocks.chunk(begin, last, max(begin, self.start), min(last, self.end))
+        return chunk, self._kinds.of(self.keys[index], chunk.shape, self._namespace)
 
     def end_of(self, num_chunks: int) -> int:
         """Return the token after the last wanted one of the leading chunks."""
@@ -60,6 +68,7 @@ class BlockLoad:
             opened.append((placed, self.keys[index], found))
         for _, reader in readers[len(opened) :]:
             reader.close()
+        tiers.count_reads([placed for placed, _, _ in opened])
 
         def take_one(layer: int, index: int) -> bool:
             placed, key, one = opened[index]
@@ -69,15 +78,9 @@ class BlockLoad:
             return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)
 
         chunks = [one for _, _, one in opened]
-        num_layers = self._blocks.num_layers
+        num_layers = self.blocks.num_layers
         return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), gate)
 
     def _open(self, index: int, reader: Reader) -> OpenChunk:
-        chunk = self._chunk(index)
-        kind = self._kinds.of(self.keys[index], chunk.shape, self._namespace)
+        chunk, kind = self.chunk(index)
         return OpenChunk(reader, kind, chunk, self.end_of(index + 1))
-
-    def _chunk(self, index: int) -> BlockChunk:
-        begin = (self._first + index) * self._size
-        last = min(begin + self._size, self._num_tokens)
-        return self._blocks.chunk(begin, last, max(begin, self.start), min(last, self.end))

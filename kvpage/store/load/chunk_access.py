@@ -13,7 +13,7 @@ import torch
 from kvpage.checks.values import as_integer
 from kvpage.store.load.block_chunks import BlockChunks, ChunkPlans
 from kvpage.store.load.block_load import BlockLoad
-from kvpage.store.load.device_lanes import LanePool
+from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.payload import ShapedSource, Source
@@ -32,6 +32,7 @@ class ChunkAccess:
     def __init__(self, chunk_size: int, dtype: KnownDtype, tiers: TierStack) -> None:
         self._chunk_size, self._dtype, self._tiers = chunk_size, dtype, tiers
         self._plans, self._lanes = ChunkPlans(), LanePool()
+        self._layer_lanes = LanePool()  # of their own: their borrower may wait for the others meanwhile
 
     def put(
         self,
@@ -68,7 +69,7 @@ class ChunkAccess:
 
     def blocks(self, engine: "CacheEngine", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
         """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata."""
-        return BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes)
+        return BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes, self._layer_lanes)
 
     def load(
         self,

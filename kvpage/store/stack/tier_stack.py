@@ -41,6 +41,7 @@ class TierStack:
     def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
         self.tiers = list(tiers)
         self.counts: Counter[str] = Counter()
+        self._reads: Counter[int] = Counter()  # by the tier's number
         self._lock = threading.Lock()
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies(len(self.tiers))
@@ -232,6 +233,16 @@ class TierStack:
         with self._lock:
             self.counts.update(counts)
 
+    def count_reads(self, ones: Sequence[Placed]) -> None:
+        """Count a chunk that each of these tiers has given; a tier may be there several times."""
+        with self._lock:
+            self._reads.update(self.tiers.index(one) for one in ones)
+
+    def reads(self) -> tuple[int, ...]:
+        """Return how many chunks each tier has given."""
+        with self._lock:
+            return tuple(self._reads[at] for at in range(len(self.tiers)))
+
     def ask(self, one: Placed, call: Callable[..., T], *args: object) -> T | None:
         """Return the result of a call of the tier; None when it is in trouble."""
         try:
@@ -348,6 +359,7 @@ class TierStack:
             with found:
                 if self.verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
                     self._promote(at, key, found, copy)
+                    self.count_reads([one])
                     return True
         return False
 

@@ -97,6 +97,8 @@ class MemoryTier(Tier):
         OSError: the system has less memory, or cannot pin it.
     """
 
+    is_in_memory = True
+
     def __init__(
         self,
         capacity: int,

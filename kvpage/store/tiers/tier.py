@@ -194,9 +194,11 @@ class Tier(ABC):
 
     Attributes:
         name: the tier's name in messages and statistics.
+        is_in_memory: whether its readers are, so that opening one costs nothing.
     """
 
     name: str
+    is_in_memory = False
 
     @abstractmethod
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:

@@ -172,10 +172,11 @@ def test_damage_is_told(tmp_path: Path, has_owner: bool) -> None:
     (file,) = tmp_path.glob("*.segment")
     slots = [slot for slot in range(1, 32) if file.read_bytes()[slot * SLOT_BYTES :].startswith(b"kvpagern")]
     with open(file, "r+b") as data:
-        data.seek(slots[0] * SLOT_BYTES + 20)
-        data.write(b"?")
-        data.seek(slots[1] * SLOT_BYTES + 2000)
-        data.write(b"?")
+        for place in (slots[0] * SLOT_BYTES + 20, slots[1] * SLOT_BYTES + 2000):
+            data.seek(place)
+            (byte,) = data.read(1)
+            data.seek(place)
+            data.write(bytes([byte ^ 1]))
     view = DiskView([tmp_path])
     num_whole, broken = inspection.verify(view)
     assert (num_whole, len(broken), view.stats().corrupted) == (1, 1, 1)

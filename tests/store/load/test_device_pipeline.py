@@ -10,8 +10,9 @@ from support.store_engines import TOKENS, B, C, all_bytes, make_engine
 
 from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.load import block_chunks, device_lanes
-from kvpage.store.load.device_lanes import LanePool
+from kvpage.store.load import block_chunks
+from kvpage.store.load.device import device_lanes
+from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]

@@ -49,6 +49,7 @@ def test_each_layer_is_there_when_it_is_told(tier, codec: str, start: int) -> No
             assert torch.equal(raw(now.index_select(dim, others)), raw(then.index_select(dim, others)))
         stats = store.stats()
         assert (stats.query_tokens, stats.hit_tokens) == (len(TOKENS) - start, len(TOKENS) - start)
+        assert stats.read_chunks == (-(-len(TOKENS) // C) - start // C,)
         tier.check()
 
 

@@ -12,7 +12,8 @@ Memory that is not pinned is reached by a lane's own pinned room. The host then 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from kvpage.cache.transfer_stream import TransferEvent
-from kvpage.store.load.device_lanes import Lane, LanePool
+from kvpage.store.load.device.device_lanes import Lane, LanePool
+from kvpage.store.load.device.layer_copies import LayerCopies, Work
 from kvpage.store.tiers.stretches import digests_of, gather_stretches, runs_of
 
 
@@ -97,7 +99,32 @@ class DevicePipeline:
         hash_direct = partial(self._digest_direct, stretch_bytes, num_threads)
         return self._run(runs, partial(self._send, stage), lambda job: b"", hash_direct)
 
+    def is_pinned(self, data: memoryview) -> bool:
+        """Return whether a GPU's copies reach the bytes without a room in between."""
+        return self._pinned(data) is not None
+
+    @contextmanager
+    def layers(self, pieces: Sequence[tuple[int, int]], runs: Sequence[Sequence[DeviceRun]]) -> Iterator[LayerCopies]:
+        """Copy runs from pinned memory into the blocks, piece after piece. Inside, all are begun; on leaving, done.
+
+        pieces: layers [first, last) of each piece. runs: of each piece. Raises the error of a copy.
+        """
+        room = max((len(run.data) for piece in runs for run in piece), default=0)
+        with self._pool.lanes(self._device, room) as lanes:
+            copies = LayerCopies(lanes, self._ready, pieces)
+            try:
+                copies.begin([[partial(self._copy, run) for run in piece] for piece in runs])
+                yield copies
+            finally:
+                copies.wait()
+            copies.raise_error()
+
     # --- inside ---
+
+    def _copy(self, run: DeviceRun, lane: Lane) -> tuple[Work, Work]:
+        on_device, source = lane.on_device[: len(run.data)], self._pinned(run.data)
+        assert source is not None, "copies layer by layer are of pinned memory"
+        return partial(on_device.copy_, source, non_blocking=True), partial(run.move, on_device)
 
     def _run(
         self,

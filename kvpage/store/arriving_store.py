@@ -1,0 +1,190 @@
+"""ArrivingStore: a store that waits for chunks while another worker computes and stores them.
+
+    prefill worker   compute ─► store chunk 0 ─► compute ─► store chunk 1 ─► ...     EngineConfig(save_portions=True)
+                                      │                           │
+    decode worker    expect ─► load chunk 0 ─────────────► load chunk 1 ─► ... ─► commit, decode
+
+A chunk that does not come is a miss: the decode worker computes from there on.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import check_namespace
+from kvpage.store.config import KVStoreConfig
+from kvpage.store.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from kvpage.cache.cache_engine import CacheEngine
+
+POLL_SECONDS = 0.002
+_Name = tuple[bytes, bytes]
+
+
+class Expectation:
+    """A prompt that another worker is storing, until `close`. Use it in `with`, or close it.
+
+    Args:
+        end: Called once, by the first `close`.
+    """
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end, self._is_open = end, True
+
+    def close(self) -> None:
+        """Expect nothing more: loads of the prompt take what has come, and end. A second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._end()
+
+    def __enter__(self) -> "Expectation":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class ArrivingStore:
+    """A KVStore for an engine that decodes what other workers prefill. Thread-safe.
+
+    Give it to `Engine.from_model(store=...)` or `use_store`. Set `EngineConfig(load_or_compute=False)`: its loads wait,
+    so their speed says nothing. `EngineConfig.store_deadline` bounds how long a request waits for all of its chunks.
+
+    Args:
+        store: The store that the other workers write, too. It stays its owner's to close.
+        patience: Seconds without a new chunk after which the rest is a miss.
+
+    Raises:
+        TypeError: `store` is no KVStore, or `patience` no number.
+        ValueError: `patience` is negative or not finite.
+    """
+
+    waits_for_others = True
+    """Its loads wait: an engine gives each a thread of its own."""
+
+    def __init__(self, store: KVStore, patience: float = 2.0) -> None:
+        if not isinstance(store, KVStore):
+            raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
+        if isinstance(patience, bool) or not isinstance(patience, int | float):
+            raise TypeError(f"patience must be a number of seconds, got {type(patience).__name__}")
+        if not 0 <= patience < float("inf"):
+            raise ValueError(f"patience must be finite and not negative, got {patience!r}")
+        self.store, self.patience = store, patience
+        self._expected: Counter[_Name] = Counter()
+        self._changed = threading.Condition()
+
+    @property
+    def config(self) -> KVStoreConfig:
+        """The configuration of the store."""
+        return self.store.config
+
+    def expect(self, tokens: Tokens, namespace: bytes = b"") -> Expectation:
+        """Expect the chunks of a prompt, before the request for it is added.
+
+        Args:
+            tokens: int [num_tokens], the whole prompt.
+            namespace: The one that it is stored in.
+
+        Returns:
+            The expectation. Close it when the other worker has ended, or is lost.
+
+        Raises:
+            ValueError, TypeError: As for `KVStore.lookup`.
+        """
+        name = _name(tokens, namespace)
+        with self._changed:
+            self._expected[name] += 1
+        return Expectation(partial(self._forget, name))
+
+    def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
+        """Return the number of leading tokens that are there, or are expected.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: The one that they are stored in.
+        """
+        if self._is_expected(_name(tokens, namespace)):
+            return len(tokens)
+        return self.store.lookup(tokens, namespace=namespace)
+
+    def load_blocks(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.NDArray[np.int32],
+        *,
+        start: int = 0,
+        namespace: bytes = b"",
+    ) -> int:
+        """Load as `KVStore.load_blocks` does, and wait for the chunks of an expected prompt.
+
+        Args:
+            tokens: int [num_tokens].
+            engine: The engine of the blocks.
+            block_table: int [num_blocks], the tokens' blocks in their order.
+            start: The first token to load.
+            namespace: The one that they are stored in.
+
+        Returns:
+            The token after the last one that is in the blocks; `start` if none has come.
+        """
+        name, size = _name(tokens, namespace), engine.layout.block_size
+        whole = tokens[: len(tokens) // size * size]  # as the other worker stores them: whole blocks
+        reach = min(len(whole), len(block_table) * size)
+        end, last = start, time.monotonic()
+        while end < reach:
+            is_last = not self._is_expected(name)
+            loaded = self.store.load_blocks(whole, engine, block_table, start=end, namespace=namespace)
+            now = time.monotonic()
+            if loaded > end:
+                end, last = loaded, now
+            elif is_last or now - last >= self.patience:
+                break
+            else:
+                self._wait(name)
+        return end
+
+    def store_blocks(
+        self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
+    ) -> int:
+        """Store as `KVStore.store_blocks` does.
+
+        Args:
+            tokens: int [num_tokens].
+            engine: The engine of the blocks.
+            block_table: int [num_blocks], the tokens' blocks in their order.
+            namespace: As for `expect`.
+
+        Returns:
+            The number of leading tokens that the store has now.
+        """
+        return self.store.store_blocks(tokens, engine, block_table, namespace=namespace)
+
+    def _is_expected(self, name: _Name) -> bool:
+        with self._changed:
+            return name in self._expected
+
+    def _wait(self, name: _Name) -> None:
+        """Wait until the store is worth another look."""
+        with self._changed:
+            self._changed.wait_for(lambda: name not in self._expected, POLL_SECONDS)
+
+    def _forget(self, name: _Name) -> None:
+        with self._changed:
+            self._expected[name] -= 1
+            if not self._expected[name]:
+                del self._expected[name]
+            self._changed.notify_all()
+
+
+def _name(tokens: Tokens, namespace: bytes) -> _Name:
+    check_namespace(namespace)
+    return as_tokens(tokens).tobytes(), namespace

@@ -1,0 +1,1 @@
+"""Copies of chunks between a GPU's blocks and host memory."""
