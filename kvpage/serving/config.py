@@ -19,6 +19,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 
 FLAGS = (
     "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
+    "save_portions",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 MAX_RANK_TIMEOUT = 86_400.0
@@ -47,6 +48,8 @@ class EngineConfig:
         events: Publish the contents of the cache, for routers. It needs the extra `events`, and `close` of the engine.
         residency_sample_rate: The part of the cached blocks, 0 to 1, whose lifetimes `stats` reports.
         store_deadline: Seconds that a request waits for a store at most, while others compute.
+        save_portions: Store the chunks of a prompt as its portions are computed, not only once it is done. For prefill
+            workers, whose chunks others load meanwhile (ArrivingStore).
         save_generated: Store generated tokens, too. None means as the store's `save_decode_cache` says.
         blend: Requests that ask for it reuse the segments of their prompts at any position (CacheBlend). None means
             that no request may ask.
@@ -94,6 +97,7 @@ class EngineConfig:
     residency_sample_rate: float = 0.0
     store_deadline: float = 5.0
     save_generated: bool | None = None
+    save_portions: bool = False
     blend: BlendConfig | None = None
     generation_config: GenerationDefaults = "model"
     native_layers: bool = True

@@ -9,16 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
-from kvpage.serving.assembly import assemble, assemble_rank, check_arguments, check_servable, default_segments
+from kvpage.serving.assembly.core import EngineCore
+from kvpage.serving.assembly.parts import assemble, assemble_rank, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.core import EngineCore
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -57,6 +56,7 @@ class Engine(EngineCore):
         vocab_size: Token ids are less.
         eos_token_ids: The ids that end a sequence.
         defaults: The values of parameters that are None.
+        tokenizer: The one that was given; else None.
     """
 
     @classmethod
@@ -67,6 +67,7 @@ class Engine(EngineCore):
         *,
         store: BlockStore | None = None,
         segments: SegmentCache | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> "Engine":
         """Make an engine on the model's device.
 
@@ -76,25 +77,26 @@ class Engine(EngineCore):
             store: A store to ask, see `use_store`.
             segments: Keeps the segments for `config.blend`. None means `store`, if that is a KVStore of the cache's
                 dtype, or host memory.
+            tokenizer: The model's, for texts: `stop` and `guide` of SamplingParams, and `Sample.text`.
 
         Returns:
             The engine.
 
         Raises:
             ValueError: The model cannot be served from blocks, with the reason (and whether KVPageCache serves it). It
-                cannot be blended, where that is asked for. It is compiled. The scales do not fit the cache, or leave
-                nothing of the model.
-            TypeError: `model` is no PreTrainedModel, for example a name; or `config` is no EngineConfig.
+                cannot be blended, where that is asked for. It is compiled, or a weight has no memory. The scales do
+                not fit the cache, or leave nothing of the model.
+            TypeError: `model` is no PreTrainedModel, for example a name; `config` or `tokenizer` is of another type.
             ModuleNotFoundError, zmq.ZMQError: Events cannot be published.
             RankLost: Not all ranks have come, or one has failed.
         """
-        check_arguments(model, config)
+        check_arguments(model, config, tokenizer)
         if config.tensor_parallel_size == 1:
-            return cls._made(model, config, store, segments, None)
+            return cls._made(model, config, store, segments, None, tokenizer)
         lead = Lead(Ranks.join(model, config, Role.LEADS, store))
         with lead.assembling():
             ranked = None if store is None else RankedStore(store, lead.ranks, lead)
-            return cls._made(model, config, ranked, segments, lead)
+            return cls._made(model, config, ranked, segments, lead, tokenizer)
 
     @classmethod
     def _made(
@@ -104,6 +106,7 @@ class Engine(EngineCore):
         store: BlockStore | None,
         segments: SegmentCache | None,
         lead: Lead | None,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> "Engine":
         """Make an engine. lead: the side of the other ranks; None where there are none."""
         # To name another way it computes, which ranks only do together.
@@ -123,6 +126,7 @@ class Engine(EngineCore):
             window=parts.window,
             rule=parts.rule,
             lead=lead,
+            tokenizer=tokenizer,
         )
         if store is not None:
             engine._connect_store(store, parts.store_rule)
@@ -169,6 +173,7 @@ class Engine(EngineCore):
         *,
         blend: bool = False,
         segments: Sequence[int] | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt. Its tokens come out of `step()`.
 
@@ -182,6 +187,7 @@ class Engine(EngineCore):
             blend: Reuse the kept segments of the prompt, and keep the others. A cached prefix is used first.
             segments: The lengths of the prompt's segments, from its first token on; the rest is in none. None means as
                 the BlendConfig says. Without `blend` the prompt is computed in full, and its segments are kept.
+            priority: Requests with a lower number are scheduled first, and preempted last.
 
         Returns:
             The request's id.
@@ -189,10 +195,12 @@ class Engine(EngineCore):
         Raises:
             ValueError: The id is in use. There are no tokens, or ids outside of the vocabulary. The request is longer
                 than the model takes, or than all blocks. `blend` or `segments` is given to an engine without a
-                BlendConfig. The segments are no lengths, longer than the prompt, or not found.
+                BlendConfig. The segments are no lengths, longer than the prompt, or not found. `stop` or a guide is
+                asked of an engine without a tokenizer. The guide cannot be compiled, with the reason.
+            ModuleNotFoundError: A guide needs the extra `guided`.
             TypeError: The tokens are text, or another argument has another type.
         """
-        prompt = Prompt(tokens, params, request_id, namespace, blend, segments)
+        prompt = Prompt(tokens, params, request_id, namespace, blend, segments, priority=priority)
         return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
@@ -383,11 +391,6 @@ class Engine(EngineCore):
     def _add(self, prompt: Prompt) -> Request:
         """Queue a prompt; see add_request."""
         request_id = self._loop.new_id() if prompt.request_id is None else prompt.request_id
-        request = self._intake.request(prompt, request_id, self._loop.num_arrivals, self._blend_config)
+        request = self.prepare(prompt, request_id)
         self._loop.add(request)
         return request
-
-    @property
-    def _blend_config(self) -> BlendConfig | None:
-        blender = self._connectors.blender
-        return None if blender is None else blender.config

@@ -50,19 +50,20 @@ def joined(publisher: EventPublisher, socket: zmq.Socket) -> int:
     raise AssertionError("the subscriber saw nothing")
 
 
-def replayed(context: zmq.Context, endpoint: str, start: int) -> list[tuple[int, bytes]]:
+def replayed(context: zmq.Context, endpoint: str, start: int, topic: bytes = b"") -> list[tuple[int, bytes]]:
     socket = context.socket(zmq.DEALER)
     socket.rcvtimeo = TIMEOUT_MS
     socket.connect(endpoint)
     socket.send_multipart([b"", start.to_bytes(8, "big")])
     batches = []
     while True:
-        empty, seq, payload = socket.recv_multipart()
+        empty, its_topic, seq, payload = socket.recv_multipart()
         assert empty == b""
         if seq == b"\xff" * 8:
-            assert payload == b""
+            assert payload == its_topic == b""
             socket.close()
             return batches
+        assert its_topic == topic
         batches.append((int.from_bytes(seq, "big"), payload))
 
 
@@ -117,6 +118,20 @@ def test_replay_gives_the_window_and_what_was_before(context):
     stream.close()
 
 
+def test_a_replayed_batch_has_its_topic_but_for_consumers_older_than_that(context):
+    stream = EventPublisher(EventConfig(FREE, FREE, topic="kv@pod@model"))
+    stream.publish(stored(0))
+    until(lambda: len(replayed(context, stream.replay_endpoint, 0, b"kv@pod@model")) == 1)
+    stream.close()
+    stream = EventPublisher(EventConfig(FREE, FREE, topic="kv@pod@model", encoding="array"))
+    socket = context.socket(zmq.DEALER)
+    socket.rcvtimeo = TIMEOUT_MS
+    socket.connect(stream.replay_endpoint)
+    socket.send_multipart([b"", b"\0" * 8])
+    assert socket.recv_multipart() == [b"", b"\xff" * 8, b""]
+    stream.close()
+
+
 def test_more_batches_than_zeromq_queues_by_itself_are_replayed(context):
     stream = EventPublisher(EventConfig(FREE, FREE, window=5000))
     for i in range(5000):
@@ -151,7 +166,7 @@ def test_a_request_without_the_empty_frame_is_answered_likewise(context):
     socket.rcvtimeo = TIMEOUT_MS
     socket.connect(stream.replay_endpoint)
     socket.send(b"\0" * 8)
-    assert socket.recv_multipart() == [b"\xff" * 8, b""]
+    assert socket.recv_multipart() == [b"", b"\xff" * 8, b""]
     stream.close()
 
 

@@ -117,7 +117,9 @@ def test_hashes_are_a_chain_over_tokens_size_and_namespace():
     second = hashlib.sha256(first + struct.pack("<qq", 3, 4)).digest()
     hashes = [int.from_bytes(digest[24:], "big") for digest in (first, second)]
     event = events_of(b"salt", [1, -2, 3, 4])
-    assert event == BlockStored(hashes, None, [1, 2**32 - 2, 3, 4], 2, None, "GPU", None, [["salt"], None])
+    assert event == BlockStored(
+        hashes, None, [1, 2**32 - 2, 3, 4], 2, None, "GPU", None, [["salt"], None], 0, "full_attention"
+    )
     assert hashes == expected_hashes(b"salt", (1, -2, 3, 4), 2)
     others = [events_of(b"", [1, -2, 3, 4]), events_of(b"salt", [1, -2, 3, 4], 4), events_of(b"salt", [0, -2, 3, 4])]
     known = {*hashes}

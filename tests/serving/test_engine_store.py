@@ -40,6 +40,20 @@ def test_a_second_process_starts_warm(tmp_path, kind: str, layer_layout: str) ->
             assert store.stats().corrupt_records == 0
 
 
+def test_what_is_being_stored_can_be_waited_for() -> None:
+    engine = make_engine()
+    assert engine.saves_under_way() == []
+    with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(engine.cache, "m")) as store:
+        engine.use_store(store)
+        engine.add_request(PROMPTS[0], SamplingParams(max_tokens=1))
+        assert engine.saves_under_way() == []
+        engine.step()
+        (save,) = engine.saves_under_way()
+        assert save.result(30) == 5 * C == store.lookup(PROMPTS[0])
+        engine.close()
+        assert engine.saves_under_way() == []
+
+
 def test_tiers_under_an_engine_with_few_blocks() -> None:
     expected = generate_each(make_model("llama"), PROMPTS, MAX_TOKENS)
     first = make_engine()

@@ -56,6 +56,47 @@ def test_compiled_models(make: Callable[..., object]) -> None:
         make(model, CONFIG)
 
 
+@MAKE
+def test_scripted_modules(make: Callable[..., object]) -> None:
+    model = make_model("llama")
+    layer = model.model.layers[0]
+    layer.mlp = torch.jit.trace(layer.mlp, torch.randn(1, model.config.hidden_size))
+    with pytest.raises(TypeError, match=r"model must not hold a ScriptModule, model.layers.0.mlp is a .*Traced"):
+        make(model, CONFIG)
+
+
+@MAKE
+@pytest.mark.parametrize("num_bytes", [0, 8])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
+)
+def test_weights_without_memory(make: Callable[..., object], name: str, num_bytes: int) -> None:
+    """Torch reads past the end of some, which ends the process."""
+    model = make_model("llama", tie_word_embeddings=False)
+    weight = model.get_parameter(name)
+    needed = weight.numel() * 4
+    weight.untyped_storage().resize_(num_bytes)
+    with pytest.raises(ValueError, match=f"memory for its weights, {name} needs {needed} bytes and has {num_bytes}:"):
+        make(model, CONFIG)
+
+
+def test_a_norm_whose_memory_is_taken_away_later(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("llama")
+    engine = make_engine(model, CONFIG)
+    model.model.norm.weight.untyped_storage().resize_(0)
+    assert engine.generate([[1, 2, 3]], PARAMS)[0].finish_reason == "error"
+    assert "weight must have memory for its elements" in caplog.text
+
+
+def test_a_model_in_autocast_is_tried_out_in_its_own_dtype() -> None:
+    """It was refused, as its logits over blocks were those of another dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = make_engine(make_model("llama"), CONFIG)
+        assert torch.is_autocast_enabled("cpu")
+    want = make_engine(make_model("llama"), CONFIG).generate([[3, 5, 7, 9]], PARAMS)
+    assert engine.generate([[3, 5, 7, 9]], PARAMS)[0].token_ids == want[0].token_ids
+
+
 def test_text_for_token_ids() -> None:
     engine = Engine.from_model(make_model("llama"), EngineConfig(CONFIG))
     ids = r"tokenizer\(text\)\['input_ids'\]"

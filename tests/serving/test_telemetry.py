@@ -10,6 +10,7 @@ import zmq
 from house.test_import import HIDE
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from support.latent_models import make_latent_model
 from support.mirror_router import MirrorRouter, expected_hashes
 from support.models import make_model, make_prompts
 
@@ -52,8 +53,8 @@ class Subscriber:
         deadline = time.monotonic() + 20
         while self.router.last_seq + 1 < num_batches and time.monotonic() < deadline:
             self.socket.send_multipart([b"", (self.router.last_seq + 1).to_bytes(8, "big")])
-            while (frames := self.socket.recv_multipart())[1] != b"\xff" * 8:
-                self.router.take(int.from_bytes(frames[1], "big"), frames[2])
+            while (frames := self.socket.recv_multipart())[2] != b"\xff" * 8:
+                self.router.take(int.from_bytes(frames[2], "big"), frames[3])
         assert self.router.last_seq + 1 == num_batches
 
     def __enter__(self) -> "Subscriber":
@@ -68,6 +69,18 @@ def test_a_router_knows_after_every_step_what_the_engine_holds(after_hits) -> No
     engine = make_engine(events=EventConfig(FREE, FREE), host_policy=HostPolicy(after_hits))
     with Subscriber(engine) as subscriber:
         follow(engine, subscriber)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend, kind", [("flash", "full_attention"), ("mla", "mla_attention")])
+def test_stored_blocks_name_the_kind_of_their_cache(backend, kind) -> None:
+    cache = CacheConfig(block_size=B, num_gpu_blocks=14, backend=backend)
+    config = EngineConfig(cache, events=EventConfig(FREE, FREE))
+    engine = Engine.from_model(make_latent_model("deepseek_v3"), config)
+    stored = []
+    engine.telemetry._stream.publisher.publish = lambda events: stored.extend(events) or True
+    engine.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
+    assert stored and {event.kv_cache_spec_kind for event in stored} == {kind}
     engine.close()
 
 

@@ -6,14 +6,24 @@ All fields are little-endian, 64 bits a number. The namespace follows its length
 big-endian number.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.observe.events.schema import DEVICE, HOST, AllBlocksCleared, BlockRemoved, BlockStored, Event, chains
+from kvpage.observe.events.block_hashes import next_digest, root_digest, shown
+from kvpage.observe.events.config import SpecKind
+from kvpage.observe.events.schema import (
+    DEVICE,
+    GROUP,
+    HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    chains,
+)
 from kvpage.observe.tree_watch import ChangeKind, TreeChanges, before
 
 _STORES = {
@@ -39,8 +49,14 @@ class _Block(NamedTuple):
 class BlockEvents:
     """The hash of every cached block, about 0.5 KiB each. It needs all changes of one tree, in order."""
 
-    def __init__(self, block_size: int, lora_names: Mapping[bytes, str] | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        lora_names: Mapping[bytes, str] | None = None,
+        spec_kind: SpecKind = "full_attention",
+    ) -> None:
         self._block_size = block_size
+        self._spec_kind = spec_kind
         self._lora_names = dict(lora_names or {})
         self._blocks: dict[str, dict[int, _Block]] = {DEVICE: {}, HOST: {}}
 
@@ -77,20 +93,21 @@ class BlockEvents:
             keys[0] = [_text(namespace)] if parent is None else None
         hashes = [block.hash for block in row]
         tokens = np.frombuffer(b"".join(block.tokens for block in row), np.uint32).tolist()
-        return BlockStored(hashes, parent, tokens, self._block_size, None, medium, name, keys)
+        size, kind = self._block_size, self._spec_kind
+        return BlockStored(hashes, parent, tokens, size, None, medium, name, keys, GROUP, kind)
 
     def _hashed(self, value: int, tokens: "_Tokens", namespaces: Iterator[bytes]) -> _Block:
         reference = before(value)
         if reference is None:
             namespace = next(namespaces)
-            digest, parent = _root(self._block_size, namespace), None
+            digest, parent = root_digest(self._block_size, namespace), None
         else:
             is_on_device, block_id = reference
             block = self._blocks[DEVICE if is_on_device else HOST][block_id]
             digest, parent, namespace = block.digest, block.hash, block.namespace
         wide, narrow = tokens.next_block()
-        digest = hashlib.sha256(digest + wide).digest()
-        return _Block(digest, parent, narrow, namespace, int.from_bytes(digest[-8:], "big"))
+        digest = next_digest(digest, wide)
+        return _Block(digest, parent, narrow, namespace, shown(digest))
 
 
 class _Tokens:
@@ -132,13 +149,8 @@ class _Run:
             rows = chains({block.hash: (block.parent, block) for block in blocks})
             self._events += [self._owner.stored(row, medium) for row in rows]
         else:
-            self._events.append(BlockRemoved([block.hash for block in blocks], medium))
+            self._events.append(BlockRemoved([block.hash for block in blocks], medium, GROUP))
         self._kind, self._blocks = None, []
-
-
-def _root(block_size: int, namespace: bytes) -> bytes:
-    numbers = block_size.to_bytes(8, "little") + len(namespace).to_bytes(8, "little")
-    return hashlib.sha256(numbers + namespace).digest()
 
 
 def _text(namespace: bytes) -> str:

@@ -7,6 +7,8 @@ from typing import Literal
 from kvpage.checks.values import check_at_least
 
 Encoding = Literal["map", "array"]
+SpecKind = Literal["full_attention", "mla_attention"]
+"""The kinds of cache by vLLM's names: K and V of heads, or latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,8 @@ class EventConfig:
         window: Number of past batches that can be requested one by one. Older ones come as one batch, their sum.
         high_water_mark: Number of batches that may wait for the sending thread, and at the PUB socket for each
             subscriber.
-        encoding: "map": named fields, as vLLM has sent events since its change 42892. "array": fields by position, as
-            before it.
+        encoding: "map": named fields, as vLLM has sent events since its change 42892, and replays with the topic, as
+            since 45177. "array": fields by position, and replays without the topic, as before.
         connect: Whether the PUB socket connects instead, to a router that has bound its SUB socket.
         data_parallel_rank: Sent with every batch.
         lora_names: The namespaces that are adapters, with their names. Any other namespace is sent as a cache salt.

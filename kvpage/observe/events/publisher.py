@@ -1,7 +1,7 @@
 """EventPublisher: batches of events over ZeroMQ, from a thread of its own, for which the serving loop never waits.
 
     publish ─► packed ─► | high_water_mark | ─► thread: PUB [topic, seq, payload] ─► subscribers
-               dropped and counted if full              ROUTER [start] ─► [seq, payload] ... [-1, b""]
+               dropped and counted if full              ROUTER [start] ─► [topic, seq, payload] ... [b"", -1, b""]
 
 The thread knows bytes only. A subscriber that is too slow loses messages at the PUB socket, as ZeroMQ does it. It sees
 a gap in the sequence numbers, and requests the missing batches at the replay endpoint.
@@ -109,6 +109,8 @@ class _Sender(threading.Thread):
         super().__init__(name="kvpage-events", daemon=True)
         self._batches = batches
         self._topic = config.topic.encode()
+        # Consumers that read arrays are older than the topic in replays.
+        self._replay_topic = [self._topic] if config.encoding == "map" else []
         self._num_sent = 0
         self._pub = context.socket(zmq.PUB)
         self._pub.sndhwm = config.high_water_mark
@@ -160,5 +162,6 @@ class _Sender(threading.Thread):
         if len(frames) not in (2, 3) or len(start) != 8:
             return
         for seq, payload in self._window.since(int.from_bytes(start, "big")):
-            self._router.send_multipart([*envelope, seq.to_bytes(8, "big"), payload])
-        self._router.send_multipart([*envelope, END_SEQ, b""])
+            self._router.send_multipart([*envelope, *self._replay_topic, seq.to_bytes(8, "big"), payload])
+        end_topic = [b"" for _ in self._replay_topic]
+        self._router.send_multipart([*envelope, *end_topic, END_SEQ, b""])

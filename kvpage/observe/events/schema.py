@@ -9,7 +9,7 @@ Fields that hold their default are left out, in arrays at the end only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -18,12 +18,13 @@ from kvpage.observe.events.config import Encoding
 
 DEVICE = "GPU"  # the medium of the device tier, also where that is a CPU: its blocks need no transfer
 HOST = "CPU"
+GROUP = 0  # the index of the only group: a block holds every layer
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks in a row, each the parent of the next, are in `medium` now.
+    """Blocks in a row, each the parent of the next, are in `medium` now. All fields of vLLM 0.32, in its order.
 
     Attributes:
         block_hashes: Unsigned 64-bit numbers.
@@ -35,6 +36,12 @@ class BlockStored:
         lora_name: The adapter that computed the blocks.
         extra_keys: Further keys that distinguish a block from others with the same tokens: a list or None for each
             block.
+        group_idx: The group of layers. kvpage has one, 0: a block holds every layer.
+        kv_cache_spec_kind: The group's kind of cache. Routers skip kinds by which no prefix is found.
+        kv_cache_spec_sliding_window: Always None: a cached prefix is found whole, also where attention has a window.
+        locality: "LOCAL" or "REMOTE", seen from the publisher; None says nothing.
+        ownership: The name of a second tier that has the blocks; None says nothing.
+        session_id: The session that stored the blocks; None says nothing.
     """
 
     block_hashes: list[int]
@@ -45,14 +52,23 @@ class BlockStored:
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """The blocks are not in `medium` any more. They may be in another."""
+    """The blocks are not in `medium` any more. They may be in another. The fields are those of BlockStored."""
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,7 @@ class AllBlocksCleared:
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_FIELDS = {kind: [(field.name, field.default) for field in fields(kind)] for kind in _TYPES.values()}
 
 
 class EventBatch(NamedTuple):
@@ -89,15 +106,12 @@ def split(event: BlockStored) -> list[BlockStored]:
     """Return an event for each block."""
     size, parents = event.block_size, [event.parent_block_hash, *event.block_hashes]
     return [
-        BlockStored(
-            [block_hash],
-            parents[i],
-            event.token_ids[i * size : (i + 1) * size],
-            size,
-            event.lora_id,
-            event.medium,
-            event.lora_name,
-            event.extra_keys and event.extra_keys[i : i + 1],
+        replace(
+            event,
+            block_hashes=[block_hash],
+            parent_block_hash=parents[i],
+            token_ids=event.token_ids[i * size : (i + 1) * size],
+            extra_keys=event.extra_keys and event.extra_keys[i : i + 1],
         )
         for i, block_hash in enumerate(event.block_hashes)
     ]
@@ -132,27 +146,31 @@ def chains(blocks: Mapping[int, tuple[int | None, T]]) -> list[list[T]]:
 
 def _joined(chain: Sequence[BlockStored]) -> BlockStored:
     first = chain[0]
-    return BlockStored(
-        [event.block_hashes[0] for event in chain],
-        first.parent_block_hash,
-        [token for event in chain for token in event.token_ids],
-        first.block_size,
-        first.lora_id,
-        first.medium,
-        first.lora_name,
-        first.extra_keys and [key for event in chain for key in event.extra_keys or [None]],
+    return replace(
+        first,
+        block_hashes=[event.block_hashes[0] for event in chain],
+        token_ids=[token for event in chain for token in event.token_ids],
+        extra_keys=first.extra_keys and [key for event in chain for key in event.extra_keys or [None]],
     )
 
 
 def _as_map(event: Event) -> dict[str, Any]:
-    named = {"type": type(event).__name__, **{field.name: getattr(event, field.name) for field in fields(event)}}
-    if named.get("extra_keys", ()) is None:
-        del named["extra_keys"]
+    named: dict[str, Any] = {"type": type(event).__name__}
+    for name, default in _FIELDS[type(event)]:
+        value = getattr(event, name)
+        if default is MISSING or value is not default:
+            named[name] = value
     return named
 
 
 def _as_array(event: Event) -> list[Any]:
-    return list(_as_map(event).values())
+    values: list[Any] = [type(event).__name__]
+    num_sent = 1
+    for name, default in _FIELDS[type(event)]:
+        values.append(getattr(event, name))
+        if default is MISSING or values[-1] is not default:
+            num_sent = len(values)
+    return values[:num_sent]
 
 
 def _event(wire: dict[str, Any] | list[Any]) -> Event:

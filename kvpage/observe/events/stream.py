@@ -1,7 +1,7 @@
 """EventStream: publishes the changes that a tree's watch reports."""
 
 from kvpage.observe.events.block_events import BlockEvents
-from kvpage.observe.events.config import EventConfig
+from kvpage.observe.events.config import EventConfig, SpecKind
 from kvpage.observe.events.publisher import EventPublisher
 from kvpage.observe.tree_watch import TreeChanges, TreeWatch
 
@@ -13,10 +13,12 @@ class EventStream:
     AllBlocksCleared and stores everything again.
     """
 
-    def __init__(self, watch: TreeWatch, block_size: int, config: EventConfig) -> None:
+    def __init__(
+        self, watch: TreeWatch, block_size: int, config: EventConfig, spec_kind: SpecKind = "full_attention"
+    ) -> None:
         self.publisher = EventPublisher(config)
         self._watch = watch
-        self._events = BlockEvents(block_size, config.lora_names)
+        self._events = BlockEvents(block_size, config.lora_names, spec_kind)
         watch.listeners.append(self._tell)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.started_pool import started_pool
+from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.blending.blender import Blender
@@ -133,12 +134,11 @@ class BlendConnector:
         """Whether the prompt's segments are on their way."""
         return prompt in self._lookups
 
-    def wait(self) -> None:
-        """Wait until a lookup is done, or late."""
+    def wait(self, limit: WaitLimit | None = None) -> None:
+        """Wait until a lookup is done, or late; no longer than the limit."""
         if self._lookups:
-            first = min(lookup.deadline for lookup in self._lookups.values())
             futures = [lookup.future for lookup in self._lookups.values()]
-            wait(futures, timeout=max(first - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")
+            wait_for_one(futures, min(lookup.deadline for lookup in self._lookups.values()), limit)
 
     def note_blended(self, prompt: BlendedPrompt, counts: BlendCounts) -> None:
         """Note that the prefill of the prompt reused segments."""

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.checks.wait_limit import WaitLimit
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
+from kvpage.serving.loop.batch.batch import Portion
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import StoreConnector
 
@@ -49,7 +51,8 @@ class Connectors:
         is_new = num_queued is None or num_queued != self._num_queued
         self._num_queued = num_queued
         if self.store:
-            self._has_asked_store = self.store.ask(waiting if is_new or not self._has_asked_store else ())
+            asks = is_new or not self._has_asked_store
+            self._has_asked_store = self.store.ask([one for one in waiting if not one.scores_prompt] if asks else ())
         if self.blend:
             prompts = (request.blending for request in waiting if request.blending is not None)
             self.blend.ask(prompts if is_new else ())
@@ -60,12 +63,12 @@ class Connectors:
             return True
         return bool(self.blend and request.blending is not None and self.blend.holds(request.blending))
 
-    def wait(self) -> None:
-        """Wait until something has come, or is late."""
+    def wait(self, limit: WaitLimit | None = None) -> None:
+        """Wait until something has come, or is late; no longer than the limit."""
         if self.blend and self.blend.is_busy:
-            self.blend.wait()
+            self.blend.wait(limit)
         elif self.store:
-            self.store.wait()
+            self.store.wait(limit)
 
     def reclaim(self) -> bool:
         """Wait for blocks of the store's transfers, so that they can be evicted; False if there are none."""
@@ -90,6 +93,14 @@ class Connectors:
         for request in _prefilled(requests):
             if self.store:
                 self.store.save(_first_tokens(request, request.num_tokens), request.namespace)
+
+    def save_portions(self, portions: Iterable[Portion]) -> None:
+        """Store the first chunks of prompts that are committed in part, where a portion has completed one."""
+        if self.store is None or not self.store.save_portions:
+            return
+        for request, start, end in portions:
+            if end < request.num_tokens:
+                self.store.save_portion(_first_tokens(request, end), start, request.namespace)
 
     def save_generated(self, request: Request) -> None:
         """Store the tokens of a request that has finished, and still has its blocks."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage._C import ids_below
 from kvpage.blend.config import BlendConfig
@@ -24,13 +24,18 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.params.sampling import SamplingParams, check_params
+from kvpage.serving.text.scored_prompt import ScoredPrompt
+from kvpage.serving.text.text_rules import TextRules
+
+MAX_SCORED_LOGITS = 2**26
+"""Logits of prompts that one step may have at most: 256 MiB in fp32."""
 
 
 class Prompt(NamedTuple):
     """The arguments of a request.
 
-    tokens to segments: see Engine.add_request. sink: where its outputs go; None for those that `step` returns.
-    copy_at: where its one segment is repeated, see Engine.warm_segments. is_warming: that call has made it.
+    tokens to segments, priority: see Engine.add_request. sink: where its outputs go; None for those that `step`
+    returns. copy_at: where its one segment is repeated, see Engine.warm_segments. is_warming: that call has made it.
     """
 
     tokens: Tokens
@@ -42,20 +47,29 @@ class Prompt(NamedTuple):
     sink: deque[StepOutput] | None = None
     copy_at: int | None = None
     is_warming: bool = False
+    priority: int = 0
 
 
 class Intake:
     """Checks prompts for one model, whose K and V go to the blocks of `manager`.
 
     defaults: for parameters that are left at None. max_model_len: tokens of a request, generated ones included.
+    tokenizer: for parameters that speak of text; None refuses these.
+    Any thread may ask it at any time: it reads what does not change, and replaces what it remembers as a whole.
     """
 
     def __init__(
-        self, model: PreTrainedModel, manager: BlockManager, defaults: ParamDefaults, max_model_len: int
+        self,
+        model: PreTrainedModel,
+        manager: BlockManager,
+        defaults: ParamDefaults,
+        max_model_len: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.defaults, self.max_model_len = defaults, max_model_len
         self.vocab_size = vocab_size(model)
         self.eos_token_ids = eos_token_ids(model)
+        self._text_rules = TextRules(tokenizer, self.vocab_size, self.eos_token_ids)
         self._model = model
         self._num_slots = manager.num_blocks * manager.block_size
         self._filled: tuple[SamplingParams, SamplingParams] | None = None  # the last ones given, and with defaults
@@ -85,23 +99,31 @@ class Intake:
                 f"got {num_prompt_tokens} + {max_tokens}{why}"
             )
 
-    def request(self, prompt: Prompt, request_id: str, arrival: int, blend_config: BlendConfig | None) -> Request:
+    def request(self, prompt: Prompt, request_id: str, blend_config: BlendConfig | None) -> Request:
         """Make a request, once all of the prompt is checked.
 
-        request_id: the prompt's own, or a new one. arrival: how many requests came before. blend_config: how the engine
-        blends; None if it does not.
+        request_id: the prompt's own, or a new one. blend_config: how the engine blends; None if it does not.
         """
         if prompt.params is not None:
-            check_params(prompt.params)
+            self._text_rules.check(check_params(prompt.params))
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(prompt.namespace)
         check_flag("blend", prompt.blend)
+        if not is_int(prompt.priority):
+            raise TypeError(f"priority must be an integer, got {type(prompt.priority).__name__}")
         tokens = self.check_tokens(prompt.tokens)
         params = self._params(prompt.params, len(tokens))
+        if prompt.blend and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs must be None with blend, which does not compute all of the prompt")
         is_plain = not prompt.blend and prompt.segments is None
         blending = None if is_plain else _blending(prompt, request_id, tokens, blend_config)
-        return Request(request_id, tokens, params, arrival, self.eos_token_ids, prompt.namespace, prompt.sink, blending)
+        about = prompt.namespace, prompt.sink, blending, prompt.priority, self._text_rules
+        request = Request(request_id, tokens, params, 0, self.eos_token_ids, *about)
+        if params.prompt_logprobs is not None:
+            max_rows = max(MAX_SCORED_LOGITS // self.vocab_size, 1)
+            request.scored = ScoredPrompt(len(tokens), params.prompt_logprobs, max_rows)
+        return request
 
     def warming(self, tokens: Tokens, namespace: bytes, config: BlendConfig) -> Prompt:
         """Return a prompt that computes and keeps a segment; see Engine.warm_segments."""
@@ -118,8 +140,9 @@ class Intake:
 
         Those that many requests share, one after the other, are filled in once, and found again by their values.
         """
-        if self._filled is not None and given == self._filled[0]:
-            params = self._filled[1]
+        filled = self._filled
+        if filled is not None and given == filled[0]:
+            params = filled[1]
             if num_prompt_tokens + (params.max_tokens or 0) > self.max_model_len:
                 self.check_length(num_prompt_tokens, params.max_tokens or 0)
             return params

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
 
+from kvpage.serving.text.token_logprobs import TokenLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -14,14 +16,22 @@ class Sample:
     """One continuation of a prompt.
 
     Attributes:
-        token_ids: The generated tokens, the stop token included.
-        finish_reason: "stop" (a stop token or an end-of-sequence token), "length" (max_tokens), "abort" or "error".
+        token_ids: The generated tokens, the stop token included, and all tokens of a stop string.
+        finish_reason: "stop" (an end-of-sequence token, a stop token, a stop string, or the end of a guide), "length"
+            (max_tokens), "abort" or "error".
         error: The reason of the finish reason "error"; else None.
+        text: The generated text without special tokens, up to the stop string; None without a tokenizer, and with an
+            error.
+        stop_reason: The stop string, or the token of `stop_token_ids`, that ended it; else None.
+        logprobs: One for each of token_ids; None unless SamplingParams.logprobs asked for them.
     """
 
     token_ids: list[int]
     finish_reason: FinishReason
     error: str | None = None
+    text: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,9 @@ class RequestOutput:
         finish_time: The same of its end.
         num_reused_tokens: Tokens of the prompt whose K and V came out of segments. 0 for an exact prefill.
         num_recomputed_tokens: Tokens that segments had, and that were computed again. 0 for an exact prefill.
+        prompt_logprobs: One for each token of the prompt, None for the first one, which follows nothing; None unless
+            SamplingParams.prompt_logprobs asked for them, or where the request ended before all were computed.
+        num_loaded_tokens: Those of `num_cached_tokens` that came from the host tier or a store for this request.
     """
 
     request_id: str
@@ -49,6 +62,8 @@ class RequestOutput:
     finish_time: float
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_loaded_tokens: int = 0
 
     @property
     def is_blended(self) -> bool:
@@ -81,6 +96,9 @@ class StepOutput(NamedTuple):
         finish_reason: Set with the last token of the sample, and with its error; else None.
         output: Set with the last token, or the error, of the request's last sample; else None.
         error: The reason of the finish reason "error"; else None.
+        logprobs: Those of the token; None unless SamplingParams.logprobs asked for them.
+        stop_reason: As in Sample, set with its last token.
+        text: The text of the whole sample, as in Sample, set with its last token.
     """
 
     request_id: str
@@ -89,8 +107,13 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
     error: str | None = None
+    logprobs: TokenLogprobs | None = None
+    stop_reason: str | int | None = None
+    text: str | None = None
 
 
+NUM_UNSET = len(StepOutput._fields) - 3
+"""The fields that only some tokens have."""
 _as_step_output = partial(tuple.__new__, StepOutput)  # StepOutput(*fields) is a call of Python
 
 
@@ -99,5 +122,5 @@ def outputs_of_tokens(
 ) -> list[StepOutput]:
     """Return StepOutput(request_id, token_id, sample_index) of each: a step has many that are no last ones."""
     nothing = repeat(None)
-    columns = zip(request_ids, token_ids, sample_indices, nothing, nothing, nothing, strict=False)
+    columns = zip(request_ids, token_ids, sample_indices, *[nothing] * NUM_UNSET, strict=False)
     return list(map(_as_step_output, columns))

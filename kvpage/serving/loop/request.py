@@ -26,6 +26,9 @@ from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
+from kvpage.serving.text.answer import Answer, AnswerRules
+from kvpage.serving.text.scored_prompt import ScoredPrompt
+from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -33,16 +36,21 @@ class SampleGroup:
     """The facts that all samples of one prompt share.
 
     arrival: how many requests came before. sink: where outputs go; None for those that `Engine.step` returns.
-    samples: the requests that exist by now, the first one first. num_cached_tokens: at the first admission.
+    samples: the requests that exist by now, the first one first. priority: requests with a lower one come first.
+    num_cached_tokens: at the first admission. num_loaded_tokens: that the host tier or a store gave for it before.
+    answer_rules: of the engine; None gives no answers.
     """
 
     arrival: int
     sink: deque[StepOutput] | None
     samples: list["Request"]
+    priority: int = 0
     is_aborted: bool = False
     num_cached_tokens: int | None = None
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
+    num_loaded_tokens: int = 0
+    answer_rules: AnswerRules | None = None
 
     def note_token(self, now: float) -> None:
         """Note that a sample has a new token: the first of all has its time kept."""
@@ -55,6 +63,11 @@ class SampleGroup:
             return False
         self.num_cached_tokens = num_cached_tokens
         return True
+
+    def note_loaded(self, num_tokens: int) -> None:
+        """Note tokens that were loaded for it; those after its first admission are no part of what it found."""
+        if self.num_cached_tokens is None:
+            self.num_loaded_tokens += num_tokens
 
     def abort(self) -> None:
         """Note that the caller has ended all samples."""
@@ -85,11 +98,13 @@ class Request:
         namespace: bytes = b"",
         sink: deque[StepOutput] | None = None,
         blending: BlendedPrompt | None = None,
+        priority: int = 0,
+        answer_rules: AnswerRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.seq_id: Hashable = request_id  # in the block manager
         self.sample_index = 0
-        self.group = SampleGroup(arrival, sink, [self])
+        self.group = SampleGroup(arrival, sink, [self], priority, answer_rules=answer_rules)
         self.params = params
         self.namespace = namespace
         self.blending = blending
@@ -103,12 +118,16 @@ class Request:
         self.tokens = np.empty(len(prompt) + max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
         self._token_memory = self.tokens.data  # of which single tokens are read and written at once
+        self.answer: Answer | None = None if answer_rules is None else answer_rules.answer(params, len(prompt))
+        self.scored: ScoredPrompt | None = None
+        guided = None if self.answer is None else self.answer.guided
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
-        if not is_greedy or params.changes_logits:
-            self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens)
+        if not is_greedy or params.changes_logits or guided is not None:
+            self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens, guided)
         self.num_computed = self.num_committed = self.num_room = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self._text: str | None = None
 
     # --- the samples of its prompt -----------------------------------------------------------------------------------
 
@@ -127,7 +146,8 @@ class Request:
         return [self._fork(index) for index in range(begin, begin + self.num_forks_due)]
 
     def _fork(self, index: int) -> "Request":
-        fork = Request(self.request_id, self.prompt, self.params, 0, self.stop_ids, self.namespace)
+        about = self.params, 0, self.stop_ids, self.namespace
+        fork = Request(self.request_id, self.prompt, *about, answer_rules=self.group.answer_rules)
         fork.seq_id, fork.sample_index, fork.group = (self.request_id, index), index, self.group
         fork.seed = (self.seed + index) % MAX_SEED
         return fork
@@ -180,6 +200,11 @@ class Request:
         """Whether segments were found for it, so that it may have to be computed in one step."""
         return self.blending is not None and bool(self.blending.reusable)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be computed, so that all of it must be."""
+        return self.scored is not None and not self.scored.is_whole
+
     # --- its tokens --------------------------------------------------------------------------------------------------
 
     @property
@@ -198,21 +223,63 @@ class Request:
         return self._token_memory[self.num_tokens - 1]
 
     @property
+    def generated(self) -> npt.NDArray[np.int32]:
+        """A view of the tokens it has generated."""
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
+    @property
     def generated_token_ids(self) -> list[int]:
         """The tokens it has generated."""
-        token_ids: list[int] = self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+        token_ids: list[int] = self.generated.tolist()
         return token_ids
 
-    def append(self, token_id: int, now: float) -> FinishReason | None:
-        """Take a new token; return why it was the last one, or None."""
+    def append(self, token_id: int, now: float, logprobs: TokenLogprobs | None = None) -> FinishReason | None:
+        """Take a new token, with its log-probabilities if asked for; return why it was the last one, or None."""
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
         self.group.note_token(now)
-        if token_id in self.stop_ids:
+        is_text_over = self.answer is not None and self.answer.take(self.generated, logprobs)
+        if token_id in self.stop_ids or is_text_over:
             self.finish_reason = "stop"
         elif self.num_tokens == len(self.tokens):
             self.finish_reason = "length"
+        if self.finish_reason == "length" and self.answer is not None and self.answer.end(self.generated):
+            self.finish_reason = "stop"
+        if self.finish_reason is not None:
+            self._text = self._read_text()  # where the tokenizer may raise: nobody has acted on the end yet
         return self.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the token of `stop_token_ids`, that has ended it; None for another end."""
+        if self.answer is not None and self.answer.stop is not None:
+            return self.answer.stop
+        if self.finish_reason != "stop" or not self.num_generated:
+            return None
+        return self.newest_token if self.newest_token in self.params.stop_token_ids else None
+
+    def sample(self) -> Sample:
+        """Return what it has generated, once it has ended."""
+        answer, token_ids = self.answer, self.generated_token_ids
+        logprobs = None if answer is None or answer.logprobs is None else answer.logprobs[: len(token_ids)]
+        reason = self.finish_reason or "abort"
+        return Sample(token_ids, reason, self.error, self.text, self.stop_reason, logprobs)
+
+    @property
+    def text(self) -> str | None:
+        """The text of what it has generated, once it has ended; None without a tokenizer, and with an error.
+
+        The error may be the tokenizer's own.
+        """
+        if self._text is None and self.finish_reason == "abort":
+            self._text = self._read_text()
+        return self._text
+
+    def _read_text(self) -> str | None:
+        if self.answer is not None and self.answer.has_text:
+            return self.answer.text(self.generated)
+        rules = self.group.answer_rules
+        return None if rules is None else rules.text(self.generated_token_ids)
 
     def take_back(self, num_ahead: int = 0) -> None:
         """Forget a new token that no caller has seen, when the step of a running request fails.
@@ -221,27 +288,34 @@ class Request:
         """
         num_room = self.num_room - num_ahead
         if self.num_tokens > num_room > 0:
-            self.num_tokens, self.finish_reason = num_room, None
+            self.num_tokens, self.finish_reason, self._text = num_room, None, None
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """End it before its last token."""
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error, self._text = reason, error, None
+
+    def why_no_token(self) -> str:
+        """Return why no next token could be chosen."""
+        if self.answer is not None and self.answer.guided is not None and (error := self.answer.guided.error):
+            return f"the guide cannot go on after {self.num_generated} tokens: {error}"
+        return f"the logits after {self.num_tokens} tokens are no finite numbers"
 
     def output(self) -> RequestOutput:
         """Return the outcome, once all samples have finished or were aborted."""
-        group, blending = self.group, self.group.samples[0].blending
+        group, first = self.group, self.group.samples[0]
+        blending = first.blending
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt.tolist(),
-            samples=tuple(
-                Sample(one.generated_token_ids, one.finish_reason or "abort", one.error) for one in group.samples
-            ),
+            samples=tuple(one.sample() for one in group.samples),
             num_cached_tokens=group.num_cached_tokens or 0,
             arrival_time=group.arrival_time,
             first_token_time=group.first_token_time,
             finish_time=time.monotonic(),
             num_reused_tokens=0 if blending is None else blending.num_reused_tokens,
             num_recomputed_tokens=0 if blending is None else blending.num_recomputed_tokens,
+            prompt_logprobs=None if first.scored is None else first.scored.logprobs,
+            num_loaded_tokens=min(group.num_loaded_tokens, group.num_cached_tokens or 0),
         )
 
 

@@ -2,19 +2,20 @@
 
     add ─► waiting ──admit──► running: prefill, in portions ─► decode, a token a step ─► finish
               ▲                  │
-              └────preempt───────┘   blocks are short: the youngest gives its own back (to the host, or for good)
+              └────preempt───────┘   blocks are short: the last in order gives its own back (to the host, or for good)
 
-Both lists serve first come, first served. `waiting` is kept in order of arrival, also for those that come back.
+Requests with a lower `priority` come first; those with the same one are served first come, first served. `waiting` is
+kept in this order, also for those that come back. One that waits preempts running ones of higher numbers.
 
-Every request finishes:
+Every request finishes, once those before it in order have:
 
 - `add` refuses a request that does not fit into all blocks together.
 - A step gives its tokens to the decoding requests first. It admits nothing before every running request has its share,
   so a running prefill waits at most for a finite number of decodes.
-- Only the youngest running request is preempted, hence never the oldest while another runs. Alone, the oldest has
+- Only the last running request in order is preempted, hence never the first while another runs. Alone, the first has
   blocks enough: all others are free or evictable. So it gets to its end, then the next one does. Of the samples of one
-  prompt, each a request from its first token on, the first counts as the oldest.
-- The oldest waiting request is passed over only while another's prefill computes blocks that it will share, or while a
+  prompt, each a request from its first token on, the first one comes first.
+- The first waiting request is passed over only while another's prefill computes blocks that it will share, or while a
   store sends K and V for it. That prefill ends or is preempted; the store has a deadline.
 - With nothing running it is admitted: all blocks are free, or held by something that is no request (`Branches`). Then
   the reclaimers are asked for blocks. If that is not enough, `schedule` raises OutOfBlocks.
@@ -27,7 +28,8 @@ import numpy as np
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion
+from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
+from kvpage.serving.loop.batch.prefills import Prefills
 from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
@@ -67,11 +69,17 @@ class Scheduler:
         self.num_left = 0  # how often requests have left `running`
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
+        self._has_priorities = False
         self._is_held = is_held
         self.reclaimers = list(reclaimers)
 
     def add(self, request: Request) -> None:
-        """Queue a request. ValueError if it would not fit even if it had all blocks, or all places, for itself."""
+        """Queue a request. ValueError as `check`."""
+        self.check(request)
+        self._queue(request)
+
+    def check(self, request: Request) -> None:
+        """ValueError if it would not fit even with all blocks, or all places, for itself. Any thread may call it."""
         if request.params.n > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.params.n}")
         needed = self._blocks_for(request.max_written_tokens)
@@ -81,7 +89,6 @@ class Scheduler:
                 f"{self.manager.block_size} tokens, got {request.num_prompt_tokens} + {request.params.max_tokens} "
                 f"tokens, {needed} blocks"
             )
-        self._queue(request)
 
     def add_reclaimer(self, reclaimer: Reclaimer) -> None:
         """Ask one more for blocks, after the others."""
@@ -100,17 +107,23 @@ class Scheduler:
         It is empty if there are no requests, or all that wait are held. OutOfBlocks, with every request where it was,
         if others hold so much that not a single request fits.
         """
+        if not tried:
+            self._make_way()
         decodes = self._room_for_decodes()
         prefilling = self._prefilling() if len(decodes.requests) < len(self.running) else []
         if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
         budget = self.max_num_batched_tokens - len(decodes.requests)
+        later = [request for request in prefilling if self._yields(request)]
         for request in prefilling:
-            budget -= _add_portion(portions, request, budget)
+            if request not in later:
+                budget -= add_portion(portions, request, budget)
         batch = Batch(decodes, portions)
         if self.waiting and budget and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
+        for request in later:
+            add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens)
         return batch
 
     def complete(self, batch: Batch) -> None:
@@ -167,19 +180,44 @@ class Scheduler:
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
 
-    def preempt_youngest(self) -> None:
-        """Take the blocks of the running request that arrived last; it waits again. If that fails, it still runs."""
-        youngest = max(self.running, key=_arrival)
-        self._give_back(youngest)
+    def preempt_last(self) -> None:
+        """Take the blocks of the running request that is last in order; it waits again. If that fails, it runs on."""
+        last = max(self.running, key=_order)
+        self._give_back(last)
         self.num_preemptions += 1
-        self.running.remove(youngest)
+        self.running.remove(last)
         self.num_left += 1
-        self._queue(youngest)
+        self._queue(last)
+
+    # --- priorities --------------------------------------------------------------------------------------------------
+
+    def _yields(self, request: Request) -> bool:
+        """Whether a running request comes after the first waiting one by its priority."""
+        return bool(self.waiting) and self.waiting[0].group.priority < request.group.priority
+
+    @property
+    def has_urgent(self) -> bool:
+        """Whether the first waiting request comes before a running one by its priority."""
+        return self._has_priorities and any(self._yields(request) for request in self.running)
+
+    def _make_way(self) -> None:
+        """Preempt running requests for the first waiting one, if they come after it by their priorities.
+
+        Only as many as it needs are preempted. Its cached blocks are not counted, so that may be one too many.
+        """
+        while self.has_urgent:
+            first = self.waiting[0]
+            num_seqs = len(self.running) + 1 + first.num_forks_due
+            num_blocks = self._blocks_for(first.num_tokens) + num_seqs - 1  # one for each other to go on
+            if self._is_held(first) or (num_seqs <= self.max_num_seqs and num_blocks <= self.manager.num_free_blocks):
+                return
+            self.preempt_last()
 
     # --- a request's blocks ------------------------------------------------------------------------------------------
 
     def _queue(self, request: Request) -> None:
-        insort(self.waiting, request, key=_arrival)
+        self._has_priorities = self._has_priorities or request.group.priority != 0
+        insort(self.waiting, request, key=_order)
         self.num_queued += 1
 
     def _stop(self, request: Request) -> None:
@@ -191,13 +229,17 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
         self._commit(request)
+        if request.scores_prompt or not self._swapped_out(request):
+            self.manager.release(request.seq_id)
+        request.leave_blocks()
+
+    def _swapped_out(self, request: Request) -> bool:
         try:
             self.manager.swap_out(request.seq_id)
         except OutOfBlocks:
-            self.manager.release(request.seq_id)
-        else:
-            self.num_swaps += 1
-        request.leave_blocks()
+            return False
+        self.num_swaps += 1
+        return True
 
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
@@ -228,7 +270,7 @@ class Scheduler:
                 return decodes
             except OutOfBlocks:
                 if len(self.running) > 1:
-                    self.preempt_youngest()
+                    self.preempt_last()
                 elif not self._reclaim():
                     raise
 
@@ -247,7 +289,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        prefills = _Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
+        prefills = Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
@@ -255,14 +297,14 @@ class Scheduler:
             num_more = 1 + request.num_forks_due
             if not budget or num_seqs + num_more > self.max_num_seqs or num_passed_over > self.max_num_seqs:
                 break
-            if self._is_held(request) or prefills.will_share(request):
+            if self._is_held(request) or (prefills.will_share(request) and not request.scores_prompt):
                 num_passed_over += 1
                 continue
             num_spare = num_seqs + num_more - 1 if self.running else 0
             if _needs_a_step_of_its_own(request, batch, budget) or not self._allocated(request, num_spare):
                 break
             num_seqs += num_more
-            budget -= min(_add_portion(batch.prefills, request, budget), budget)
+            budget -= min(add_portion(batch.prefills, request, budget), budget)
             if not request.reuse:
                 prefills.add(request)
 
@@ -298,16 +340,19 @@ class Scheduler:
         """
         tokens = request.tokens[: request.num_tokens]
         was_swapped = self.manager.is_swapped(request.seq_id)
+        num_loaded = self.manager.space.num_host_hit_tokens
         try:
             if was_swapped:
                 given = self.manager.swap_in(request.seq_id, tokens)
             else:
-                given = self.manager.allocate(request.seq_id, tokens, request.namespace, request.params.priority)
+                most = 0 if request.scores_prompt else None
+                given = self.manager.allocate(request.seq_id, tokens, request.namespace, request.params.priority, most)
         except OutOfBlocks:
             return False
         if self.manager.num_free_blocks < num_spare:
             self._refuse(request, was_swapped)
             return False
+        request.group.note_loaded(self.manager.space.num_host_hit_tokens - num_loaded)
         if request.admit(given.num_cached_tokens):
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += given.num_cached_tokens
@@ -332,60 +377,6 @@ class Scheduler:
         return -(-num_tokens // self.manager.block_size)
 
 
-class _Prefills:
-    """Running requests whose prompts are not computed yet, found by their first block.
-
-    A waiting request that shares blocks with one of them does better to wait until these are committed. Of many
-    requests with a common prefix that arrive together, the first computes it and the others find it.
-    """
-
-    def __init__(self, manager: BlockManager, running: list[Request]) -> None:
-        self._block_size = manager.block_size
-        self._enabled = manager.enable_prefix_caching
-        self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
-        self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
-
-    def add(self, request: Request) -> None:
-        if self._enabled:
-            self._new.append(request)
-
-    def will_share(self, request: Request) -> bool:
-        """Whether one of them has yet to compute a whole block with which `request` begins, too."""
-        if self._new:
-            self._note_new()
-        if not self._by_first_block or request.num_tokens <= self._block_size:
-            return False
-        others = self._by_first_block.get(self._key(request), ())
-        return any(self._num_shared(request, other) > other.num_computed for other in others)
-
-    def _note_new(self) -> None:
-        for request in self._new:
-            if self._whole_blocks(request.num_room) > request.num_computed:
-                self._by_first_block.setdefault(self._key(request), []).append(request)
-        self._new = []
-
-    def _num_shared(self, request: Request, other: Request) -> int:
-        length = min(request.num_tokens - 1, other.num_room)
-        differ = request.tokens[:length] != other.tokens[:length]
-        num_equal = int(differ.argmax()) if differ.any() else length
-        return self._whole_blocks(num_equal)
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._block_size * self._block_size
-
-    def _key(self, request: Request) -> tuple[bytes, bytes]:
-        return request.namespace, request.tokens[: self._block_size].tobytes()
-
-
-def _add_portion(portions: list[Portion], request: Request, budget: int) -> int:
-    """Add as many of the request's next tokens as the budget allows, or all if it blends; return how many."""
-    num_left = request.num_room - request.num_computed
-    num_tokens = num_left if request.reuse else min(budget, num_left)
-    if num_tokens:
-        portions.append(Portion(request, request.num_computed, request.num_computed + num_tokens))
-    return num_tokens
-
-
 def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> bool:
     """Whether a request that may blend, and so is not computed in portions, is too long for the rest of the step.
 
@@ -396,5 +387,6 @@ def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> boo
     )
 
 
-def _arrival(request: Request) -> tuple[int, int]:
-    return request.group.arrival, request.sample_index
+def _order(request: Request) -> tuple[int, int, int]:
+    group = request.group
+    return group.priority, group.arrival, request.sample_index

@@ -20,11 +20,14 @@ import torch
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.interrupts import HeldInterrupts, interruptible, uninterrupted
+from kvpage.checks.thread_guard import ThreadGuard
+from kvpage.checks.wait_limit import WaitLimit
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
+from kvpage.serving.loop.batch.prompt_logprobs import take_prompt_logprobs
 from kvpage.serving.loop.batch.suspects import Suspects
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -32,6 +35,7 @@ from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.step import BatchItem
+from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -60,8 +64,14 @@ class ServingLoop:
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
         self._process = ForkGuard("the engine")
+        self.thread = ThreadGuard("the engine")
         self._suspects = Suspects()
         self._decoder: DeviceDecoder | None = None
+        self._limit: Callable[[], WaitLimit] | None = None
+
+    def limit_waits(self, limit: Callable[[], WaitLimit] | None) -> None:
+        """Have steps that only wait, as for a store, end early from now on. None: they wait for what they need."""
+        self._limit = limit
 
     def use_decoder(self, decoder: DeviceDecoder) -> None:
         """Have decodes computed by it from now on, as far as it takes them."""
@@ -80,8 +90,10 @@ class ServingLoop:
 
         ValueError, and no change, if its id is in use, or Scheduler.add refuses it.
         """
+        self.thread.check()
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
+        request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request
         self.num_arrivals += 1
@@ -89,6 +101,7 @@ class ServingLoop:
     @uninterrupted
     def abort(self, request: Request) -> RequestOutput:
         """End an unfinished request now; return its outcome. RuntimeError during a step."""
+        self.thread.check()
         if self._is_stepping:
             raise RuntimeError(f"abort must not be called during a step, got request {request.request_id!r}")
         del self.requests[request.request_id]
@@ -105,7 +118,7 @@ class ServingLoop:
     def drop(self, *requests: Request) -> None:
         """Abort those of them that have not finished, and that no caller waits for; during a step, after it."""
         self._dropped += requests
-        if not self._is_stepping:
+        if not self._is_stepping and self.thread.is_mine:
             self._abort_dropped()
 
     def forget(self, request: Request) -> None:
@@ -113,9 +126,14 @@ class ServingLoop:
         self._dropped.append(request)
 
     @property
+    def num_waiting(self) -> int:
+        """How many requests wait. Any thread may ask."""
+        return len(self._scheduler.waiting)
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether there are requests to compute, or outputs to take."""
-        if self._dropped and not self._is_stepping:
+        if self._dropped and not self._is_stepping and self.thread.is_mine:
             self._abort_dropped()
         return bool(self.requests or self._outputs)
 
@@ -126,11 +144,15 @@ class ServingLoop:
         If they raise again, the requests that raise alone end. RuntimeError within another step, as of a hook of the
         model.
         """
-        failure = self._try_batch()
+        failure = self.try_step()
         if failure is not None:
             raise failure
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def try_step(self) -> Exception | None:
+        """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
+        return self._in_step(self._compute_batch)
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
         """Step until something is in the sink. The first exception of a batch is logged, and the batch is tried again.
@@ -141,7 +163,7 @@ class ServingLoop:
             for request in requests:
                 if request.group.is_aborted:
                     raise RuntimeError(f"request {request.request_id!r} was aborted")
-            failure = self._try_batch()
+            failure = self.try_step()
             if failure is not None:
                 logger.warning("a step raised, and its requests are computed once more", exc_info=failure)
 
@@ -157,14 +179,16 @@ class ServingLoop:
     @uninterrupted
     def disconnect(self) -> None:
         """Let go of the store and the segments; waiting requests are computed without the segments that were found."""
+        self.thread.check()
         self._connectors.close()
         for request in self._scheduler.waiting:
             if request.blending is not None:
                 request.blending.set_found([], [])
 
     def check_between_steps(self, call: str) -> None:
-        """RuntimeError, with the call's name, during a step, and in a forked process."""
+        """RuntimeError, with the call's name, during a step, on another's thread, and in a forked process."""
         self._process.check()
+        self.thread.check()
         if self._is_stepping:
             raise RuntimeError(f"{call} must not be called during a step")
 
@@ -190,6 +214,7 @@ class ServingLoop:
         Ctrl-C is raised after it, too, but for one that comes while the model computes.
         """
         self._process.check()
+        self.thread.check()
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
         with HeldInterrupts():
@@ -210,10 +235,6 @@ class ServingLoop:
                 request = self._dropped.popleft()
                 if self.requests.get(request.request_id) is request:
                     self.abort(request)
-
-    def _try_batch(self) -> Exception | None:
-        """Compute a batch; return its exception if that is worth a second try."""
-        return self._in_step(self._compute_batch)
 
     def _compute_batch(self) -> Exception | None:
         if self.requests:
@@ -246,7 +267,7 @@ class ServingLoop:
         self._complete(chosen)
         self._hand_out(chosen, now, untaken)
         for request in chosen.failed:
-            self._fail(request, f"the logits after {request.num_tokens} tokens are no finite numbers")
+            self._fail(request, request.why_no_token())
 
     def _choose(self, batch: Batch) -> ChosenTokens:
         if self._decoder is not None and self._decoder.takes(batch):
@@ -282,16 +303,24 @@ class ServingLoop:
             batch = scheduler.schedule(tried)
             if len(batch) or not scheduler.waiting:
                 return batch
+            limit = None if self._limit is None else self._limit()
             with interruptible():
-                connectors.wait()
+                connectors.wait(limit)
+            if limit is not None and limit.is_reached:
+                return batch
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
-        if not batch.prefills or not any(portion.request.reuse for portion in batch.prefills):
+        if not batch.prefills:
             return self._batch_runner.compute(batch)
-        computed = self._batch_runner.run(batch.items(), self._connectors.blender)
-        self._connectors.note_blended(batch.requests, computed.blended)
-        return computed.logits
+        scores = batch.scores_prompts
+        if not any(portion.request.reuse for portion in batch.prefills):
+            logits = self._batch_runner.compute(batch)
+        else:
+            computed = self._batch_runner.run(batch.items(), self._connectors.blender)
+            self._connectors.note_blended(batch.requests, computed.blended)
+            logits = computed.logits
+        return take_prompt_logprobs(batch, logits) if scores else logits
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         is_prefill = batch.num_tokens >= 4 * len(batch)  # mostly
@@ -304,12 +333,14 @@ class ServingLoop:
     def _complete(self, chosen: ChosenTokens) -> None:
         if not chosen.prefilled:
             self._scheduler.complete(chosen.batch)
+            self._connectors.save_portions(chosen.batch.prefills)
             return
         self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
             self._scheduler.fork(request, each)
         self._connectors.save(chosen.prefilled)
+        self._connectors.save_portions(chosen.batch.prefills)
 
     # --- a request's tokens ------------------------------------------------------------------------------------------
 
@@ -325,22 +356,18 @@ class ServingLoop:
         self.num_generated_tokens += num_decodes - len(rows)
         self._suspects.clear(decodes.requests)
         if untaken:
-            self._take_tokens(
-                [*last, *first], [*tokens[rows].tolist(), *chosen.token_ids[num_decodes:].tolist()], now, untaken
-            )
+            token_ids = [*tokens[rows].tolist(), *chosen.token_ids[num_decodes:].tolist()]
+            for request, token in zip([*last, *first], token_ids, strict=True):
+                self._take_token(request, token, now, chosen.logprobs.get(request))
+                untaken.pop()
 
-    def _take_tokens(self, requests: list[Request], token_ids: list[int], now: float, untaken: list[Request]) -> None:
-        for request, token in zip(requests, token_ids, strict=True):
-            self._take_token(request, token, now)
-            untaken.pop()
-
-    def _take_token(self, request: Request, token: int, now: float) -> None:
+    def _take_token(self, request: Request, token: int, now: float, logprobs: TokenLogprobs | None) -> None:
         self.num_generated_tokens += 1
-        if request.append(token, now):
+        if request.append(token, now, logprobs):
             self._connectors.save_generated(request)
             self._end(request)
         self._suspects.clear([request])
-        self._tell(request, token)
+        self._tell(request, token, logprobs)
 
     def _fail(self, request: Request, reason: str) -> None:
         """End it, and forget its cached blocks, but for those that others use or share."""
@@ -349,7 +376,7 @@ class ServingLoop:
         self._scheduler.forget_cached(request)
         self._tell(request, None)
 
-    def _tell(self, request: Request, token: int | None) -> None:
+    def _tell(self, request: Request, token: int | None, logprobs: TokenLogprobs | None = None) -> None:
         """Hand its caller its new token, or its end without one."""
         group, output = request.group, None
         if group.is_over:
@@ -358,8 +385,10 @@ class ServingLoop:
             output = group.samples[0].output()
             group.let_go()
         sink = self._outputs if group.sink is None else group.sink
-        about = request.sample_index, request.finish_reason, output, request.error
-        sink.append(StepOutput(request.request_id, token, *about))
+        about = request.sample_index, request.finish_reason, output, request.error, logprobs
+        has_ended = request.finish_reason is not None
+        end = (request.stop_reason, request.text) if has_ended else (None, None)
+        sink.append(StepOutput(request.request_id, token, *about, *end))
 
     def _end(self, request: Request) -> None:
         self._suspects.clear([request])

@@ -2,16 +2,17 @@
 
     a request waits ─► lookup ─► blocks for the tokens found ─► load ─► commit: the prefix tree has them, and the
                        thread    this thread                    thread  request, admitted now, finds them there
+    on a GPU                                                    verified ─► commit; each layer waits for its bytes
 
     its prefill is done ─► pin the cached blocks ─► store ─► unpin
                            this thread              thread
 
 Whatever goes wrong, or takes longer than the deadline, is a request that computes. A load that comes late goes into
-the tree all the same. Until then it writes to blocks of its own.
+the tree all the same. Until then it writes to blocks of its own. These are its own until the last byte is there.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,20 +20,24 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import Match
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.layered_moves import Arrival
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.loop.block_transfers import BlockTransfers
+from kvpage.checks.wait_limit import WaitLimit, wait_for_one
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached
+from kvpage.serving.loop.moves.store_saves import StoreSaves
 from kvpage.serving.loop.request import Request
 
-__all__ = ["BlockStore", "StoreConnectorStats"]
+__all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
 
+NUM_LOADERS = 2
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -86,6 +91,31 @@ class BlockStore(Protocol):
         """
 
 
+class LayeredStore(Protocol):
+    """A BlockStore that may have one method more, which an engine on a GPU calls in place of `load_blocks`."""
+
+    def load_by_layer(
+        self,
+        tokens: TokenIds,
+        engine: CacheEngine,
+        block_table: npt.NDArray[np.int32],
+        verified: Callable[[int, Arrival], object],
+        *,
+        start: int,
+        namespace: bytes,
+    ) -> int:
+        """Do as `load_blocks`, and tell what is verified before its bytes are there. Return when they are.
+
+        Args:
+            tokens: As of `load_blocks`. So are engine, block_table, start and namespace.
+            verified: Called in this thread, once at most, with the number that will be returned, and the arrival of
+                its layers.
+
+        Returns:
+            As of `load_blocks`. Fewer tokens than were verified, or an exception, say that the copies have failed.
+        """
+
+
 @dataclass(slots=True)
 class StoreConnectorStats:
     """Counters since the engine was made.
@@ -96,6 +126,7 @@ class StoreConnectorStats:
         num_found_tokens: Tokens that the store had beyond those that were cached.
         num_loads: Loads that have reached the prefix tree.
         num_loaded_tokens: Their tokens.
+        num_early_loads: Those of them whose bytes were on their way still.
         num_refused_tokens: Tokens found and left there: computing was expected to be faster.
         num_late: Loads that their requests did not wait for.
         num_errors: Exceptions of the store, and answers that are no counts.
@@ -111,6 +142,7 @@ class StoreConnectorStats:
     num_found_tokens: int = 0
     num_loads: int = 0
     num_loaded_tokens: int = 0
+    num_early_loads: int = 0
     num_refused_tokens: int = 0
     num_late: int = 0
     num_errors: int = 0
@@ -121,25 +153,6 @@ class StoreConnectorStats:
     store_seconds: float = 0.0
 
 
-class _Load:
-    """A prompt on its way out of the store. It is its own seq_id in the block manager while it has blocks."""
-
-    def __init__(self, request: Request, deadline: float) -> None:
-        self.request = request
-        self.tokens = request.tokens[: request.num_tokens].copy()
-        self.namespace = request.namespace
-        self.deadline = deadline
-        self.future: Future[int] | None = None
-        self.num_cached = 0  # tokens that its blocks had at once
-        self.has_blocks = False
-
-
-@dataclass(slots=True)
-class _Save:
-    match: Match
-    future: "Future[int]"
-
-
 class StoreConnector:
     """Loads and stores for one engine. All methods are for the engine's thread.
 
@@ -147,6 +160,7 @@ class StoreConnector:
     rule: whether loading is worth it; None for always.
     deadline: seconds that a request waits for the store. max_loads, max_saves: under way at once.
     save_generated: store the generated tokens, too, once a request has finished.
+    save_portions: store the chunks of a prompt while the rest of it is computed. saves: what is being stored.
     """
 
     def __init__(
@@ -161,19 +175,20 @@ class StoreConnector:
         max_loads: int = 8,
         max_saves: int = 8,
         save_generated: bool = False,
+        save_portions: bool = False,
     ) -> None:
         self.store = store
         self.stats = StoreConnectorStats()
-        self.save_generated = save_generated
+        self.save_generated, self.save_portions = save_generated, save_portions
         self.rule = rule
         self._cache, self._manager, self._transfers = cache, manager, transfers
         self._deadline, self._max_loads, self._max_saves = deadline, max_loads, max_saves
-        self._loads: dict[Request, _Load] = {}
-        self._late: list[_Load] = []
-        self._saves: list[_Save] = []
+        self._loads: dict[Request, StoreLoad] = {}
+        self._late: list[StoreLoad] = []
         self._asked: set[Request] = set()
-        self._loaders = started_pool(2, "kvpage-load")
-        self._savers = started_pool(1, "kvpage-save")
+        waits_for_others = getattr(store, "waits_for_others", False)  # as ArrivingStore
+        self._loaders = started_pool(max_loads if waits_for_others else NUM_LOADERS, "kvpage-load")
+        self.saves = self._saves = StoreSaves(self._store, manager, cache.device)
 
     def ask(self, waiting: Iterable[Request]) -> bool:
         """Go on with everything under way, and ask for the first of the waiting; return whether that was all."""
@@ -190,12 +205,11 @@ class StoreConnector:
         """Whether K and V for the request are on their way."""
         return request in self._loads
 
-    def wait(self) -> None:
-        """Wait until something is done that a request waits for, or is late."""
-        futures = [load.future for load in self._loads.values() if load.future]
+    def wait(self, limit: WaitLimit | None = None) -> None:
+        """Wait until something is done that a request waits for, or is late; no longer than the limit."""
+        futures = [future for load in self._loads.values() for future in load.futures]
         if futures:
-            first = min(load.deadline for load in self._loads.values())
-            wait(futures, timeout=max(first - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")
+            wait_for_one(futures, min(load.deadline for load in self._loads.values()), limit)
 
     def reclaim(self) -> bool:
         """Wait for a load or a save that holds blocks, so that these can be evicted; False if there is none."""
@@ -207,7 +221,7 @@ class StoreConnector:
                 return True
         if self._saves:
             with interruptible():
-                wait([self._saves[0].future])
+                wait(self._saves.futures[:1])
             self._poll()
             return True
         return False
@@ -217,29 +231,20 @@ class StoreConnector:
         if len(self._saves) >= self._max_saves:
             self.stats.num_skipped += 1
             return
-        match = self._manager.tree.match(tokens, namespace, num_left_over=0)
-        if match.num_device_blocks < match.num_blocks:
-            self._manager.tree.trim(match)
-        if match.num_blocks == 0:
-            self._manager.tree.release(match)
-            return
-        try:
-            self._saves.append(_Save(match, self._start_save(tokens[: match.num_tokens].copy(), match, namespace)))
-        except BaseException:
-            self._manager.tree.release(match)
-            raise
+        self._saves.begin(tokens, namespace)
 
-    def _start_save(self, tokens: TokenIds, match: Match, namespace: bytes) -> "Future[int]":
-        block_ids, stream = match.block_ids.copy(), side_stream(self._cache.device)
+    def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
+        """Store the whole chunks of committed tokens, if those from `start` on have completed one.
 
-        def store() -> int:
-            begin = time.perf_counter()
-            with stream():
-                num_stored = self.store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
-            self.stats.store_seconds += time.perf_counter() - begin
-            return num_stored
+        It leaves half of the places to prompts that are done. What it skips is stored with the next portion.
+        """
+        size = getattr(getattr(self.store, "config", None), "chunk_size", self._manager.block_size)
+        num_tokens = len(tokens) // size * size
+        if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
+            self.save(tokens[:num_tokens], namespace)
 
-        return self._savers.submit(store)
+    def _store(self, tokens: TokenIds, block_ids: npt.NDArray[np.int32], namespace: bytes) -> int:
+        return self.store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended; a load that is under way for it goes on for others."""
@@ -251,31 +256,26 @@ class StoreConnector:
         """Wait until everything that is under way is done."""
         while self._loads or self._late or self._saves:
             futures = [load.future for load in (*self._loads.values(), *self._late) if load.future]
-            wait([*futures, *(save.future for save in self._saves)], return_when="FIRST_COMPLETED")
+            wait([*futures, *self._saves.futures], return_when="FIRST_COMPLETED")
             self._poll()
 
     def close(self) -> None:
         """Drain, and end the threads. The store stays open: it is its owner's."""
         self.drain()
         self._loaders.shutdown()
-        self._savers.shutdown()
+        self._saves.close()
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
     def _start(self, request: Request) -> None:
-        load = _Load(request, time.monotonic() + self._deadline)
-        if self._num_missing(load) < self._manager.block_size:
+        load = StoreLoad(request, time.monotonic() + self._deadline)
+        if len(load.tokens) - 1 - num_cached(self._manager, load.tokens, load.namespace) < self._manager.block_size:
             return
         tokens, namespace = load.tokens, load.namespace
-        load.future = self._loaders.submit(lambda: self.store.lookup(tokens, namespace=namespace))
+        load.begin(self._loaders.submit(lambda: self.store.lookup(tokens, namespace=namespace)))
         self.stats.num_lookups += 1
         self.stats.num_lookup_tokens += len(load.tokens)
         self._loads[request] = load
-
-    def _num_missing(self, load: _Load) -> int:
-        match = self._manager.tree.match(load.tokens, load.namespace)
-        self._manager.tree.release(match)
-        return len(load.tokens) - 1 - match.num_tokens
 
     @uninterrupted
     def _poll(self) -> None:
@@ -283,20 +283,21 @@ class StoreConnector:
         for load in [*self._loads.values(), *self._late]:
             if load.future and load.future.done():
                 self._take(load)
-            elif load.request in self._loads and now >= load.deadline:
+            elif load.request not in self._loads:
+                continue
+            elif (found := load.take_verified()) is not None:
+                self._finish_early(load, *found)
+            elif now >= load.deadline:
                 self.stats.num_late += 1
                 self._late.append(self._loads.pop(load.request))
-        for save in [save for save in self._saves if save.future.done()]:
-            self._saves.remove(save)
-            self._manager.tree.release(save.match)
+        for done in self._saves.take_done():
             self.stats.num_stores += 1
-            self.stats.num_stored_tokens += self._result(save.future)
+            self.stats.num_stored_tokens += self._result(done)
+        self.stats.store_seconds = self._saves.seconds
 
-    def _take(self, load: _Load) -> None:
+    def _take(self, load: StoreLoad) -> None:
         """Take the result of a lookup, or of a load."""
-        assert load.future is not None
-        result = self._result(load.future)
-        load.future = None
+        result = self._result(load.take())
         has_begun = False
         try:
             if load.has_blocks:
@@ -307,17 +308,17 @@ class StoreConnector:
             if not has_begun:
                 self._over(load)
 
-    def _over(self, load: _Load) -> None:
+    def _over(self, load: StoreLoad) -> None:
         if self._loads.get(load.request) is load:
             del self._loads[load.request]
         else:
             self._late.remove(load)
 
-    def _begin(self, load: _Load, num_found: int) -> bool:
+    def _begin(self, load: StoreLoad, num_found: int) -> bool:
         """Begin a load into blocks of its own; False if it is not worth it, or blocks are short."""
         size = self._manager.block_size
         num_tokens = min(num_found, len(load.tokens) - 1) // size * size
-        num_missing = num_tokens - (len(load.tokens) - 1 - self._num_missing(load))
+        num_missing = num_tokens - num_cached(self._manager, load.tokens, load.namespace)
         if num_missing < size:
             return False
         self.stats.num_found_tokens += num_missing
@@ -329,26 +330,22 @@ class StoreConnector:
         except OutOfBlocks:
             return False
         try:
-            load.future = self._into_blocks(load, num_tokens, given)
+            load.begin_in(given, num_tokens, self._into_blocks(load, num_tokens, given))
         except BaseException:
             self._manager.release(load)
             raise
-        load.has_blocks, load.num_cached = True, given.num_cached_tokens
         return True
 
-    def _into_blocks(self, load: _Load, num_tokens: int, given: Allocation) -> "Future[int]":
+    def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._transfers.run()
         size = self._manager.block_size
-        start, block_ids, stream = (
-            given.num_cached_tokens // size * size,
-            given.block_ids,
-            side_stream(self._cache.device),
-        )
+        start, stream = given.num_cached_tokens // size * size, side_stream(self._cache.device)
+        call = load.call(self.store, self._cache, given.block_ids, self._transfers.is_beside)
 
         def load_blocks() -> int:
             begin = time.perf_counter()
             with stream():
-                end = self.store.load_blocks(load.tokens, self._cache, block_ids, start=start, namespace=load.namespace)
+                end = call(start=start, namespace=load.namespace)
             seconds = time.perf_counter() - begin
             self.stats.load_seconds += seconds
             end = min(end, num_tokens)
@@ -358,21 +355,45 @@ class StoreConnector:
 
         return self._loaders.submit(load_blocks)
 
-    def _finish(self, load: _Load, num_loaded: int) -> None:
-        """Commit the tokens that have come, and free the other blocks."""
+    def _finish_early(self, load: StoreLoad, num_verified: int, arrival: Arrival) -> None:
+        """Commit verified tokens whose bytes are on their way. The load keeps its blocks until it is done.
+
+        Not if others have committed some of them meanwhile: the tree would free the load's own.
+        """
+        size = self._manager.block_size
+        end = min(num_verified, load.num_wanted) // size * size
+        if end <= load.num_cached:
+            return
+        known = num_cached(self._manager, load.tokens[:end], load.namespace, num_left_over=0)
+        if known <= load.num_cached:
+            self._transfers.expected.add(load.block_ids[load.num_cached // size : end // size], arrival)
+            load.note_early(end, arrival)
+            self._commit(load, end)
+            self.stats.num_early_loads += 1
+        if known >= end or load.num_early:
+            self._late.append(self._loads.pop(load.request))
+
+    def _finish(self, load: StoreLoad, num_loaded: int) -> None:
+        """Commit the tokens that have come, and free the other blocks. Forget those that have not come after all."""
         end = num_loaded // self._manager.block_size * self._manager.block_size
         try:
-            if end > load.num_cached:
-                self._manager.commit(load, load.tokens[load.num_cached : end])
-                self.stats.num_loads += 1
-                self.stats.num_loaded_tokens += end - load.num_cached
+            if not load.num_early and end > load.num_cached:
+                self._commit(load, end)
         finally:
             self._manager.release(load)
+            if load.arrival is not None:
+                self._transfers.expected.discard(load.arrival)
+        if end < load.num_early:
+            self._manager.space.drop(load.tokens[: load.num_early], load.namespace)
+
+    def _commit(self, load: StoreLoad, end: int) -> None:
+        self._manager.commit(load, load.tokens[load.num_cached : end])
+        self.stats.num_loads += 1
+        self.stats.num_loaded_tokens += end - load.num_cached
+        load.request.group.note_loaded(end - load.num_cached)
 
     def _result(self, future: "Future[int]") -> int:
         """Return the count that the store has returned; 0 for an exception, and for an answer that is no count."""
-        count = None if future.exception() else future.result()
-        if isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 0:
-            return int(count)
-        self.stats.num_errors += 1
-        return 0
+        count = count_of(future)
+        self.stats.num_errors += count is None
+        return count or 0

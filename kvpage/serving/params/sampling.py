@@ -7,11 +7,13 @@ from typing import Any
 from kvpage.checks import fields as checks
 from kvpage.checks.fields import is_int
 from kvpage.serving.params.generation_defaults import Unserved, call_fields
+from kvpage.serving.params.guide import Guide
 from kvpage.serving.params.logits import LogitsParams
 
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 7
 DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 20
 CHECKS: dict[str, checks.Check] = {
     "max_tokens": checks.POSITIVE,
     "temperature": checks.real("finite and not negative", lambda value: 0 <= value < float("inf")),
@@ -25,6 +27,10 @@ CHECKS: dict[str, checks.Check] = {
     "n": checks.POSITIVE,
     "ignore_eos": checks.flag,
     "stop_token_ids": checks.token_ids,
+    "stop": checks.texts,
+    "include_stop_str_in_output": checks.flag,
+    "logprobs": checks.between(0, MAX_LOGPROBS),
+    "prompt_logprobs": checks.between(0, MAX_LOGPROBS),
 }
 
 
@@ -47,12 +53,20 @@ class SamplingParams(LogitsParams):
         ignore_eos: do not end at the end-of-sequence tokens of the model's generation config.
         priority: 0 to 7. Cached blocks of requests with a higher one are evicted later.
         n: the number of samples of one prompt, which is computed once. Sample i draws as a request with the seed
-            `seed + i`. More than 1 needs a temperature.
+            `seed + i`. With a temperature of 0 all are equal.
         min_p: only tokens of at least `min_p` times the likeliest one's probability can be drawn.
         top_h: as in transformers' GenerationConfig.
         typical_p: as in transformers' GenerationConfig.
         epsilon_cutoff: as in transformers' GenerationConfig.
         eta_cutoff: as in transformers' GenerationConfig.
+        stop: a request ends where its text has the first of these strings, also amid a token. They
+            need the tokenizer given to `Engine.from_model`. Those within the first `min_tokens` tokens do not count.
+        include_stop_str_in_output: end `Sample.text` after the stop string, not before it.
+        logprobs: return the log-probability of each generated token, and the ids and log-probabilities of that many
+            likeliest ones, at most 20; 0 for the generated one alone. They are log_softmax in fp32 of the model's own
+            logits: before penalties, masks and temperature.
+        prompt_logprobs: return the same for the tokens of the prompt. All of it is computed then, cached or not.
+        guide: the form that the generated text must have; see Guide.
 
     Raises:
         ValueError: for a value that a field does not take, with the field's name.
@@ -72,17 +86,22 @@ class SamplingParams(LogitsParams):
     typical_p: float | None = None
     epsilon_cutoff: float | None = None
     eta_cutoff: float | None = None
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         LogitsParams.__post_init__(self)
-        checks.check_given(self, ("n", "ignore_eos", "stop_token_ids"))
+        checks.check_given(self, ("n", "ignore_eos", "stop_token_ids", "stop", "include_stop_str_in_output"))
         checks.check_fields(self, CHECKS)
         if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
             raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
         if not is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
             raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(f"n must be 1 with a temperature of 0, which draws the same every time, got {self.n}")
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise ValueError(f"guide must be a Guide, such as Guide.regex(...), got {type(self.guide).__name__}")
 
     @classmethod
     def from_generation_config(

@@ -8,35 +8,17 @@ A token is the one that a CPU chooses from the same bits of logits.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage import ops
+from kvpage.ops import SAMPLING_RECORD as RECORD
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.token_tables import TokenTables
-
-RECORD = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("words", np.int64),  # the address of TokenTables.words; 0: none
-        ("biases", np.int64),  # the address of TokenTables.biases; 0: none
-        ("top_p", np.float64),
-        ("top_k", np.int64),
-        ("temperature", np.float32),
-        ("least_score", np.float32),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("counts", np.int32),  # whether the kernel counts the chosen token
-        ("barred_until", np.int64),  # the first position at which the sequence may end
-        ("first_at", np.int64),  # the position of the first token
-    ]
-)
-"""A row's numbers, as kernels/sampling_rules.py has them."""
 
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 
@@ -51,6 +33,14 @@ class DeviceSequence(Protocol):
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """The prompt and the generated tokens, then room for more."""
+
+
+class HeldTables(NamedTuple):
+    """The tables of a row whose words hold its sequence's first `num_tokens` tokens."""
+
+    row: int
+    tables: TokenTables
+    num_tokens: int
 
 
 class DeviceRows:
@@ -69,15 +59,34 @@ class DeviceRows:
         self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
         rows = [sequence.sampled_row for sequence in sequences]
         self._tables = [None if row is None else row.tables_on(device, vocab_size) for row in rows]
-        packed = np.array([_record(row, tables) for row, tables in zip(rows, self._tables, strict=True)], RECORD)
-        for name in SAME_FIELDS:
-            packed[name] = records[name]
-        words = packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS)
-        self._records = torch.from_numpy(words).to(device)
+        self._records = _device_records(rows, self._tables, records).to(device)
         self._positions = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self._staged = torch.zeros(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._out = torch.empty(len(rows), dtype=torch.int32, device=device)
         self._memory = ops.SamplingMemory.make(len(rows), vocab_size, device)
+
+    @property
+    def records(self) -> torch.Tensor:
+        """The rows' records of `ops.sample_rows`, on the device. They serve as long as this is kept."""
+        return self._records
+
+    def hold(self, positions: Sequence[int] | npt.NDArray[np.int64]) -> list[HeldTables]:
+        """Have all tables hold their sequences' tokens up to these positions, for one call of `ops.sample_rows`.
+
+        Return those that count tokens. They count the call's, too: `note_chosen` tells which.
+        """
+        held = [
+            HeldTables(index, tables, row.num_prompt_tokens + int(positions[index]))
+            for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
+            if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
+        ]
+        for index, tables, num_tokens in held:
+            tables.hold(self._sequences[index].tokens[:num_tokens])
+            tables.note_chosen(num_tokens, -1)  # if the call raises, nobody knows what the kernel has counted
+        for known, sequence in zip(self._tables, self._sequences, strict=True):
+            if known is not None and (row := sequence.sampled_row) is not None and row.mask is not None:
+                known.allow(row.mask)
+        return held
 
     def serves(self, logits: torch.Tensor) -> bool:
         """Whether such logits are what it was made for."""
@@ -94,21 +103,24 @@ class DeviceRows:
 
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
-        held = [
-            (index, tables, sequence.tokens, row.num_prompt_tokens + int(positions[index]))
-            for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
-            if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
-        ]
-        for _, tables, tokens, num_tokens in held:
-            tables.hold(tokens[:num_tokens])
-            tables.note_chosen(num_tokens, -1)  # if this call raises, nobody knows what the kernel has counted
+        held = self.hold(positions)
         self._staged.numpy()[:] = positions
         self._positions.copy_(self._staged, non_blocking=True)
         ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)
         chosen: npt.NDArray[np.int32] = self._out.cpu().numpy().copy()
-        for index, tables, _, num_tokens in held:
+        for index, tables, num_tokens in held:
             tables.note_chosen(num_tokens, int(chosen[index]))
         return chosen
+
+
+def _device_records(
+    rows: Sequence[SampledRow | None], tables: Sequence[TokenTables | None], records: npt.NDArray[np.void]
+) -> torch.Tensor:
+    """Return the records of `ops.sample_rows`, int64 [num_rows, words of a record]. They hold the tables' addresses."""
+    packed = np.array([_record(row, held) for row, held in zip(rows, tables, strict=True)], RECORD)
+    for name in SAME_FIELDS:
+        packed[name] = records[name]
+    return torch.from_numpy(packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS))
 
 
 def _record(row: SampledRow | None, tables: TokenTables | None) -> tuple[float, ...]:

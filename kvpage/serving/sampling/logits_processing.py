@@ -30,6 +30,15 @@ def process_logits(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: 
     _rule_out(scores, [row.barred_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
     _run(scores, library, token_ids, lambda one: one.after)
     _rule_out(scores, [row.unwanted_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
+    for index, row in enumerate(rows):
+        if row.mask is not None:
+            scores[index].masked_fill_(~allowed_tokens(row.mask, scores.shape[1]).to(scores.device), -torch.inf)
+
+
+def allowed_tokens(mask: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
+    """Return whether each token may come, bool [vocab_size]: token i if bit i % 32 of mask[i // 32] is set."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")[:vocab_size]
+    return torch.from_numpy(np.pad(bits, (0, vocab_size - len(bits)))).bool()
 
 
 def warp_by_library(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:

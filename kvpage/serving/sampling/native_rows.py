@@ -7,30 +7,18 @@
 A row's token depends on its logits and its record alone: not on the batch, its place in it, or the number of threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
-
-ROW = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("position", np.int64),  # of the draw: how many tokens were generated before
-        ("top_k", np.int64),  # 0: all
-        ("top_p", np.float64),  # 1: all
-        ("temperature", np.float32),  # 0: the likeliest token is taken
-        ("least_score", np.float32),  # the logarithm of min_p; -inf: all
-    ]
-)
-"""A row's numbers, as csrc/sampling/row_rules.h has them."""
+from kvpage.ops.args.tokens import ROW_TYPES as ROW_TYPES
+from kvpage.ops.cpu.sampling import ROW as ROW
 
 GREEDY = np.array([(0, 0, 0, 1.0, 0.0, -np.inf)], ROW).tobytes()
 """The record of a row whose likeliest token is taken."""
-
-ROW_TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def can_sample(logits: torch.Tensor) -> bool:

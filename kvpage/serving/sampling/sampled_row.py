@@ -19,10 +19,12 @@ from kvpage.serving.sampling.library_processors import LibraryProcessors, asks_l
 from kvpage.serving.sampling.native_rows import GREEDY, ROW
 from kvpage.serving.sampling.token_tables import NamedTokens, TokenTables
 from kvpage.serving.sampling.warping import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from kvpage.serving.text.guided_sequence import GuidedSequence, Mask
 
 TokenArray = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)
+NO_MASK: Mask = np.empty(0, np.uint32)
 MOST_TOP_K = 2**31 - 1
 
 
@@ -62,15 +64,21 @@ class SeenTokens:
 class SampledRow:
     """The rules of one sequence, made once. A rule that does not apply is empty or None.
 
-    params: after the model's defaults. stop_ids: the tokens that end the sequence.
+    params: after the model's defaults. stop_ids: the tokens that end the sequence. guided: its way through a guide.
     """
 
     def __init__(
-        self, params: LogitsParams, stop_ids: Iterable[int], num_prompt_tokens: int, max_tokens: int = 16
+        self,
+        params: LogitsParams,
+        stop_ids: Iterable[int],
+        num_prompt_tokens: int,
+        max_tokens: int = 16,
+        guided: GuidedSequence | None = None,
     ) -> None:
         self._tables: TokenTables | None = None
         self.params, self.num_prompt_tokens, self.max_tokens = params, num_prompt_tokens, max_tokens
-        self.changes_logits = params.changes_logits
+        self.guided, self.mask = guided, None if guided is None else NO_MASK
+        self.changes_logits = params.changes_logits or guided is not None
         self.stop_ids = _as_ids(sorted(stop_ids))
         self.penalties = (
             1.0 if params.repetition_penalty is None else params.repetition_penalty,
@@ -127,8 +135,8 @@ class SampledRow:
         if self._tables is None or not self._tables.serves(vocab_size, device):
             ends_late = self.barred_until > self.num_prompt_tokens
             barred = self.suppressed_ids, self.stop_ids if ends_late else NO_IDS, self.first_ids
-            counts = self.seen is not None
-            named = NamedTokens(self.biased_ids, self.biases, *barred, counts, self.num_prompt_tokens)
+            counts, is_guided = self.seen is not None, self.guided is not None
+            named = NamedTokens(self.biased_ids, self.biases, *barred, counts, self.num_prompt_tokens, is_guided)
             self._tables = TokenTables(named, vocab_size, device)
         return self._tables
 
@@ -136,7 +144,7 @@ class SampledRow:
     def token_rules(self) -> _C.TokenRules | None:
         """The rules of `sample_rows` that name tokens; None where there are none, or the library's processors run."""
         shortest = self.barred_until if len(self.stop_ids) else 0
-        is_ruled = len(self.biased_ids) or len(self.suppressed_ids) or len(self.first_ids)
+        is_ruled = len(self.biased_ids) or len(self.suppressed_ids) or len(self.first_ids) or self.guided is not None
         if not (self.seen is not None or is_ruled or shortest > self.num_prompt_tokens) or self.library is not None:
             return None
         return _C.TokenRules(
@@ -150,6 +158,16 @@ class SampledRow:
             penalties=self.penalties,
             num_prompt_tokens=self.num_prompt_tokens,
         )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the sequence's tokens must be known to choose the next one."""
+        return self.seen is not None or self.guided is not None or self.library is not None
+
+    def follow_guide(self, generated: TokenArray) -> None:
+        """Let `mask` say which tokens may come after the generated ones; for a sequence with a guide."""
+        assert self.guided is not None, "only guided sequences have a mask"
+        self.mask = self.guided.mask(generated)
 
     def barred_ids(self, num_tokens: int) -> Ids:
         """Return the tokens that must not come yet, after `num_tokens` tokens."""

@@ -64,6 +64,7 @@ class Sampler:
         self._on_device: DeviceRows | None = None
         self._rules: list[_C.TokenRules | None] = []
         self._tokens: list[npt.NDArray[np.int32] | None] = []
+        self._guided = [(at, row) for at, row in enumerate(sampled) if row is not None and row.guided is not None]
         if self.is_greedy:
             self._records = np.frombuffer(GREEDY * len(sequences), ROW)
             return
@@ -77,12 +78,17 @@ class Sampler:
             self._rules, self._tokens = rules, [None if each is None else one.tokens for each, one in held]
 
     @property
+    def records(self) -> npt.NDArray[np.void]:
+        """The records of `sample_rows`, one a sequence."""
+        return self._records
+
+    @property
     def needs_tokens(self) -> bool:
         """Whether the host must know a sequence's tokens to choose the next one."""
         if self.is_greedy:
             return False
         rows = [sequence.sampled_row for sequence in self._sequences]
-        return bool(self._by_torch) or any(row is not None and row.seen is not None for row in rows)
+        return any(row is not None and row.needs_tokens for row in rows)
 
     def begin(self, logits: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return the tokens of `sample` on the logits' device, without a wait; -1 for rows without one.
@@ -97,6 +103,8 @@ class Sampler:
         """Return one token a row. positions: the number of generated tokens of each. Raise as the function `sample`."""
         if not self._sequences:
             return np.empty(0, np.int32)
+        if self._guided:
+            self._follow_guides(positions)
         if can_sample(logits):
             tokens = self._native(logits, positions)
         elif ops.can_sample_rows(logits):
@@ -113,6 +121,14 @@ class Sampler:
             return sample_rows(logits, self._records)
         self._records["position"] = positions
         return self._with_torch(logits, sample_rows(logits, self._records, self._rules, self._tokens))
+
+    def _follow_guides(self, positions: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Let the rows' rules say which tokens may come next."""
+        for at, row in self._guided:
+            begin = row.num_prompt_tokens
+            row.follow_guide(self._sequences[at].tokens[begin : begin + int(positions[at])])
+            if row.token_rules is not None and row.mask is not None:
+                row.token_rules.allow(row.mask)
 
     def _device(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         rows = _with_rows_side_by_side(logits)

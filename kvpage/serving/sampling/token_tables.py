@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.ops.cuda.uploads import upload
+
 Ids = npt.NDArray[np.int64]
 SUPPRESSED, ENDS, NOT_FIRST, SEEN = (1 << bit for bit in (27, 28, 29, 30))
 """The bits of a word, as kernels/sampling_rules.py has them. Those below are the number of times it was generated."""
@@ -18,7 +20,8 @@ SUPPRESSED, ENDS, NOT_FIRST, SEEN = (1 << bit for bit in (27, 28, 29, 30))
 class NamedTokens(NamedTuple):
     """The tokens that rules name. Each id outside of the vocabulary is passed over.
 
-    biased_ids: each once. counts: whether a rule asks which tokens the sequence holds.
+    biased_ids: each once. counts: whether a rule asks which tokens the sequence holds. is_guided: whether a mask says
+        which may come.
     """
 
     biased_ids: Ids
@@ -28,11 +31,12 @@ class NamedTokens(NamedTuple):
     first_ids: Ids
     counts: bool
     num_prompt_tokens: int
+    is_guided: bool = False
 
     @property
     def are_barred(self) -> bool:
         """Whether some tokens must not come, always or at some positions."""
-        return any(map(len, (self.suppressed_ids, self.stop_ids, self.first_ids)))
+        return self.is_guided or any(map(len, (self.suppressed_ids, self.stop_ids, self.first_ids)))
 
 
 class TokenTables:
@@ -42,6 +46,7 @@ class TokenTables:
         self._named, self._vocab_size, self.device = named, vocab_size, device
         self._num_counted, self._newest = -1, -1  # of the tokens that the words hold
         self.words: torch.Tensor | None = None
+        self._always_barred: torch.Tensor | None = None  # bits of words, where a mask bars others
         if named.counts or named.are_barred:
             self.words = torch.from_numpy(self._fixed_words()).to(device)
         self.biases: torch.Tensor | None = None
@@ -69,6 +74,19 @@ class TokenTables:
         words[prompt] |= SEEN
         words += np.bincount(generated, minlength=self._vocab_size).astype(np.int32)
         self.words.copy_(torch.from_numpy(words))
+
+    def allow(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Let only tokens of a mask come next: token i if bit i % 32 of mask[i // 32] is set. Nothing is waited for."""
+        assert self.words is not None, "a guided sequence has words"
+        if self._always_barred is None:
+            fixed = np.zeros(self._vocab_size, np.int32)
+            fixed[self._in_vocabulary(self._named.suppressed_ids)] = SUPPRESSED
+            self._always_barred = torch.from_numpy(fixed).to(self.device)
+        (given,) = upload([mask.view(np.int32)], self.device)
+        is_allowed = (given[:, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1).flatten()
+        barred = (1 - is_allowed[: self._vocab_size]) * SUPPRESSED
+        barred = torch.nn.functional.pad(barred, (0, self._vocab_size - len(barred)), value=SUPPRESSED)
+        self.words.bitwise_and_(~SUPPRESSED).bitwise_or_(self._always_barred | barred)
 
     def note_chosen(self, num_tokens: int, token: int) -> None:
         """Note the token that the kernel has chosen, and counted, after so many; -1 if it chose none."""

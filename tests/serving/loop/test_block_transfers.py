@@ -11,7 +11,7 @@ import torch
 import kvpage
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.blocks.manager import BlockManager
-from kvpage.serving.loop.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 
 PACKAGE = str(Path(kvpage.__file__).parent)
 MAX_FUNCTIONS = 4

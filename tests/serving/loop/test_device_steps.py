@@ -28,10 +28,17 @@ class Capturer(CpuCapturer):
         return super().capture(one_launch, beside)
 
 
-def decoding(device: FakeDevice, patch: pytest.MonkeyPatch, kind: str, captures: bool, runs_ahead: bool) -> Engine:
+def decoding(
+    device: FakeDevice,
+    patch: pytest.MonkeyPatch,
+    kind: str,
+    captures: bool,
+    runs_ahead: bool,
+    lengths: tuple[int, ...] = (5, 6, 7),
+) -> Engine:
     config = EngineConfig(CacheConfig(4, 64), max_num_seqs=6, native_layers=False)
     engine = Engine.from_model(make_model(kind), config)
-    for prompt in make_prompts([5, 6, 7], seed=2):
+    for prompt in make_prompts(list(lengths), seed=2):
         engine.add_request(prompt, SamplingParams(max_tokens=40))
     engine.step()
     move(engine, device, patch, runs_ahead)
@@ -63,6 +70,21 @@ def test_one_upload_one_fetch_one_wait(
         assert device.num_launches == 4 * 3, "the copies of inputs to their places, and the replay"
     else:
         assert device.num_launches > 4 * 50
+
+
+def test_a_step_launches_as_much_for_many_sequences_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched for each sequence alone would take longer than the step itself."""
+    launches = []
+    for lengths in ((5,), (5, 6, 7), (2, 3, 4, 9, 11, 20)):
+        device = FakeDevice()
+        with monkeypatch.context() as patch:
+            engine = decoding(device, patch, "llama", False, False, lengths)
+            with device:
+                engine.step()
+                device.clear()
+                assert len(engine.step()) == len(lengths)
+        launches.append((device.num_launches, device.num_uploads, device.num_fetches, device.waits))
+    assert launches[0] == launches[1] == launches[2], launches
 
 
 def test_the_fake_device_sees_what_waits() -> None:

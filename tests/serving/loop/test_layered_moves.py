@@ -10,7 +10,7 @@ from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.blocks.moves import BlockMoves
 from kvpage.cache import layered_moves
 from kvpage.cache.layered_moves import layer_pieces
-from kvpage.serving.loop.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 5
 

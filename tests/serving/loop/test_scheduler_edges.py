@@ -43,7 +43,7 @@ def test_what_is_computed_and_not_committed_comes_back_too():
     scheduler.add(request_of(1, 6, max_tokens=5))
     step(scheduler)
     step(scheduler)
-    scheduler.preempt_youngest()
+    scheduler.preempt_last()
     assert step(scheduler) == [("r0", 9, 10), ("r1", 7, 8)]
 
 
@@ -102,7 +102,7 @@ def test_a_request_that_waits_can_end(num_host_blocks):
     scheduler = scheduler_of(8, num_host_blocks=num_host_blocks, enable_prefix_caching=False)
     scheduler.add(request_of(0, 6))
     step(scheduler)
-    scheduler.preempt_youngest()
+    scheduler.preempt_last()
     (waiting,) = scheduler.waiting
     assert scheduler.manager.is_swapped("r0") == (num_host_blocks > 0)
     scheduler.finish(waiting)
@@ -140,7 +140,7 @@ def test_a_swapped_request_that_finds_too_little_room_stays_swapped():
     for number in (0, 1):
         scheduler.add(request_of(number, 7, max_tokens=3))
     step(scheduler)
-    scheduler.preempt_youngest()
+    scheduler.preempt_last()
     scheduler.manager.allocate("holder", [1])
     assert step(scheduler) == [("r0", 7, 8)] and scheduler.manager.is_swapped("r1")  # two blocks, and none left over
     scheduler.manager.release("holder")
@@ -154,7 +154,7 @@ def test_a_swapped_request_that_cannot_go_back_holds_no_block(monkeypatch):
     for number in (0, 1):
         scheduler.add(request_of(number, 7, max_tokens=3))
     step(scheduler)
-    scheduler.preempt_youngest()
+    scheduler.preempt_last()
     scheduler.manager.allocate("holder", [1])
 
     def fail(seq_id):

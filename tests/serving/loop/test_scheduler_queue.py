@@ -3,6 +3,8 @@
 import pytest
 from support.scheduler_steps import request_of, scheduler_of, step
 
+from kvpage.serving.loop.request import Request
+
 
 def test_after_a_restart_everything_is_computed_again():
     """What runs, what is swapped out and what waits: in the order in which they came, and without a block."""
@@ -10,7 +12,7 @@ def test_after_a_restart_everything_is_computed_again():
     for number in range(3):
         scheduler.add(request_of(number, 7, max_tokens=3))
     step(scheduler)
-    scheduler.preempt_youngest()
+    scheduler.preempt_last()
     assert scheduler.manager.is_swapped("r1") and len(scheduler.running) == 1
     scheduler.restart()
     assert [request.request_id for request in scheduler.waiting] == ["r0", "r1", "r2"] and not scheduler.running
@@ -18,6 +20,69 @@ def test_after_a_restart_everything_is_computed_again():
     assert not scheduler.manager.is_swapped("r1")
     scheduler.manager.take_moves()
     assert step(scheduler) == [("r0", 0, 8), ("r1", 0, 8)]
+
+
+def ranked(number: int, priority: int, num_tokens: int = 5, max_tokens: int = 8) -> Request:
+    """A request as `request_of` makes it, with a priority."""
+    request = request_of(number, num_tokens, max_tokens=max_tokens)
+    return Request(request.request_id, request.prompt.copy(), request.params, number, priority=priority)
+
+
+def ids(requests: list[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def test_lower_numbers_come_first_and_the_others_in_order_of_arrival():
+    scheduler = scheduler_of(max_num_seqs=2)
+    for number, priority in enumerate([0, 5, -1, 0, -1, 5]):
+        scheduler.add(ranked(number, priority))
+    assert ids(scheduler.waiting) == ["r2", "r4", "r0", "r3", "r1", "r5"]
+    assert step(scheduler) == [("r2", 0, 5), ("r4", 0, 5)]
+
+
+def test_the_last_in_order_is_preempted_first():
+    scheduler = scheduler_of()
+    for number, priority in enumerate([3, 0, 3, 1]):
+        scheduler.add(ranked(number, priority))
+    step(scheduler)
+    preempted = []
+    while scheduler.running:
+        before = ids(scheduler.running)
+        scheduler.preempt_last()
+        preempted += set(before) - set(ids(scheduler.running))
+    assert preempted == ["r2", "r0", "r3", "r1"] and ids(scheduler.waiting) == preempted[::-1]
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs", "num_left"), [(64, 3, 2), (8, 8, 2), (64, 8, 3)])
+def test_a_waiting_request_preempts_only_those_after_it_and_only_if_it_must(num_blocks, max_num_seqs, num_left):
+    """There are too few places, too few blocks (2 each, and one to go on), or enough."""
+    scheduler = scheduler_of(num_blocks, max_num_seqs, enable_prefix_caching=False)
+    for number in range(3):
+        scheduler.add(ranked(number, 1))
+    step(scheduler)
+    assert len(scheduler.running) == 3 and not scheduler.has_urgent
+    scheduler.add(ranked(3, 1))
+    step(scheduler)
+    assert {"r0", "r1", "r2"} <= set(ids(scheduler.running))
+    scheduler.requeue([request for request in scheduler.running if request.request_id == "r3"])
+    scheduler.add(ranked(4, 0))
+    assert scheduler.has_urgent
+    step(scheduler)
+    assert "r4" in ids(scheduler.running)
+    assert [one for one in ids(scheduler.running) if one in {"r0", "r1", "r2"}] == ["r0", "r1", "r2"][:num_left]
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+
+
+def test_a_long_prefill_waits_for_one_that_comes_before_it():
+    scheduler = scheduler_of(budget=8)
+    scheduler.add(ranked(0, 1, num_tokens=30))
+    assert step(scheduler) == [("r0", 0, 8)]
+    scheduler.add(ranked(1, 0, num_tokens=6, max_tokens=1))
+    assert step(scheduler) == [("r1", 0, 6), ("r0", 8, 10)]
+    assert step(scheduler) == [("r0", 10, 18)]
+    scheduler.add(ranked(2, 1, num_tokens=6))
+    assert step(scheduler) == [("r0", 18, 26)]
 
 
 @pytest.mark.parametrize("tried", [[], [0], [1], [2], [0, 2], [2, 1]])

@@ -14,8 +14,9 @@ from support.models import make_model, make_prompts
 from kvpage import CacheConfig, ModelConfig
 from kvpage.blend import BlendConfig
 from kvpage.ops.cuda.libraries import choice, flashinfer
-from kvpage.serving import Engine, EngineConfig, RankLost, SamplingParams, assembly
-from kvpage.serving.assembly import choose_attention
+from kvpage.serving import Engine, EngineConfig, RankLost, SamplingParams
+from kvpage.serving.assembly import parts
+from kvpage.serving.assembly.parts import choose_attention
 from kvpage.serving.model.runner import ModelRunner
 
 PROMPTS = make_prompts([1, 33, 50, 17, 16], seed=5)
@@ -139,7 +140,7 @@ def test_a_lost_rank_says_nothing_of_a_library(fakes, monkeypatch):
     def lose(*arguments):
         raise RankLost("rank 1 is gone")
 
-    monkeypatch.setattr(assembly, "verify_model", lose)
+    monkeypatch.setattr(parts, "verify_model", lose)
     for name, num_ranks in (("auto", 1), ("auto", 2), ("flashinfer", 2)):
         with pytest.raises(RankLost, match="rank 1 is gone"):
             choose(name, num_ranks)

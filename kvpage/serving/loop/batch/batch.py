@@ -40,6 +40,22 @@ class Portion(NamedTuple):
         """Whether the logits of its last row give the request's next token."""
         return self.end == self.request.num_tokens
 
+    @property
+    def num_scored(self) -> int:
+        """How many of its first tokens have a next one in the prompt whose log-probability is asked for."""
+        if not self.request.scores_prompt:
+            return 0
+        return max(min(self.end, self.request.num_prompt_tokens - 1) - self.start, 0)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The indices of the tokens whose logits are needed: the scored ones, and the last one.
+
+        That is wanted also where it is not the prompt's last: K and V that give no numbers are not committed.
+        """
+        num_scored, last = self.num_scored, self.end - self.start - 1
+        return [*range(num_scored), *([last] if num_scored <= last else [])]
+
 
 class Decodes:
     """Running requests that decode: each computes its newest token, and gets one more.
@@ -66,6 +82,7 @@ class Decodes:
         self._sampler = Sampler(requests)
         self._stop_ids = [request.stop_ids for request in requests]
         self._all_stop_ids = frozenset[int]().union(*set(self._stop_ids))
+        self._watched = [row for row, request in enumerate(requests) if request.answer is not None]
         self._sinks = [request.group.sink for request in requests]
         self._has_sinks = any(sink is not None for sink in self._sinks)
 
@@ -94,6 +111,11 @@ class Decodes:
     def needs_tokens(self) -> bool:
         """Whether the host must know the tokens of a request to choose its next one."""
         return self._sampler.needs_tokens
+
+    @cached_property
+    def needs_logits(self) -> bool:
+        """Whether the host must know the logits besides the tokens: some request wants log-probabilities."""
+        return any(self.requests[row].params.logprobs is not None for row in self._watched)
 
     @property
     def is_greedy(self) -> bool:
@@ -134,8 +156,10 @@ class Decodes:
         return sampler.sample(logits, self.ends if sampler.is_greedy else self.ends - self._num_prompt_tokens)
 
     def last_rows(self, tokens: npt.NDArray[np.int32]) -> list[int]:
-        """Return the rows of those for whom the next token is the last one. tokens: the next ones, int32."""
+        """Return the rows of those whose next token may be the last one, or is looked at. tokens: the next ones."""
         rows: list[int] = (self.ends + 1 == self._limits).nonzero()[0].tolist() if self._num_left <= 1 else []
+        if self._watched:
+            rows = sorted({*rows, *self._watched})
         if not self._all_stop_ids or self._all_stop_ids.isdisjoint(token_ids := tokens.tolist()):
             return rows
         pairs = zip(token_ids, self._stop_ids, strict=True)
@@ -145,10 +169,9 @@ class Decodes:
         """Give each its next token, and tell its caller.
 
         tokens: int32; they are kept. default: takes the outputs of requests without a sink. but: rows to leave out,
-            those of last tokens.
+            which the caller gives theirs. If one of them ends, other columns are made for the next step.
         """
-        if not but:
-            self._next = self.ends + 1, tokens
+        self._next = self.ends + 1, tokens
         token_ids = _but(tokens.tolist(), but)
         append_tokens(_but(self.requests, but), token_ids)
         outputs = outputs_of_tokens(_but(self._request_ids, but), token_ids, _but(self._sample_indices, but))
@@ -189,6 +212,11 @@ class Batch:
         return [*(Portion(request, end - 1, end) for request, end in decodes), *self.prefills]
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether the logits of more than last tokens are wanted."""
+        return any([portion.request.scores_prompt for portion in self.prefills])
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens all portions have."""
         return len(self.decodes.requests) + sum([portion.end - portion.start for portion in self.prefills])
@@ -199,24 +227,43 @@ class Batch:
         return Batch(self.decodes.without(requests), prefills)
 
     def packed(self) -> PackedTokens:
-        """Return the tokens in one row. The last one of each sequence is wanted, see `items`."""
+        """Return the tokens in one row. The last one of each sequence is wanted, and see Portion.wanted."""
         decodes, prefills = self.decodes, self.prefills
         if not prefills:
             return decodes.packed()
         starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
         ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
         tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]
-        return PackedTokens(np.concatenate(tokens), starts, ends, np.cumsum(ends - starts) - 1)
+        wanted = np.cumsum(ends - starts) - 1
+        if self.scores_prompts:
+            first = (wanted + 1 - (ends - starts)).tolist()[len(decodes) :]
+            rows = [begin + index for begin, one in zip(first, prefills, strict=True) for index in one.wanted]
+            wanted = np.concatenate([wanted[: len(decodes)], np.array(rows, np.int64)])
+        return PackedTokens(np.concatenate(tokens), starts, ends, wanted)
 
     def items(self) -> list[BatchItem]:
-        """Return an item for each portion.
-
-        Its last token is wanted, also where it is not the prompt's: K and V that give no numbers are not committed.
-        """
+        """Return an item for each portion."""
         return [
-            BatchItem(one.seq_id, one.tokens[start:end], start, end, [end - start - 1], one.reuse)
-            for one, start, end in self.portions
+            BatchItem(
+                one.request.seq_id, one.request.tokens[one.start : one.end], *one[1:], one.wanted, one.request.reuse
+            )
+            for one in self.portions
         ]
+
+
+def add_portion(portions: list[Portion], request: Request, budget: int) -> int:
+    """Add as many of the request's next tokens as the budget allows, or all if it blends; return how many.
+
+    Of a step with scored prompts, all together have as many rows of logits as one may have.
+    """
+    num_left = request.num_room - request.num_computed
+    num_tokens = num_left if request.reuse else min(budget, num_left)
+    if request.scores_prompt and request.scored is not None:
+        num_scored = sum([portion.num_scored for portion in portions])
+        num_tokens = min(num_tokens, max(request.scored.max_rows - num_scored, 0))
+    if num_tokens:
+        portions.append(Portion(request, request.num_computed, request.num_computed + num_tokens))
+    return num_tokens
 
 
 def _but(column: Sequence[Item], rows: Sequence[int]) -> Sequence[Item]:

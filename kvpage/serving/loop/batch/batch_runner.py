@@ -19,8 +19,8 @@ from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch, Choose
-from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
@@ -82,8 +82,7 @@ class BatchRunner:
         """
         packed = batch.packed()
         if not batch.prefills:
-            self._transfers.run()
-            inputs = self._manager.rows.inputs(batch.decodes.rows)
+            inputs = self._decode_inputs(batch.decodes.rows)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
                 self._count(len(inputs.slots))
                 return replayed.logits
@@ -104,13 +103,19 @@ class BatchRunner:
         Returns the chosen tokens on the device, int32 or int64 [len(rows)]; -1 where logits are no numbers. They are
         valid until the next pass.
         """
-        self._transfers.run()
-        inputs = self._manager.rows.inputs(rows)
+        inputs = self._decode_inputs(rows)
         if self.graphs is not None and (replayed := self.graphs.run(inputs, token_ids)) is not None:
             self._count(len(rows))
             return replayed.tokens if choose is None else choose(replayed.logits)
         logits = self._of_tokens(inputs, token_ids)
         return likeliest(logits) if choose is None else choose(logits)
+
+    def _decode_inputs(self, rows: Rows) -> StepInputs:
+        """Return the arguments of a step of decodes, before which all that they attend to is in the blocks."""
+        self._transfers.run()
+        inputs = self._manager.rows.inputs(rows)
+        self._transfers.expected.wait(inputs.block_tables)
+        return inputs
 
     def _of_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Return the logits of a step without a capture; see `decode`."""
@@ -134,6 +139,7 @@ class BatchRunner:
             return Computed(self._compute(rows, packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         self._transfers.run()  # blending writes to all layers before the first one computes
+        self._transfers.expected.wait()
         step, _, _ = self._step(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
@@ -163,7 +169,7 @@ class BatchRunner:
         arrival = self._transfers.start()
         slots, tables = self._manager.rows.slots(rows, packed.starts, packed.ends), self._manager.rows.tables(rows)
         step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
-        step.expect(arrival)
+        step.expect(self._transfers.expected.join(arrival, tables))
         return step, slots, tables
 
     def _count(self, num_tokens: int) -> None:

@@ -1,16 +1,18 @@
 """ChosenTokens: the tokens that a batch's logits give, and the requests whose logits give none."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.batch.logprobs import logprobs_asked
 from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.sampler import sample
+from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class ChosenTokens:
     batch: the tokens of requests that go on. failed: the other requests, whose logits are no numbers.
     prefilled: those that go on and have computed the last portion of their prefill. forks: the requests that some of
     these become besides themselves. token_ids: int32, one for each decode, then for each of prefilled, then for each
-    fork.
+    fork. logprobs: of the requests that ask for them.
     """
 
     batch: Batch
@@ -28,6 +30,7 @@ class ChosenTokens:
     prefilled: list[Request]
     forks: dict[Request, list[Request]]
     token_ids: npt.NDArray[np.int32]
+    logprobs: dict[Request, TokenLogprobs] = field(default_factory=dict)
 
     @property
     def new_requests(self) -> list[Request]:
@@ -39,7 +42,9 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
     """Choose the next tokens. logits: [len(batch), vocab_size], after the last token of each decode and portion."""
     if not batch.prefills:
         try:
-            return ChosenTokens(batch, [], [], {}, batch.decodes.sample(logits))
+            tokens = batch.decodes.sample(logits)
+            logprobs = logprobs_asked(logits, batch.decodes.requests, tokens) if batch.decodes.needs_logits else {}
+            return ChosenTokens(batch, [], [], {}, tokens, logprobs)
         except LogitsNotFinite:
             pass  # found again below, with the requests that fail
     num_decodes = len(batch.decodes)
@@ -52,8 +57,9 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
         due = going.decodes.requests + prefilled
         forks = {request: request.forks() for request in prefilled if request.num_forks_due}
         try:
-            tokens = sample(*_with_forks(logits, rows, due, forks))
-            return ChosenTokens(going, failed, prefilled, forks, np.array(tokens, np.int32))
+            some, requests = _with_forks(logits, rows, due, forks)
+            tokens = np.array(sample(some, requests), np.int32)
+            return ChosenTokens(going, failed, prefilled, forks, tokens, logprobs_asked(some, requests, tokens))
         except LogitsNotFinite as error:
             bad = _owners(error.rows, due, forks)
             failed += bad

@@ -51,6 +51,10 @@ class Running(Protocol):
     max_num_seqs: int
     num_left: int
 
+    @property
+    def has_urgent(self) -> bool:
+        """Whether one that waits comes before one that runs."""
+
 
 class _Launched(NamedTuple):
     """A step that was begun.
@@ -103,7 +107,9 @@ class DeviceDecoder:
     def takes(self, batch: Batch) -> bool:
         """Return whether `choose` can compute the batch."""
         decodes = batch.decodes
-        return not batch.prefills and (decodes.is_greedy or (self._draws and not decodes.needs_tokens))
+        if batch.prefills or decodes.needs_logits:
+            return False
+        return decodes.is_greedy or (self._draws and not decodes.needs_tokens)
 
     def settle(self) -> None:
         """Wait for the step ahead if requests of it have left: others may get the blocks that it writes."""
@@ -164,7 +170,7 @@ class DeviceDecoder:
         """Return whether `schedule` would look at a waiting request, because there is a place for the next one."""
         scheduler = self._scheduler
         num_more = 1 + scheduler.waiting[0].num_forks_due if scheduler.waiting else 0
-        return 0 < num_more <= scheduler.max_num_seqs - len(scheduler.running)
+        return 0 < num_more <= scheduler.max_num_seqs - len(scheduler.running) or scheduler.has_urgent
 
     def _launch_ahead(self, before: _Launched) -> _Launched | None:
         """Begin the step after the one that was begun; None if blocks are short. Its error is kept for its turn."""

@@ -45,7 +45,7 @@ class Suspects:
 
     def clear(self, requests: Sequence[Request]) -> None:
         """Clear requests that have a token, or have ended."""
-        if self._failed.isdisjoint(requests):
+        if not self._failed or self._failed.isdisjoint(requests):  # the former at once, in most steps
             return
         self._failed.difference_update(requests)
         groups = ([one for one in group if one not in requests] for group in self._groups)

@@ -12,6 +12,7 @@ from torch import get_num_threads, nn
 
 from kvpage import ops
 from kvpage.ops.cpu.host_layers import host_rms_norm
+from kvpage.ops.cpu.operands import check_memory
 from kvpage.serving.model.native.plain import DTYPES, is_plain_call
 from kvpage.serving.model.native.torch_threads import TorchThreads
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
@@ -105,6 +106,7 @@ def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
             found = host_rms_norm(args[0], weight, held[epsilon], offset, rounds, num_threads)
             if found is not None:
                 return found
+            check_memory(weight=weight)
         return type(source).forward(source, *args, **kwargs)
 
     return type(f"Native{kind.__name__}", (kind,), {"__slots__": ("_native",), "forward": forward})

@@ -7,8 +7,8 @@ from kvpage.blocks.stats import BlockStats
 from kvpage.observe.histogram import HistogramStats
 from kvpage.observe.residency import ResidencyStats
 from kvpage.serving.blending.connector import BlendStats
-from kvpage.serving.loop.block_transfers import TransferStats
 from kvpage.serving.loop.graphs.decode_graphs import GraphStats
+from kvpage.serving.loop.moves.block_transfers import TransferStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
 
 __all__ = [

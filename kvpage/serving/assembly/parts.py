@@ -9,7 +9,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.stored_segments import StoredSegments
@@ -17,6 +18,7 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
@@ -91,8 +93,10 @@ class RankParts:
     max_model_len: int
 
 
-def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
+def check_arguments(model: PreTrainedModel, config: EngineConfig, tokenizer: object = None) -> None:
     """TypeError for others than a model and an EngineConfig, ValueError for a model that is compiled or ill sharded."""
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"tokenizer must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
     check_model(model)
     if not isinstance(config, EngineConfig):
         hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
@@ -100,8 +104,23 @@ def check_arguments(model: PreTrainedModel, config: EngineConfig) -> None:
     check_sharded_size(model, config.tensor_parallel_size)
 
 
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Compute in the model's own dtype, whatever is around: an engine is the same wherever it is made."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
 def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
+    with without_autocast(model.device):
+        return _tried_out(model, config)
+
+
+def _tried_out(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
     cache_config = config.cache_config
     of_all = _model_config(model, cache_config)
     size, compiles = config.tensor_parallel_size, config.compile_model
@@ -175,8 +194,10 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     manager = make_manager(config, rule)
     blender = None
     if config.blend is not None:
-        blender = checked_blender(config.blend, runner, cache_config, model_config)
-    telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate)
+        with without_autocast(runner.model.device):
+            blender = checked_blender(config.blend, runner, cache_config, model_config)
+    spec_kind: SpecKind = "mla_attention" if model_config.use_mla else "full_attention"
+    telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate, spec_kind)
     return EngineParts(
         runner,
         parts.cache,
@@ -196,7 +217,8 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
     model = servable.runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
-    return RankParts(make_cache(servable, config), defaults, max_model_len)
+    with without_autocast(model.device):
+        return RankParts(make_cache(servable, config), defaults, max_model_len)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:

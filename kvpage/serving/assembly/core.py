@@ -7,18 +7,22 @@ EngineCore ─► Intake: prompts are checked, and become requests
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import check_at_least
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops import attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
@@ -28,14 +32,15 @@ from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
-from kvpage.serving.loop.block_transfers import BlockTransfers
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
 from kvpage.serving.loop.graphs.capture_sizes import default_sizes
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.graphs.warmup import warm_up
-from kvpage.serving.loop.intake import Intake
+from kvpage.serving.loop.intake import Intake, Prompt
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.lead import Lead
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
@@ -43,6 +48,7 @@ from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats import EngineStats
+from kvpage.serving.stats.request_state import RequestState, request_states
 
 
 class EngineCore:
@@ -61,10 +67,12 @@ class EngineCore:
         window: int | None,
         rule: LoadOrCompute | None,
         lead: Lead | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Put the parts together; see EngineParts. lead: the side of other ranks; None where there are none."""
         self._lead = lead
         self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
+        self.tokenizer = tokenizer
         self.cache, self.manager, self.telemetry = cache, manager, telemetry
         self._runner, self._connectors = runner, Connectors()
         self._transfers = BlockTransfers(self.cache, self.manager, rule, tell=None if lead is None else lead.move)
@@ -79,7 +87,7 @@ class EngineCore:
         self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
         self._connect_device()
-        self._intake = Intake(runner.model, self.manager, defaults, max_model_len)
+        self._intake = Intake(runner.model, self.manager, defaults, max_model_len, tokenizer)
         self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
 
     def _connect_device(self) -> None:
@@ -136,6 +144,7 @@ class EngineCore:
                 rule,
                 deadline=self.config.store_deadline,
                 save_generated=save_generated,
+                save_portions=self.config.save_portions,
             )
         )
 
@@ -214,7 +223,21 @@ class EngineCore:
             self.manager.reset_prefix_cache()
             self.telemetry.tell()
 
+    def saves_under_way(self) -> "list[Future[int]]":
+        """Return what the store is being given now. A prompt is among it once its first token has come.
+
+        Returns:
+            A future of each prompt: of the number of its tokens that the store holds. None without a store. Do not wait
+            for them on the engine's thread: other requests would wait, too.
+        """
+        return self._connectors.store.saves.futures if self._connectors.store else []
+
     # --- numbers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> BlockStore | None:
+        """The store that is asked; None without one."""
+        return None if self._connectors.store is None else self._connectors.store.store
 
     @property
     def attention_backend(self) -> str:
@@ -250,6 +273,50 @@ class EngineCore:
             blend=replace(connectors.blend.stats) if connectors.blend else None,
             graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
         )
+
+    # --- for an AsyncEngine ------------------------------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, request_id: str) -> Request:
+        """Check a prompt, and make a request of it that is not queued yet. Any thread may call it at any time.
+
+        Args:
+            prompt: The arguments of `add_request`.
+            request_id: The id.
+
+        Returns:
+            The request.
+
+        Raises:
+            ValueError, TypeError: As `add_request`, but for an id that is in use.
+        """
+        request = self._intake.request(prompt, request_id, self._blend_config)
+        self.scheduler.check(request)
+        return request
+
+    @property
+    def loop(self) -> ServingLoop:
+        """The loop: it queues requests that are prepared, and computes them."""
+        return self._loop
+
+    @property
+    def _blend_config(self) -> BlendConfig | None:
+        blender = self._connectors.blender
+        return None if blender is None else blender.config
+
+    def request_states(self, limit: int) -> list[RequestState]:
+        """Return how far the unfinished requests are: those that run first, then those that wait.
+
+        Args:
+            limit: The largest number of states. A long queue is not read to its end.
+
+        Returns:
+            The states. Ask between two steps, as by `AsyncEngine.call`.
+
+        Raises:
+            ValueError: `limit` is negative.
+        """
+        check_at_least("limit", limit, 0)
+        return request_states(self.scheduler, self._connectors, limit)
 
     # --- for Branches, and other owners of sequences -----------------------------------------------------------------
 
@@ -297,14 +364,14 @@ class EngineCore:
 
     @uninterrupted
     def make_room(self) -> bool:
-        """Preempt the youngest request that runs.
+        """Preempt the request that runs and is last in order.
 
         Returns:
             False if none runs.
         """
         if not self.scheduler.running:
             return False
-        self.scheduler.preempt_youngest()
+        self.scheduler.preempt_last()
         return True
 
     def add_reclaimer(self, reclaimer: Callable[[], bool]) -> None:

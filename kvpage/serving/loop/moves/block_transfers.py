@@ -3,6 +3,7 @@
 manager.due_moves() ─► CacheEngine.swap_out, swap_in, copy ─► the bytes are moved         on a CPU
 manager.take_moves() ─► CacheEngine.start_moves ─► Arrival: each layer waits for its own   on a GPU
                        num_blocks, num_bytes and seconds by kind; the speed, for LoadOrCompute
+a store's load ─► expected: blocks that are cached before their bytes are there; moves and readers wait for them
 """
 
 import time
@@ -19,6 +20,7 @@ from kvpage.blocks.moves import BlockMove, Kind, Pairs
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival, LayeredMoves
 from kvpage.cache.transfer import Transfer
+from kvpage.serving.loop.moves.expected_blocks import ExpectedBlocks
 
 KINDS: tuple[Kind, ...] = ("swap_out", "swap_in", "copy")
 
@@ -59,6 +61,7 @@ class BlockTransfers:
     is_beside: whether moves run beside the computation; by default on a GPU. There nothing waits for a move: events on
         the stream take its time, and are read at a later call.
     tell: called with each move that was made, for other ranks, and not beside the computation; None if there are none.
+    expected: blocks that a store fills beside the computation. No move begins before they are full.
     """
 
     def __init__(
@@ -73,10 +76,16 @@ class BlockTransfers:
         num_bytes = sum(layer.numel() * layer.element_size() for layer in cache.gpu_cache)
         self._block_bytes = num_bytes // max(cache.num_gpu_blocks, 1)
         self._stats = {kind: TransferStats() for kind in KINDS}
+        self.expected = ExpectedBlocks()
         self._is_beside = (cache.device.type == "cuda" and tell is None) if is_beside is None else is_beside
         self._taken: list[BlockMove] = []  # from the manager, not begun
         self._begun: LayeredMoves | None = None  # with a move that has raised
         self._arrival: Arrival | None = None  # the last one
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether blocks are moved beside the computation."""
+        return self._is_beside
 
     def stats(self) -> dict[Kind, TransferStats]:
         """Return the moves so far, by kind."""
@@ -94,6 +103,7 @@ class BlockTransfers:
             return
         if not self._manager.space.has_moves:
             return
+        self.expected.wait()
         start, moved = time.monotonic(), Counter[Kind]()
         for kind, pairs in self._manager.due_moves():
             begin = time.perf_counter()
@@ -117,6 +127,7 @@ class BlockTransfers:
             self._arrival.wait()  # for what a step that ended early has not
             self._arrival = None
         while self._begun is not None or self._taken or self._manager.space.has_moves:
+            self.expected.wait()
             if self._arrival is not None:
                 self._arrival.wait()
             self._arrival = self._start_due()

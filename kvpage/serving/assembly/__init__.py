@@ -1,0 +1,1 @@
+"""An engine's assembly: its parts are made for a model, and put together."""

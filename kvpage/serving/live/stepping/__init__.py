@@ -1,0 +1,1 @@
+"""The stepping thread of an AsyncEngine, and the ways to it."""

@@ -1,0 +1,50 @@
+"""Prefills: the prompts that are being computed, for those that wait and begin with the same tokens."""
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.serving.loop.request import Request
+
+
+class Prefills:
+    """Running requests whose prompts are not computed yet, found by their first block.
+
+    A waiting request that shares blocks with one of them does better to wait until these are committed. Of many
+    requests with a common prefix that arrive together, the first computes it and the others find it.
+    """
+
+    def __init__(self, manager: BlockManager, running: list[Request]) -> None:
+        self._block_size = manager.block_size
+        self._enabled = manager.enable_prefix_caching
+        self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
+        self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
+
+    def add(self, request: Request) -> None:
+        """Note one more."""
+        if self._enabled:
+            self._new.append(request)
+
+    def will_share(self, request: Request) -> bool:
+        """Whether one of them has yet to compute a whole block with which `request` begins, too."""
+        if self._new:
+            self._note_new()
+        if not self._by_first_block or request.num_tokens <= self._block_size:
+            return False
+        others = self._by_first_block.get(self._key(request), ())
+        return any(self._num_shared(request, other) > other.num_computed for other in others)
+
+    def _note_new(self) -> None:
+        for request in self._new:
+            if self._whole_blocks(request.num_room) > request.num_computed:
+                self._by_first_block.setdefault(self._key(request), []).append(request)
+        self._new = []
+
+    def _num_shared(self, request: Request, other: Request) -> int:
+        length = min(request.num_tokens - 1, other.num_room)
+        differ = request.tokens[:length] != other.tokens[:length]
+        num_equal = int(differ.argmax()) if differ.any() else length
+        return self._whole_blocks(num_equal)
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._block_size * self._block_size
+
+    def _key(self, request: Request) -> tuple[bytes, bytes]:
+        return request.namespace, request.tokens[: self._block_size].tobytes()

@@ -1,0 +1,1 @@
+"""Blocks that are moved, or loaded from a store, beside the computation."""

@@ -1,0 +1,109 @@
+"""StoreLoad: a prompt on its way out of a store."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation, Ids
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.layered_moves import Arrival
+from kvpage.serving.loop.request import Request
+
+__all__ = ["StoreLoad", "count_of", "is_count", "num_cached"]
+
+
+class StoreLoad:
+    """A lookup, then a load. It is its own seq_id in the block manager while it has blocks.
+
+    future: what is under way; its result is a number of tokens. verified: how many tokens are verified, and when their
+        layers will be there, told before `future` is done; None where it is taken, or never told.
+    num_cached: tokens that its blocks had at once. num_wanted: tokens that are to be there at its end.
+    num_early: tokens that were committed before its end. arrival: theirs.
+    """
+
+    def __init__(self, request: Request, deadline: float) -> None:
+        self.request = request
+        self.tokens = request.tokens[: request.num_tokens].copy()
+        self.namespace = request.namespace
+        self.deadline = deadline
+        self.future: Future[int] | None = None
+        self.verified: Future[tuple[int, Arrival]] | None = None
+        self.block_ids: Ids = np.empty(0, np.int32)
+        self.num_cached = self.num_wanted = self.num_early = 0
+        self.arrival: Arrival | None = None
+        self.has_blocks = False
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """What is under way, and done when there is something new."""
+        return [future for future in (self.future, self.verified) if future is not None]
+
+    def begin(self, future: "Future[int]") -> None:
+        """Wait for this from now on."""
+        self.future = future
+
+    def begin_in(self, given: Allocation, num_wanted: int, future: "Future[int]") -> None:
+        """Wait for the load into these blocks."""
+        self.block_ids, self.num_cached, self.num_wanted = given.block_ids, given.num_cached_tokens, num_wanted
+        self.future, self.has_blocks = future, True
+
+    def take(self) -> "Future[int]":
+        """Return what was under way, and is done."""
+        assert self.future is not None
+        done, self.future = self.future, None
+        return done
+
+    def call(self, store: Any, cache: CacheEngine, block_ids: Ids, is_beside: bool) -> Callable[..., int]:
+        """Return the call that loads into the blocks: where it runs beside the computation the one by layers, if any.
+
+        store: a BlockStore, perhaps a LayeredStore.
+        """
+        to_blocks = self.tokens, cache, block_ids
+        if is_beside and hasattr(store, "load_by_layer"):
+            return partial(store.load_by_layer, *to_blocks, self._teller())
+        return partial(store.load_blocks, *to_blocks)
+
+    def take_verified(self) -> tuple[int, Arrival] | None:
+        """Return, once, what is verified; None if there is nothing new."""
+        if self.verified is None or not self.verified.done():
+            return None
+        found, self.verified = self.verified.result(), None
+        return found
+
+    def note_early(self, num_tokens: int, arrival: Arrival) -> None:
+        """Note that so many tokens are committed before they have come."""
+        self.num_early, self.arrival = num_tokens, arrival
+
+    def _teller(self) -> Callable[[int, Arrival], None]:
+        """Return what a store's thread calls once all is verified. It raises ValueError for what is no count."""
+        verified: Future[tuple[int, Arrival]] = Future()
+        self.verified = verified
+
+        def tell(num_tokens: int, arrival: Arrival) -> None:
+            if not is_count(num_tokens):
+                raise ValueError(f"verified must be told a number of tokens, got {num_tokens!r}")
+            verified.set_result((int(num_tokens), arrival))
+
+        return tell
+
+
+def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_over: int = 1) -> int:
+    """Return how many leading tokens can be found. num_left_over: at least so many are left out."""
+    match = manager.tree.match(tokens, namespace, num_left_over=num_left_over)
+    manager.tree.release(match)
+    return match.num_tokens
+
+
+def count_of(future: "Future[int]") -> int | None:
+    """Return the count that a store has returned; None for an exception, and for an answer that is no count."""
+    count = None if future.exception() else future.result()
+    return None if count is None or not is_count(count) else int(count)
+
+
+def is_count(count: object) -> bool:
+    """Return whether it is a number of tokens."""
+    return isinstance(count, (int, np.integer)) and not isinstance(count, bool) and bool(count >= 0)

@@ -1,0 +1,25 @@
+"""The numbers of an engine."""
+
+from kvpage.serving.stats.engine_stats import (
+    BlendStats,
+    BlockStats,
+    EngineStats,
+    GraphStats,
+    HistogramStats,
+    ResidencyStats,
+    StoreConnectorStats,
+    TransferStats,
+)
+from kvpage.serving.stats.request_state import RequestState
+
+__all__ = [
+    "BlendStats",
+    "BlockStats",
+    "EngineStats",
+    "GraphStats",
+    "HistogramStats",
+    "RequestState",
+    "ResidencyStats",
+    "StoreConnectorStats",
+    "TransferStats",
+]

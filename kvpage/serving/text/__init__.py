@@ -1,0 +1,1 @@
+"""Text of generated tokens: all of the loop that knows the tokenizer."""

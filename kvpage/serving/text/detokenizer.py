@@ -1,0 +1,145 @@
+"""Detokenizer: turn the tokens of one answer into text as they come.
+
+    tokens    [ "Gr" | "\xc3" | "\xbc" | "<0xC3>" "<0xBC>" | "!" ]
+    text        "Gr"    ""      "ü"      ""       ""         "ü!"
+
+A token is decoded together with those of the piece before it, because a decoder may look at its neighbours. The text
+is handed out as far as no later token can change it.
+"""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvpage.checks.values import check_flag
+from kvpage.serving.text.space_cleanup import SpaceCleanup, cleans_spaces
+
+BROKEN = "\ufffd"
+MAX_UNSETTLED, NUM_KEPT = 32, 8
+"""Tokens without a whole character, after which only the last few are kept: a character has four bytes at most."""
+
+
+class Detokenizer:
+    """The text of one answer, as far as it is known. All pieces together are the tokenizer's `decode` of all tokens.
+
+    A character that is spread over several tokens comes whole. A run of byte tokens (`<0xC3>`) comes with the first
+    token after it, because an invalid byte changes how its whole run is decoded.
+
+    Args:
+        tokenizer: A tokenizer of transformers. It is not changed.
+        skip_special_tokens: Leave out special tokens, such as the end of the sequence.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
+        check_flag("skip_special_tokens", skip_special_tokens)
+        self._tokenizer, self._decoded = tokenizer, decoder_of(tokenizer, skip_special_tokens)
+        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self._limit = id_limit(tokenizer)
+        self._cleanup = SpaceCleanup() if cleans_spaces(tokenizer) else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._window: list[int] = []  # the tokens that the next ones are decoded with
+        self._num_settled = 0  # of these, the tokens whose text was handed out at the last whole character
+        self._num_given = 0  # characters of the window's text that were handed out
+        self._is_in_bytes = False  # whether the last token is a single byte
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens.
+
+        Args:
+            token_ids: The ids, in order. Ids that the tokenizer lacks have no text.
+
+        Returns:
+            The text that is settled by now, after what earlier calls returned. It may be empty.
+        """
+        num_before = len(self._window)
+        for token in token_ids:
+            self._take(token)
+        if len(self._window) == num_before or self._is_in_bytes:
+            return ""
+        text = self._decoded(self._window)
+        num_whole = len(text) - text.endswith(BROKEN)
+        piece = text[self._num_given : num_whole]
+        self._num_given += len(piece)
+        is_whole = (
+            num_whole == len(text) and piece != ""
+        )  # some decoders leave out the bytes of a character that lacks any
+        if is_whole or len(self._window) > MAX_UNSETTLED:
+            self._settle(is_whole, len(text) - num_whole)
+        return piece if self._cleanup is None else self._cleanup.push(piece)
+
+    def flush(self) -> str:
+        """End the text, and begin an empty one.
+
+        Returns:
+            The rest of the text. A character that lacks bytes is a replacement character, as in `decode`.
+        """
+        rest = self._decoded(self._window)[self._num_given :] if self._window else ""
+        self._begin()
+        return rest if self._cleanup is None else self._cleanup.push(rest) + self._cleanup.flush()
+
+    def _take(self, token: int) -> None:
+        if token in self._skipped or token >= self._limit:
+            return
+        name = self._tokenizer.convert_ids_to_tokens(int(token))
+        if name is not None:
+            self._window.append(int(token))
+            self._is_in_bytes = isinstance(name, str) and is_byte(name)
+
+    def _settle(self, is_whole: bool, num_broken: int) -> None:
+        """Keep the tokens since the last whole character as the neighbours of the next ones.
+
+        num_broken: characters at the end of the window's text that later tokens may change.
+        """
+        self._window = self._window[self._num_settled :] if is_whole else self._window[-NUM_KEPT:]
+        self._num_settled = len(self._window)
+        self._num_given = len(self._decoded(self._window)) - num_broken
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase, skips_special: bool) -> Callable[[list[int]], str]:
+    """Return the tokenizer's `decode` for one list of ids, without the cleanup of spaces.
+
+    Where transformers adds nothing to the tokenizer's backend, the backend is asked: a stream decodes twice a token.
+    """
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and getattr(tokenizer.decode, "__func__", None) is PreTrainedTokenizerBase.decode
+        and getattr(tokenizer._decode, "__func__", None) is PreTrainedTokenizerFast._decode
+    ):
+        backend = tokenizer.backend_tokenizer
+
+        def decoded_at_once(token_ids: list[int]) -> str:
+            text: str = backend.decode(token_ids, skip_special_tokens=skips_special)
+            return text
+
+        return decoded_at_once
+
+    def decoded(token_ids: list[int]) -> str:
+        text = tokenizer.decode(token_ids, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one list of tokens has one text"
+        return text
+
+    return decoded
+
+
+def is_byte(token: str) -> bool:
+    """Return whether a token stands for a single byte, as `<0x0A>` does."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def id_limit(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return one more than the greatest id that `decode` takes: a tokenizer in Python may raise for others."""
+    if tokenizer.is_fast:
+        return 2**31  # others have no text
+    limit: int = max([len(tokenizer), *(token + 1 for token in getattr(tokenizer, "added_tokens_decoder", {}))])
+    return limit
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that `decode` leaves out with skip_special_tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    flagged = {token for token, content in added.items() if content.special}
+    return frozenset(flagged.union(tokenizer.all_special_ids))
