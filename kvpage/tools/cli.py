@@ -1,5 +1,6 @@
-"""The command line: `kvpage info`, `demo`, `replay`, `store`, `bench`. It needs the extra `serve`."""
+"""The command line: `kvpage info`, `demo`, `serve`, `replay`, `store`, `bench`. It needs the extra `serve`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +9,15 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ModuleNotFoundError as error:
-    raise SystemExit(f"the command line needs the extra 'serve': pip install 'kvpage[serve]' ({error})") from error
+    extra = "server" if sys.argv[1:2] == ["serve"] else "serve"
+    raise SystemExit(f"the command line needs the extra '{extra}': pip install 'kvpage[{extra}]' ({error})") from error
 
+from kvpage.tools.serve_cli import serve
 from kvpage.tools.store_cli import store_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(store_app, name="store")
+app.command()(serve)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -85,11 +89,18 @@ def demo(
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
     cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
     store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
+    save: Annotated[Path | None, typer.Option(help="only write a random model here, for `kvpage serve`")] = None,
 ) -> None:
     """Serve conversations with shared system prompts, and compare the tokens with those of model.generate."""
     from kvpage.tools.demo import DemoOptions, run
 
     try:
+        if save is not None:
+            from kvpage.tools.demo_model import save_model
+
+            save_model(save, seed)
+            Console().print(f"written: {save}; now run: kvpage serve {save}", highlight=False, soft_wrap=True)
+            raise typer.Exit
         options = DemoOptions(
             model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
             cache_dtype, store,

@@ -7,7 +7,6 @@ prompt.
 """
 
 import ast
-import hashlib
 import importlib.metadata
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, DeviceConfig
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.params.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.tools.demo_text import show_answers, tier_in_words
@@ -136,15 +136,6 @@ def open_store(engine: Engine, model: Any, options: DemoOptions) -> KVStore:
     return store
 
 
-def weights_digest(model: Any) -> str:
-    """Return the model's class and a SHA-256 over the config and a few numbers of each weight."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    for name, weight in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
-
-
 def show_store(engine: Engine, store: KVStore, options: DemoOptions, console: Console) -> None:
     """Close the engine and the store, and print the tokens loaded and the records kept."""
     stats = engine.stats()
@@ -188,14 +179,14 @@ def load_model(options: DemoOptions) -> tuple[Any, Any]:
     return model.train(False).to(options.device), tokenizer
 
 
-def small_llama(seed: int) -> Any:
-    """Return a Llama over bytes whose random weights are large enough for its greedy tokens to vary."""
+def small_llama(seed: int, vocab_size: int = 256, max_model_len: int = 8192) -> Any:
+    """Return a Llama, over bytes, whose random weights are large enough for its greedy tokens to vary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=8192, initializer_range=0.08,
+        vocab_size=vocab_size, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=max_model_len, initializer_range=0.08,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).train(False)

@@ -146,7 +146,15 @@ def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
     with tarfile.open(archive) as sdist:
         sdist.extractall(tmp_path)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    for pattern in ("CMakeLists.txt", "setup.py", "csrc/**/*.*", "kernels/*.py", "kvpage/**/*.py*", "tests/**/*.py"):
+    for pattern in (
+        "CMakeLists.txt",
+        "setup.py",
+        "csrc/**/*.*",
+        "kernels/*.py",
+        "kvpage/**/*.py*",
+        "kvpage/server/page/files/*",
+        "tests/**/*.py",
+    ):
         present = {path.relative_to(tree) for path in tree.glob(pattern)}
         assert present and present <= {path.relative_to(unpacked) for path in unpacked.glob(pattern)}
     done = configure(unpacked, tmp_path / "build", environment(), "-DKVPAGE_CUDA=OFF")
@@ -171,7 +179,7 @@ ops.reshape_and_cache(rows, rows, cache, torch.arange(4, 9), layout)
 keys, values = ops.gather_cache(cache, torch.tensor([[1, 2]], dtype=torch.int32), [5], layout)
 assert torch.equal(keys, rows) and torch.equal(values, rows)
 folder = importlib.resources.files(kvpage)
-assert all((folder / name).is_file() for name in ("py.typed", "_C.pyi"))
+assert all((folder / name).is_file() for name in ("py.typed", "_C.pyi", "server/page/files/index.html"))
 assert not (folder / "benchmarks" / "results").is_dir(), "recorded figures belong to the project, not to the package"
 print(folder)
 """

@@ -1,0 +1,69 @@
+"""EventStream: an answer that is sent as it comes, and ends when its reader goes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """Server-sent events. When the client goes, the iterator is cancelled where it is.
+
+    Args:
+        events: The events, ready to be sent.
+        end: Called once, after the last event or when the client has gone.
+        send_timeout: Seconds that a client which does not read may hold up an event; then it has gone, too. None for
+            any time.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], end: Callable[[], object], send_timeout: float | None = None
+    ) -> None:
+        super().__init__(None, 200, HEADERS)
+        if "content-length" in self.headers:
+            del self.headers["content-length"]
+        self._events, self._end, self._send_timeout = events, end, send_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with suppress(asyncio.TimeoutError):
+                    sending.result()
+        finally:
+            await end_tasks(sending, leaving)
+            await self._events.aclose()
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            message = {"type": "http.response.body", "body": event, "more_body": True}
+            if self._send_timeout is None:
+                await send(message)
+            else:
+                await asyncio.wait_for(send(message), self._send_timeout)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return once the client has gone. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel the tasks, and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,115 @@
+"""ChatFormat and CompletionFormat: choices as the JSON of a whole answer, and of the chunks of a stream.
+
+A stream has a chunk for each token, so chunks are put together from texts: only the new text is encoded. All is ASCII,
+since readers of lines disagree about what ends one.
+"""
+
+import json
+from json.encoder import encode_basestring_ascii as quoted
+from typing import NamedTuple
+
+from kvpage.server.answers.usage import Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Piece(NamedTuple):
+    """The next part of a choice, or all of it.
+
+    choice_index: of the choice. text: its text. logprobs: as JSON. token_ids: the tokens, where they are asked for.
+    finish_reason: set with the last piece. stop_reason: as in Sample.
+    """
+
+    choice_index: int
+    text: str
+    logprobs: str = "null"
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class AnswerFormat:
+    """What both formats share.
+
+    Args:
+        answer_id: The answer's id.
+        created: Seconds of the Unix epoch.
+        model: The model's name.
+        kind, chunk_kind: The type of a whole answer, and of a chunk.
+    """
+
+    def __init__(self, answer_id: str, created: int, model: str, kind: str, chunk_kind: str) -> None:
+        shared = f'"created":{created},"model":{quoted(model)},"choices":['
+        self._whole = f'{{"id":{quoted(answer_id)},"object":"{kind}",{shared}'
+        self._chunk = f'data: {{"id":{quoted(answer_id)},"object":"{chunk_kind}",{shared}'
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        """Return the whole answer. pieces: one a choice."""
+        choices = ",".join(self._choice(piece) for piece in pieces)
+        return f'{self._whole}{choices}],"usage":{usage.json()}}}'.encode()
+
+    def begin(self, num_choices: int, ending: str) -> bytes:
+        """Return what a stream begins with. ending: as of `chunk`."""
+        return b""
+
+    def chunk(self, piece: Piece, ending: str) -> str:
+        """Return an event of a stream. ending: a field with a comma before it, or nothing."""
+        return f"{self._chunk}{self._delta(piece)}]{ending}}}\n\n"
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the event after all choices, which has the usage."""
+        return f'{self._chunk}],"usage":{usage.json()}}}\n\n'.encode()
+
+    def _choice(self, piece: Piece) -> str:
+        raise NotImplementedError
+
+    def _delta(self, piece: Piece) -> str:
+        raise NotImplementedError
+
+
+class CompletionFormat(AnswerFormat):
+    """The answers of /v1/completions."""
+
+    def __init__(self, answer_id: str, created: int, model: str) -> None:
+        super().__init__(answer_id, created, model, "text_completion", "text_completion")
+
+    def _choice(self, piece: Piece) -> str:
+        return (
+            f'{{"index":{piece.choice_index},"text":{quoted(piece.text)},"logprobs":{piece.logprobs},{_ending(piece)}}}'
+        )
+
+    _delta = _choice
+
+
+class ChatFormat(AnswerFormat):
+    """The answers of /v1/chat/completions."""
+
+    def __init__(self, answer_id: str, created: int, model: str) -> None:
+        super().__init__(answer_id, created, model, "chat.completion", "chat.completion.chunk")
+
+    def begin(self, num_choices: int, ending: str) -> bytes:
+        """Return a chunk for each choice that names the role."""
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        each = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
+        return "".join(each).encode()
+
+    def _choice(self, piece: Piece) -> str:
+        message = f'{{"role":"assistant","content":{quoted(piece.text)},"refusal":null}}'
+        return f'{{"index":{piece.choice_index},"message":{message},"logprobs":{piece.logprobs},{_ending(piece)}}}'
+
+    def _delta(self, piece: Piece) -> str:
+        delta = f'{{"content":{quoted(piece.text)}}}' if piece.text or piece.finish_reason is None else "{}"
+        return f'{{"index":{piece.choice_index},"delta":{delta},"logprobs":{piece.logprobs},{_ending(piece)}}}'
+
+
+def _ending(piece: Piece) -> str:
+    """Return the fields that both formats end a choice with."""
+    ending = '"finish_reason":null' if piece.finish_reason is None else f'"finish_reason":"{piece.finish_reason}"'
+    if piece.finish_reason is not None:
+        ending += f',"stop_reason":{json.dumps(piece.stop_reason)}'
+    if piece.token_ids is not None:
+        ending += f',"token_ids":{json.dumps(piece.token_ids, separators=(",", ":"))}'
+    if piece.prompt_token_ids is not None:
+        ending += f',"prompt_token_ids":{json.dumps(piece.prompt_token_ids, separators=(",", ":"))}'
+    return ending

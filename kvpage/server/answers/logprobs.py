@@ -1,0 +1,80 @@
+"""Log-probabilities in OpenAI's two shapes: that of chats, and that of completions."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvpage.server.answers.choice import Choice
+from kvpage.server.text.vocabulary import Vocabulary
+from kvpage.serving.text.token_logprobs import TokenLogprobs
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+Logprobs = Sequence[TokenLogprobs | None]
+
+
+class LogprobsFormat(Protocol):
+    """Writes the field `logprobs` of a choice."""
+
+    def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str: ...
+
+
+class TokenNames:
+    """The names by which log-probabilities show tokens. shows_ids: "token_id:17" in place of a text."""
+
+    def __init__(self, vocabulary: Vocabulary, shows_ids: bool) -> None:
+        self.vocabulary, self._shows_ids = vocabulary, shows_ids
+
+    def __getitem__(self, token_id: int) -> str:
+        """Return a token's name."""
+        return f"token_id:{token_id}" if self._shows_ids else self.vocabulary[token_id][0]
+
+
+class ChatLogprobs:
+    """Log-probabilities of chats: an object for each token."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
+        """Return those of the choice's next tokens."""
+        content = []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            assert one is not None, "every generated token has them"
+            top = [self._entry(top_id, value) for top_id, value in one.top]
+            content.append({**self._entry(token_id, one.logprob), "top_logprobs": top})
+        return json.dumps({"content": content, "refusal": None}, separators=(",", ":"))
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text_bytes = list(self._names.vocabulary[token_id][1])
+        return {"token": self._names[token_id], "logprob": max(logprob, LEAST), "bytes": text_bytes}
+
+
+class CompletionLogprobs:
+    """Log-probabilities of completions: four lists. The first token of a prompt has none."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
+        """Return those of the choice's next tokens, and count their characters."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(choice.num_characters)
+            choice.count_characters(len(self._names.vocabulary[token_id][0]))
+        fields = {
+            "tokens": [self._names[token_id] for token_id in token_ids],
+            "token_logprobs": [None if one is None else max(one.logprob, LEAST) for one in logprobs],
+            "top_logprobs": [self._tops(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)],
+            "text_offset": offsets,
+        }
+        return json.dumps(fields, separators=(",", ":"))
+
+    def _tops(self, token_id: int, one: TokenLogprobs | None) -> dict[str, float] | None:
+        if one is None:
+            return None
+        found: dict[str, float] = {}
+        for top_id, value in [*one.top, (token_id, one.logprob)]:
+            found.setdefault(self._names[top_id], max(value, LEAST))  # of tokens with one text the likeliest
+        return found

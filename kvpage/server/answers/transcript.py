@@ -1,0 +1,117 @@
+"""Transcript: the outputs of one prompt, as pieces of its choices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpage.server.answers.choice import Choice
+from kvpage.server.answers.formats import Piece
+from kvpage.server.answers.logprobs import LogprobsFormat
+from kvpage.server.protocol.errors import ApiError
+from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.text.token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The parts of an answer that a request has asked for, beside the text.
+
+    Attributes:
+        logprobs: Writes log-probabilities; None for none.
+        token_ids: Whether token ids are shown.
+        echo: Whether the prompt comes first.
+        no_tokens: Whether nothing but the prompt is shown, as with max_tokens=0.
+    """
+
+    logprobs: LogprobsFormat | None = None
+    token_ids: bool = False
+    echo: bool = False
+    no_tokens: bool = False
+
+
+class Transcript:
+    """The choices of one prompt.
+
+    Args:
+        choices: One a sample.
+        prompt_ids: The prompt's tokens.
+        prompt_text: Its text, for an echo.
+        shown: The parts of the answer.
+    """
+
+    def __init__(self, choices: Sequence[Choice], prompt_ids: Sequence[int], prompt_text: str, shown: Shown) -> None:
+        self.choices = choices
+        self._prompt_ids, self._prompt_text, self._shown = prompt_ids, prompt_text, shown
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were generated so far, of all samples."""
+        return 0 if self._shown.no_tokens else sum(choice.num_tokens for choice in self.choices)
+
+    def begin(self) -> list[Piece]:
+        """Return the pieces that come before the first token: the prompts of an echo."""
+        if not self._shown.echo and not self._shown.token_ids:
+            return []
+        prompt_ids = list(self._prompt_ids) if self._shown.token_ids else None
+        text = self._prompt_text if self._shown.echo else ""
+        return [Piece(choice.index, text, prompt_token_ids=prompt_ids) for choice in self.choices]
+
+    def take(self, outputs: Sequence[StepOutput]) -> list[Piece]:
+        """Return the pieces that the outputs of some steps make. ApiError if the request has failed."""
+        if len(self.choices) == 1:
+            pieces = [self._piece(self.choices[0], outputs)]
+        else:
+            groups: dict[int, list[StepOutput]] = {}
+            for output in outputs:
+                groups.setdefault(output.sample_index, []).append(output)
+            pieces = [self._piece(self.choices[index], group) for index, group in groups.items()]
+        return [piece for piece in pieces if piece is not None]
+
+    def whole(self, output: RequestOutput) -> list[Piece]:
+        """Return each choice as one piece. ApiError if the request has failed."""
+        pieces = []
+        for choice, sample in zip(self.choices, output.samples, strict=False):
+            check_outcome(sample.finish_reason, sample.error)
+            text = choice.end(sample.token_ids, sample.finish_reason, sample.stop_reason, sample.text)
+            token_ids, logprobs = list(sample.token_ids), list[TokenLogprobs | None](sample.logprobs or ())
+            if self._shown.no_tokens:
+                text, token_ids, logprobs = "", [], []
+            ids = token_ids if self._shown.token_ids else None
+            prompt_ids = list(self._prompt_ids) if self._shown.token_ids else None
+            if self._shown.echo:
+                text = self._prompt_text + text
+                token_ids = [*self._prompt_ids, *token_ids]
+                logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+            shown = "null" if self._shown.logprobs is None else self._shown.logprobs.json(choice, token_ids, logprobs)
+            reason = "length" if self._shown.no_tokens else sample.finish_reason
+            pieces.append(Piece(choice.index, text, shown, ids, reason, choice.stop_reason, prompt_ids))
+        return pieces
+
+    def _piece(self, choice: Choice, outputs: Sequence[StepOutput]) -> Piece | None:
+        """Return the next piece of a choice; None if there is nothing to show."""
+        last, shown = outputs[-1], self._shown
+        if last.finish_reason is not None:
+            check_outcome(last.finish_reason, last.error)
+        token_ids = [output.token_id for output in outputs if output.token_id is not None]
+        if last.finish_reason is None:
+            text = choice.take(token_ids)
+        else:
+            text = choice.end(token_ids, last.finish_reason, last.stop_reason, last.text)
+        if shown.no_tokens:
+            return None if last.finish_reason is None else Piece(choice.index, "", finish_reason="length")
+        if not text and last.finish_reason is None and shown.logprobs is None and not shown.token_ids:
+            return None
+        logprobs = "null"
+        if shown.logprobs is not None and token_ids:
+            logprobs = shown.logprobs.json(choice, token_ids, [output.logprobs for output in outputs])
+        ids = token_ids if shown.token_ids else None
+        return Piece(choice.index, text, logprobs, ids, last.finish_reason, choice.stop_reason)
+
+
+def check_outcome(reason: str, error: str | None) -> None:
+    """Raise ApiError for a sample that did not come to its end."""
+    if reason == "error":
+        raise ApiError(500, f"the request could not be computed: {error}", code="request_failed")
+    if reason == "abort" and error == "deadline":
+        raise ApiError(408, "the request reached its deadline, the field timeout", param="timeout", code="deadline")
+    if reason == "abort":
+        raise ApiError(503, f"the request was aborted: {error or 'the server is closing'}", code="request_aborted")

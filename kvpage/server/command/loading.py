@@ -1,0 +1,178 @@
+"""load: a model from a folder, with its tokenizer, an engine over it and its store."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.observe.events.config import EventConfig
+from kvpage.server.command.options import ServeOptions
+from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig
+from kvpage.serving.assembly.weights_digest import weights_digest
+from kvpage.serving.config import AttentionBackendName
+from kvpage.serving.params.defaults import GenerationDefaults
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.config import parse_size
+
+logger = logging.getLogger(__name__)
+CPU_BYTES = 4 << 30  # of blocks on a CPU, where no option says how many; half of the free memory at most
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that can be served.
+
+    Attributes:
+        engine: The engine, with its thread. Close it before the store.
+        tokenizer: The model's tokenizer.
+        model: The model.
+        store: The store of K and V; None without one.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Any
+    model: Any
+    store: KVStore | None
+
+    def close(self) -> None:
+        """End the engine, then the store."""
+        self.engine.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def load(options: ServeOptions) -> Loaded:
+    """Load a model, and make its engine.
+
+    Args:
+        options: The options.
+
+    Returns:
+        What is served.
+
+    Raises:
+        ValueError: The folder has no tokenizer, or the model cannot be served, with the reason.
+        OSError: A file is missing or broken.
+    """
+    tokenizer, model = load_tokenizer(options.model), load_model(options)
+    config = engine_config(options, model)
+    engine = Engine.from_model(model, config, tokenizer=tokenizer)
+    store = open_store(options, engine, model)
+    if engine.cache.device.type == "cuda":
+        logger.info("preparing the GPU")
+        engine.warmup()
+    limits = AsyncEngineConfig(max_num_waiting=options.max_num_waiting, drain_timeout=options.drain_timeout)
+    return Loaded(AsyncEngine(engine, limits), tokenizer, model, store)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer. ValueError if there is none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"MODEL must hold a tokenizer, {folder} has none that can be read: {one_line(error)}"
+        ) from error
+
+
+def load_model(options: ServeOptions) -> Any:
+    """Return the folder's model on its device, in eval mode."""
+    dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+    plan = split_over_processes() if options.tensor_parallel_size > 1 else {}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=dtype, local_files_only=True, **plan
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"MODEL must be a language model of transformers: {one_line(error)}") from error
+    served = model.train(False)
+    return served if plan else served.to(device_of(options))
+
+
+def split_over_processes() -> dict[str, Any]:
+    """Return the arguments by which this version of transformers splits a model over the processes of torchrun."""
+    config = getattr(getattr(transformers, "distributed", None), "DistributedConfig", None)
+    if config is not None and "tp_plan" in getattr(config, "__dataclass_fields__", {}):
+        return {"distributed_config": config(tp_plan="auto")}
+    return {"tp_plan": "auto"}
+
+
+def device_of(options: ServeOptions) -> torch.device:
+    """Return the device: with "auto" the first GPU, if there is one. ValueError for one that is not there."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(("cuda" if has_gpu else "cpu") if options.device == "auto" else options.device)
+    if device.type == "cuda" and not has_gpu:
+        raise ValueError(f"--device must be usable, torch finds no CUDA device for {options.device!r}")
+    return device
+
+
+def engine_config(options: ServeOptions, model: Any) -> EngineConfig:
+    """Return the settings of the engine."""
+    return EngineConfig(
+        cache_config(options, model),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        enable_prefix_caching=options.enable_prefix_caching,
+        pin_quota=options.pin_quota,
+        kv_scales="calibrate" if options.kv_cache_dtype.startswith("fp8") else None,
+        events=event_config(options),
+        generation_config=cast(GenerationDefaults, options.generation_config),
+        enforce_eager=options.enforce_eager,
+        attention_backend=cast(AttentionBackendName, options.attention_backend),
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+
+
+def event_config(options: ServeOptions) -> EventConfig | None:
+    """Return where events are published; None for nowhere."""
+    if options.events is None:
+        return None
+    return EventConfig(options.events, options.events_replay, options.events_topic)
+
+
+def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
+    """Return the cache: of the blocks or the memory that the options name, or of the device's free memory."""
+    fields: dict[str, Any] = {
+        "block_size": options.block_size,
+        "cache_dtype": options.kv_cache_dtype,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+    }
+    if options.num_gpu_blocks is not None:
+        return CacheConfig(num_gpu_blocks=options.num_gpu_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
+    shape = ModelConfig.from_hf(model.config, model.dtype)
+    device = DeviceConfig(model.device)
+    free = device.free_memory()
+    num_bytes = int(free * options.gpu_memory_utilization)
+    if options.kv_cache_memory is not None:
+        num_bytes = parse_size(options.kv_cache_memory)
+    elif model.device.type == "cpu":
+        num_bytes = min(CPU_BYTES, free // 2)
+    found = CacheConfig.for_memory(num_bytes, shape, **fields)
+    num_blocks = min(found.num_gpu_blocks, most_blocks(options, model))
+    return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
+
+
+def most_blocks(options: ServeOptions, model: Any) -> int:
+    """Return how many blocks a tiny model can make use of: four times those of its longest requests."""
+    longest = options.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
+    return 4 * options.max_num_seqs * -(-longest // options.block_size)
+
+
+def open_store(options: ServeOptions, engine: Engine, model: Any) -> KVStore | None:
+    """Open the store, if the options name one, and have the engine use it."""
+    if not options.stores:
+        return None
+    config = KVStoreConfig(options.store_chunk_size, options.stores)
+    store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
+    engine.use_store(store)
+    return store
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text as one line."""
+    return " ".join(str(error).split())

@@ -1,0 +1,169 @@
+"""serve: the process of `kvpage serve`, from its options to its end."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import transformers
+import uvicorn
+from rich.console import Console
+from rich.logging import RichHandler
+
+from kvpage.server.app import create_app
+from kvpage.server.command.bounded_http import BoundedHttp
+from kvpage.server.command.draining_server import SIGNALS, DrainingServer
+from kvpage.server.command.loading import Loaded, engine_config, load, load_model
+from kvpage.server.command.open_files import allow_open_files
+from kvpage.server.command.options import ServeOptions
+from kvpage.server.config import ServerConfig
+from kvpage.serving import Engine
+from kvpage.store.config import parse_size
+
+logger = logging.getLogger(__name__)
+CLOSING_SECONDS = 5  # that connections have to send the rest of their answers
+KEEP_ALIVE_SECONDS = 65  # longer than the 60 s for which proxies keep connections
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        options: The options.
+
+    Raises:
+        ValueError: An option does not fit the model, with the reason.
+        OSError: The address cannot be bound, or a file cannot be read.
+    """
+    prepare_logs()
+    if options.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
+        follow(options)
+        return
+    config = server_config(options)
+    allow_open_files()
+    with bound_socket(options.host, options.port) as bound:
+        warn_of_open_doors(options, config)
+        logger.info("loading %s", options.model)
+        loaded = load(options)
+        try:
+            run(options, config, loaded, bound)
+        finally:
+            loaded.close()
+
+
+def follow(options: ServeOptions) -> None:
+    """Compute this process's part until the first process ends. Signals are for that one: it ends the others."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    model = load_model(options)
+    Engine.follow(model, engine_config(options, model))
+
+
+def run(options: ServeOptions, config: ServerConfig, loaded: Loaded, bound: socket.socket) -> None:
+    """Serve a loaded model on a bound socket until a signal comes."""
+    app = create_app(loaded.engine, loaded.tokenizer, config)
+    settings = uvicorn.Config(
+        app,
+        http=BoundedHttp,
+        ws="none",
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )
+
+    def ready() -> None:
+        print(greeting(options.host, config, loaded, bound), flush=True)
+
+    DrainingServer(settings, app.state.service, options.drain_timeout, ready).run([bound])
+
+
+def server_config(options: ServeOptions) -> ServerConfig:
+    """Return the settings of the application."""
+    template = None if options.chat_template is None else options.chat_template.read_text()
+    return ServerConfig(
+        options.names,
+        options.keys(),
+        options.hosts,
+        template,
+        max_body_bytes=parse_size(options.max_body_bytes),
+    )
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound, and does not listen yet: a port in use is known before the model is loaded.
+
+    Raises:
+        OSError: The address cannot be bound, with the address in the message.
+    """
+    try:
+        [family, kind, protocol, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OSError(f"--host must be an address of this machine, got {host!r}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(f"--host and --port must be free, {host}:{port} cannot be bound: {error.strerror}") from error
+    return bound
+
+
+def greeting(host: str, config: ServerConfig, loaded: Loaded, bound: socket.socket) -> str:
+    """Return what is printed once requests are taken: the model, the URL, and a command to try it with."""
+    url = url_of(host, bound)
+    page = url.removesuffix("v1")
+    served = f"kvpage serves {in_words(config, loaded)} at {url}, and a page at {page}"
+    return f"{served}; try:\n  {first_command(url, config, loaded)}"
+
+
+def first_command(url: str, config: ServerConfig, loaded: Loaded) -> str:
+    """Return a command that asks for an answer: a chat, if there is a template for it."""
+    has_template = config.chat_template is not None or getattr(loaded.tokenizer, "chat_template", None)
+    path = "chat/completions" if has_template else "completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]} if has_template else {"prompt": "Hello"}
+    body |= {"max_tokens": 32, "stream": True}
+    key = ' -H "Authorization: Bearer $KVPAGE_API_KEY"' if config.api_keys else ""
+    return f"curl -N {url}/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+def url_of(host: str, bound: socket.socket) -> str:
+    """Return the URL that clients on this machine use."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    name = f"[{reached}]" if ":" in reached else reached
+    return f"http://{name}:{bound.getsockname()[1]}/v1"
+
+
+def in_words(config: ServerConfig, loaded: Loaded) -> str:
+    """Return text such as "tiny (LlamaForCausalLM, 4.9 M parameters, float32, cpu; 512 blocks of 16 tokens)"."""
+    model, engine = loaded.model, loaded.engine.engine
+    num_parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    dtype = str(model.dtype).removeprefix("torch.")
+    kind = f"{type(model).__name__}, {num_parameters:,.1f} M parameters, {dtype}, {engine.cache.device}"
+    blocks = f"{engine.manager.num_blocks:,} blocks of {engine.manager.block_size} tokens"
+    return f"{config.served_model_names[0]} ({kind}; {blocks})"
+
+
+def warn_of_open_doors(options: ServeOptions, config: ServerConfig) -> None:
+    """Log a warning if others than this machine reach a server without keys."""
+    if not options.is_local and not config.api_keys:
+        logger.warning(
+            "whoever reaches %s port %d may use this server, and needs no key: give --api-key, or --host 127.0.0.1",
+            options.host,
+            options.port,
+        )
+
+
+def prepare_logs() -> None:
+    """Log warnings of all libraries and kvpage's own news to standard error; draw bars on a terminal only."""
+    handler: Any = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("kvpage").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,118 @@
+"""ServerConfig: the names, keys and limits of a server."""
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpage.checks.values import as_list, check_at_least, check_flag
+
+LIMITS = {
+    "max_body_bytes": 1, "max_open_requests": 1, "max_n": 1, "max_prompts": 1, "max_stop_strings": 0,
+    "max_stop_characters": 1, "max_logprobs": 0, "num_tokenizer_threads": 1,
+}  # fmt: skip
+MAX_LOGPROBS = 20  # of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that clients send as `Authorization: Bearer KEY`.
+
+    Attributes:
+        key: The secret, at least one character, ASCII without spaces. It is in no repr.
+        tenant: The name of its owner, whose requests share cached blocks with no other tenant's. None lets a request
+            name its tenant by the header `X-Tenant-Id`: for a gateway that is trusted.
+
+    Raises:
+        ValueError: The key or the tenant is empty, or a key holds other characters.
+        TypeError: One is of another type.
+    """
+
+    key: str = field(repr=False)
+    tenant: str | None = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not isinstance(self.tenant, str | None):
+            raise TypeError("key must be a str, and tenant a str or None")
+        if not self.key or not self.key.isascii() or not self.key.isprintable() or " " in self.key:
+            raise ValueError("key must be printable ASCII without spaces, and not empty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The names, keys and limits of a server, frozen and validated.
+
+    Attributes:
+        served_model_names: The names by which requests may ask for the model. The first one is in the answers.
+        api_keys: Who may ask. None at all lets everybody who reaches the port ask.
+        allowed_hosts: Names in the URL that the server answers to, such as "localhost"; any other is refused. It keeps
+            web pages that rename their host out of a server on this machine. None at all allows every name.
+        chat_template: A Jinja template in place of the tokenizer's own. None takes that.
+        max_body_bytes: Bytes of a request's body at most; beyond it 413.
+        max_open_requests: HTTP requests that generate at once, waiting ones included; beyond it 503.
+        max_prompt_tokens: Tokens of a prompt at most. None means all that the engine takes.
+        max_pin_seconds: Seconds for which a hint may pin a prompt at most. The engine's `pin_quota` limits the blocks.
+        max_n: Samples of a prompt at most.
+        max_prompts: Prompts of a batch at most.
+        max_stop_strings: Stop strings of a request at most.
+        max_stop_characters: Characters of one of them at most.
+        max_logprobs: Likeliest tokens beside each chosen one at most, at most 20.
+        num_tokenizer_threads: Threads that tokenize and render chats.
+        return_tokens_as_ids: Show tokens in `logprobs` as "token_id:17", unless a request says otherwise.
+
+    Raises:
+        ValueError: A value is out of its range.
+        TypeError: A value is of another type.
+    """
+
+    served_model_names: Sequence[str] = ("model",)
+    api_keys: Sequence[ApiKey] = ()
+    allowed_hosts: Sequence[str] = ()
+    chat_template: str | None = None
+    max_body_bytes: int = 16 * 2**20
+    max_open_requests: int = 2048
+    max_prompt_tokens: int | None = None
+    max_pin_seconds: float = 3600.0
+    max_n: int = 128
+    max_prompts: int = 256
+    max_stop_strings: int = 16
+    max_stop_characters: int = 1024
+    max_logprobs: int = MAX_LOGPROBS
+    num_tokenizer_threads: int = 2
+    return_tokens_as_ids: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in LIMITS.items():
+            check_at_least(name, getattr(self, name), least)
+        if self.max_prompt_tokens is not None:
+            check_at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
+        if isinstance(self.max_pin_seconds, bool) or not isinstance(self.max_pin_seconds, numbers.Real):
+            raise TypeError(f"max_pin_seconds must be a number, got {type(self.max_pin_seconds).__name__}")
+        if not self.max_pin_seconds > 0:
+            raise ValueError(f"max_pin_seconds must be positive, got {self.max_pin_seconds!r}")
+        if not isinstance(self.chat_template, str | None):
+            raise TypeError(f"chat_template must be a str or None, got {type(self.chat_template).__name__}")
+        check_flag("return_tokens_as_ids", self.return_tokens_as_ids)
+        self._check_names("served_model_names")
+        self._check_names("allowed_hosts")
+        if not self.served_model_names:
+            raise ValueError("served_model_names must hold at least one name, got none")
+        self._check_keys()
+
+    def _check_names(self, field_name: str) -> None:
+        given = getattr(self, field_name)
+        if isinstance(given, str):
+            raise TypeError(f"{field_name} must be several, got one str: put it into a list")
+        names = tuple(as_list(field_name, given))
+        if not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"{field_name} must be names, got {names!r}")
+        object.__setattr__(self, field_name, names)
+
+    def _check_keys(self) -> None:
+        keys = tuple(as_list("api_keys", self.api_keys))
+        if not all(isinstance(key, ApiKey) for key in keys):
+            raise TypeError("api_keys must be ApiKey objects")
+        if len({key.key for key in keys}) < len(keys):
+            raise ValueError("api_keys must differ, one is there twice")
+        object.__setattr__(self, "api_keys", keys)

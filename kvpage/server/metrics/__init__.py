@@ -1,0 +1,1 @@
+"""Numbers of a server for Prometheus, under vLLM's names beside kvpage's own."""

@@ -1,0 +1,1 @@
+"""The page at /: a chat, and beside it what the cache holds, live."""

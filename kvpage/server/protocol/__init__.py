@@ -1,0 +1,1 @@
+"""Requests and errors of the OpenAI API, as they come and go in JSON."""

@@ -1,0 +1,66 @@
+"""ApiError: an error as OpenAI's clients expect it.
+
+{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+"""
+
+import json
+from collections.abc import Mapping
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: The HTTP status.
+        message: A sentence for people.
+        param: The field of the request that is wrong.
+        code: A word for programs.
+        headers: Headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """The kind of error, by the status."""
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> bytes:
+        """Return the error as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error of a request that cannot be served as it is.
+
+    Args:
+        message: The field, its rule and the value.
+        param: The field.
+        code: A word for programs.
+    """
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(message: str, retry_after: float) -> ApiError:
+    """Return the error of a server that cannot take a request now.
+
+    Args:
+        message: The reason.
+        retry_after: Seconds after which another try makes sense.
+    """
+    seconds = max(1, round(retry_after + 0.5))
+    return ApiError(503, message, code="server_busy", headers={"retry-after": str(seconds)})

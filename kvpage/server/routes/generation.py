@@ -1,0 +1,142 @@
+"""Generation: the way of a completion or a chat through the server.
+
+body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerFormat ─► one answer, or a stream of events
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from kvpage.server.access.keys import Caller
+from kvpage.server.answers.choice import Choice, TextRules
+from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece
+from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
+from kvpage.server.answers.transcript import Shown, Transcript
+from kvpage.server.answers.usage import Usage
+from kvpage.server.protocol.chat_request import ChatRequest
+from kvpage.server.protocol.completion_request import CompletionRequest
+from kvpage.server.protocol.errors import ApiError
+from kvpage.server.running.guides import compiled_guide
+from kvpage.server.running.job import Job
+from kvpage.server.running.runner import Turn
+from kvpage.server.running.sampling import sampling_params
+from kvpage.server.service import Service
+from kvpage.server.text.prompt import Prompt
+from kvpage.serving import Detokenizer
+
+AnyRequest = CompletionRequest | ChatRequest
+Turns = AsyncGenerator[Turn, None]
+
+
+class Generation:
+    """One completion or chat.
+
+    Args:
+        service: The server's parts.
+        body: The request.
+        model: The model's name, for the answer.
+        answer_id: The answer's id.
+    """
+
+    def __init__(self, service: Service, body: AnyRequest, model: str, answer_id: str) -> None:
+        self._service, self._body = service, body
+        kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
+        self._format: AnswerFormat = kind(answer_id, int(time.time()), model)
+
+    async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
+        """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
+        body, service = self._body, self._service
+        has_form = body.form_field is not None
+        guide = await asyncio.to_thread(compiled_guide, service.engine, body) if has_form else None
+        params = [sampling_params(body, len(prompt.token_ids), guide, service.limits) for prompt in prompts]
+        ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
+        return Job(
+            [prompt.token_ids for prompt in prompts],
+            params,
+            caller.namespace(body.cache_salt),
+            body.priority,
+            body.timeout,
+            None if ttl is None else min(ttl, service.config.max_pin_seconds),
+        )
+
+    def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
+        """Return an empty transcript for each prompt."""
+        body, service = self._body, self._service
+        ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
+        rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
+        shown, found = self._shown(), []
+        for number, prompt in enumerate(prompts):
+            choices = [
+                Choice(number * body.n + sample, Detokenizer(service.tokenizer, body.skip_special_tokens), rules)
+                for sample in range(body.n)
+            ]
+            found.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
+        return found
+
+    def _shown(self) -> Shown:
+        body, service = self._body, self._service
+        shows_ids = body.return_tokens_as_token_ids
+        names = TokenNames(service.vocabulary, service.config.return_tokens_as_ids if shows_ids is None else shows_ids)
+        kind = ChatLogprobs if isinstance(body, ChatRequest) else CompletionLogprobs
+        logprobs = None if body.num_logprobs is None else kind(names)
+        echo = isinstance(body, CompletionRequest) and body.echo
+        return Shown(logprobs, body.return_token_ids, echo, echo and body.max_tokens == 0)
+
+    # --- one answer --------------------------------------------------------------------------------------------------
+
+    async def whole(self, job: Job, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the whole answer."""
+        outputs = await self._service.runner.whole(job)
+        pieces: list[Piece] = []
+        for transcript, output in zip(transcripts, outputs, strict=True):
+            pieces += transcript.whole(output)
+        num_cached = sum(output.num_cached_tokens for output in outputs)
+        usage = Usage(sum(map(len, job.prompts)), _num_tokens(transcripts), num_cached)
+        return self._format.whole(pieces, usage)
+
+    # --- a stream ----------------------------------------------------------------------------------------------------
+
+    async def events(self, job: Job, transcripts: Sequence[Transcript], turns: Turns) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream. An error is an event, too: the status was sent before."""
+        usage = Usage(sum(map(len, job.prompts)), cached_tokens=0)
+        try:
+            begin = self._begin(transcripts, usage)
+            if begin:
+                yield begin
+            async with aclosing(turns) as each:
+                async for number, outputs in each:
+                    pieces = transcripts[number].take(outputs)
+                    if outputs[-1].output is not None:
+                        usage.found(outputs[-1].output.num_cached_tokens)
+                    if pieces:
+                        yield self._chunks(pieces, transcripts, usage)
+            usage.generated(_num_tokens(transcripts))
+            if self._body.include_usage:
+                yield self._format.last(usage)
+        except ApiError as error:
+            yield b"data: " + error.body() + b"\n\n"
+        yield DONE
+
+    def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
+        num_choices = sum(len(transcript.choices) for transcript in transcripts)
+        pieces = [piece for transcript in transcripts for piece in transcript.begin()]
+        begin = self._format.begin(num_choices, self._ending(transcripts, usage))
+        return begin + self._chunks(pieces, transcripts, usage)
+
+    def _chunks(self, pieces: Sequence[Piece], transcripts: Sequence[Transcript], usage: Usage) -> bytes:
+        chunk, ending = self._format.chunk, self._ending(transcripts, usage)
+        if len(pieces) == 1:
+            return chunk(pieces[0], ending).encode()
+        return "".join([chunk(piece, ending) for piece in pieces]).encode()
+
+    def _ending(self, transcripts: Sequence[Transcript], usage: Usage) -> str:
+        """Return the field at the end of each chunk."""
+        if not self._body.continuous_usage:
+            return ',"usage":null' if self._body.include_usage else ""
+        usage.generated(_num_tokens(transcripts))
+        return f',"usage":{usage.json()}'
+
+
+def _num_tokens(transcripts: Sequence[Transcript]) -> int:
+    return sum(transcript.num_tokens for transcript in transcripts)

@@ -1,0 +1,84 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvpage.server.protocol.chat_request import ChatRequest
+from kvpage.server.protocol.errors import ApiError
+from kvpage.server.protocol.request_model import RequestModel, read_model
+from kvpage.server.protocol.sampling_fields import Count
+from kvpage.server.routes.bodies import answer, body_of
+from kvpage.server.routes.prompts import prompt_of
+from kvpage.server.service import Service
+
+router = APIRouter()
+
+
+class TokenizeText(RequestModel):
+    """Text to tokens."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(ChatRequest):
+    """A chat to tokens."""
+
+    return_token_strs: bool = False
+
+
+class TokenizeAny(RequestModel, extra="allow"):
+    """Either of them."""
+
+
+class DetokenizeRequest(RequestModel):
+    """Tokens to text."""
+
+    model: str | None = None
+    tokens: Annotated[list[Count], Field(max_length=2**20)]
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Return the tokens of a text, or of a chat."""
+    service, found = Service.of(request), await body_of(request, TokenizeAny)
+    fields: dict[str, Any] = found.model_extra or {}
+    if "messages" in fields:
+        chat = read_model(TokenizeChat, fields)
+        service.check_model(chat.model)
+        return _tokens(service, (await prompt_of(service, chat)).token_ids, chat.return_token_strs)
+    body = read_model(TokenizeText, fields)
+    service.check_model(body.model)
+    return _tokens(service, await service.text.encode(body.prompt, body.add_special_tokens), body.return_token_strs)
+
+
+def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Response:
+    found: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": service.engine.engine.max_model_len,
+        "tokens": token_ids,
+    }
+    if shows_texts:
+        found["token_strs"] = [service.vocabulary[token_id][0] for token_id in token_ids]
+    return answer(found)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """Return the text of tokens."""
+    service, body = Service.of(request), await body_of(request, DetokenizeRequest)
+    service.check_model(body.model)
+    service.check_ids(body.tokens)
+    return answer({"prompt": await service.text.decode(body.tokens)})
+
+
+@router.api_route("/v1/embeddings", methods=["POST"])
+async def embeddings(request: Request) -> Response:
+    """Refuse: the model generates."""
+    raise ApiError(404, "embeddings are not served: the model generates text", code="not_served")

@@ -1,0 +1,1 @@
+"""Requests of the API, run by the engine."""

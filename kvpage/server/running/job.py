@@ -1,0 +1,31 @@
+"""Job: what one HTTP request asks of the engine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage.serving import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts with their parameters, and what is common to them.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        params: One for each prompt.
+        namespace: Where cached blocks are searched and kept.
+        priority: Requests with a lower one are scheduled first.
+        timeout: Seconds; None for no deadline.
+        pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
+    """
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    namespace: bytes = b""
+    priority: int = 0
+    timeout: float | None = None
+    pin_ttl: float | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of AsyncEngine.submit that all prompts share."""
+        return {"namespace": self.namespace, "priority": self.priority, "timeout": self.timeout}

@@ -1,0 +1,151 @@
+"""Runner: jobs to outputs, by an AsyncEngine.
+
+    whole:   Job ─► AsyncEngine.generate, one a prompt ─► outputs
+    stream:  Job ─► AsyncEngine.submit, one a prompt ─► (prompt, outputs), as they come
+
+A job that is left, by an error or a cancellation, leaves nothing in the engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from kvpage.server.metrics.latencies import Latencies
+from kvpage.server.page.ended import EndedRequests
+from kvpage.server.running.job import Job
+from kvpage.server.running.refusals import REFUSED, as_api_error
+from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest
+from kvpage.serving.engine import Engine
+from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+
+logger = logging.getLogger(__name__)
+MAX_AHEAD = 4  # lists of outputs of a batch that wait for a slow client; the engine's limits hold behind them
+Turn = tuple[int, list[StepOutput]]
+
+
+class Runner:
+    """Runs jobs.
+
+    Args:
+        engine: The engine.
+        latencies: Where times are counted.
+        ended: Where requests that end are noted, for the page.
+    """
+
+    def __init__(self, engine: AsyncEngine, latencies: Latencies, ended: EndedRequests) -> None:
+        self._engine, self._latencies, self._page = engine, latencies, ended
+
+    async def whole(self, job: Job) -> list[RequestOutput]:
+        """Run a job to its end. ApiError if the engine takes it not."""
+        arguments = job.arguments()
+        works = [
+            self._engine.generate(prompt, params, **arguments)
+            for prompt, params in zip(job.prompts, job.params, strict=True)
+        ]
+        try:
+            outputs = (
+                [await works[0]] if len(works) == 1 else await all_or_none([asyncio.ensure_future(w) for w in works])
+            )
+        except REFUSED as error:
+            raise as_api_error(error) from error
+        for output in outputs:
+            self._latencies.ended(output)
+            self._page.note(output, job.namespace)
+        self._pin(job)
+        return outputs
+
+    def submit(self, job: Job) -> list[LiveRequest]:
+        """Queue all prompts of a job, or none. ApiError if the engine takes one not."""
+        requests: list[LiveRequest] = []
+        try:
+            for prompt, params in zip(job.prompts, job.params, strict=True):
+                requests.append(self._engine.submit(prompt, params, **job.arguments()))
+        except REFUSED as error:
+            abort_all(requests)
+            raise as_api_error(error) from error
+        return requests
+
+    async def stream(self, job: Job, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+        """Yield the outputs of the prompts as they come."""
+        try:
+            if len(requests) == 1:
+                async for outputs in self._timed(requests[0]):
+                    yield 0, outputs
+            else:
+                async for turn in self._merged(requests):
+                    yield turn
+        finally:
+            abort_all(requests)
+            self._page.follow(requests, job.namespace)
+        self._pin(job)
+
+    async def _timed(self, request: LiveRequest) -> AsyncGenerator[list[StepOutput], None]:
+        before: float | None = None
+        async for outputs in request:
+            now = time.monotonic()
+            if before is not None:
+                self._latencies.next_tokens(now - before)
+            before = now
+            yield outputs
+        if request.output is not None:
+            self._latencies.ended(request.output)
+
+    async def _merged(self, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+        queue: asyncio.Queue[Turn | None] = asyncio.Queue(MAX_AHEAD)
+
+        async def read(index: int, request: LiveRequest) -> None:
+            async for outputs in self._timed(request):
+                await queue.put((index, outputs))
+            await queue.put(None)
+
+        readers = [asyncio.ensure_future(read(index, request)) for index, request in enumerate(requests)]
+        try:
+            num_left = len(readers)
+            while num_left:
+                turn = await queue.get()
+                if turn is None:
+                    num_left -= 1
+                else:
+                    yield turn
+        finally:
+            await cancel_all(readers)
+
+    def _pin(self, job: Job) -> None:
+        """Pin the prompts, if the job asks for it and the quota allows it. A hint never fails a request."""
+        if job.pin_ttl is None:
+            return
+        prompts, namespace, ttl = job.prompts, job.namespace, job.pin_ttl
+
+        def pin(engine: Engine) -> None:
+            for prompt in prompts:
+                try:
+                    engine.manager.space.pin(prompt, namespace, ttl)
+                except ValueError as error:
+                    logger.info("a hint to pin %d tokens was not followed: %s", len(prompt), error)
+
+        with suppress(EngineClosed):
+            self._engine.call(pin)
+
+
+def abort_all(requests: list[LiveRequest]) -> None:
+    """Abort what has not ended."""
+    for request in requests:
+        if request.output is None:
+            request.abort()
+
+
+async def all_or_none(tasks: "list[asyncio.Task[RequestOutput]]") -> list[RequestOutput]:
+    """Return the results of all tasks. The first error cancels the others."""
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: "list[asyncio.Task[RequestOutput]] | list[asyncio.Task[None]]") -> None:
+    """Cancel the tasks that have not ended, and wait for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,67 @@
+"""sampling_params: the fields of a request as SamplingParams of the engine."""
+
+from typing import Any
+
+from kvpage.server.config import ServerConfig
+from kvpage.server.protocol.errors import bad_request
+from kvpage.server.protocol.kv_hints import MAX_PRIORITY
+from kvpage.server.protocol.sampling_fields import SamplingFields
+from kvpage.server.running.model_limits import ModelLimits
+from kvpage.server.running.refusals import checked
+from kvpage.serving import Guide, SamplingParams
+from kvpage.serving.params.sampling import MAX_PRIORITY as MAX_CACHE_PRIORITY
+
+SAME_NAMES = (
+    "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "n",
+)  # fmt: skip
+
+
+def sampling_params(
+    request: SamplingFields, num_prompt_tokens: int, guide: Guide | None, model: ModelLimits
+) -> SamplingParams:
+    """Return the parameters of a prompt. ApiError 400 for a value that a field does not take."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAMES}
+    fields["temperature"] = model.temperature if request.temperature is None else request.temperature
+    fields["top_k"] = 0 if request.top_k == -1 else request.top_k
+    fields["seed"] = None if request.seed is None else request.seed % 2**63
+    max_tokens = request.most_tokens(max(model.max_model_len - num_prompt_tokens, 1))
+    if request.min_tokens is not None and request.min_tokens > max_tokens:
+        message = f"min_tokens must be at most max_tokens={max_tokens}, got {request.min_tokens}"
+        raise bad_request(message, param="min_tokens")
+    fields["max_tokens"] = max_tokens
+    fields["stop"] = request.stop_strings or None
+    fields["stop_token_ids"] = request.stop_token_ids or ()
+    fields["logit_bias"] = _biases(request.logit_bias)
+    fields["include_stop_str_in_output"] = request.include_stop_str_in_output
+    fields["logprobs"], fields["prompt_logprobs"] = request.num_logprobs, request.num_prompt_logprobs
+    fields["guide"] = guide
+    if request.kv_hints is not None:
+        fields["priority"] = -(-request.kv_hints.priority() * MAX_CACHE_PRIORITY // MAX_PRIORITY)
+    given = {name: value for name, value in fields.items() if value is not None}
+    return checked(lambda: SamplingParams(**given))
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    for name in given:
+        if not name.isascii() or not name.isdecimal() or len(name) > 10:
+            raise bad_request(f"logit_bias must have token ids as its keys, got {name[:40]!r}", param="logit_bias")
+    return {int(name): value for name, value in given.items()}
+
+
+def check_limits(request: SamplingFields, config: ServerConfig) -> None:
+    """Raise ApiError 400 for a request beyond the server's limits."""
+    stops = request.stop_strings
+    longest = max(map(len, stops), default=1)
+    for name, value, most, what in (
+        ("n", request.n, config.max_n, "at most"),
+        ("prompt", request.num_prompts, config.max_prompts, "a batch of at most"),
+        ("stop", len(stops), config.max_stop_strings, "a list of at most"),
+        ("stop", longest, config.max_stop_characters, "strings of at most"),
+        (request.logprobs_field, request.num_logprobs or 0, config.max_logprobs, "at most"),
+    ):  # fmt: skip
+        if value > most:
+            raise bad_request(f"{name} must be {what} {most}, got {value}", param=name)
+    if "" in stops:
+        raise bad_request("stop must hold no empty string", param="stop")

@@ -1,0 +1,83 @@
+"""TextService: the tokenizer of a server, beside its event loop.
+
+Text is tokenized and chats are rendered in threads. Each has a tokenizer of its own: the library's must not be used by
+two threads at once.
+"""
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kvpage.server.protocol.errors import ApiError, bad_request
+from kvpage.server.text.chat_template import Chat, ChatTemplate
+
+Result = TypeVar("Result")
+
+
+class TextService:
+    """Tokenizes text.
+
+    Args:
+        tokenizer: A tokenizer of transformers. It is copied.
+        chat_template: In place of the tokenizer's own; None takes that.
+        max_tokens: Tokens of a prompt at most.
+        num_threads: How many texts are tokenized at once.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, max_tokens: int, num_threads: int) -> None:
+        self._tokenizer, self._template, self._max_tokens = tokenizer, ChatTemplate(chat_template), max_tokens
+        self._longest = max((len(name) for name in tokenizer.get_vocab()), default=1)
+        self._lock = threading.Lock()
+        self._copies: dict[int, Any] = {}  # by thread
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-tokenizer")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+        """Return the tokens of a text. ApiError 400 for one that is far too long, unless it is cut afterwards."""
+        return await self._run(lambda tokenizer: self._encoded(tokenizer, text, add_special_tokens, is_cut))
+
+    async def render(self, chat: Chat, add_special_tokens: bool, is_cut: bool = False) -> tuple[str, list[int]]:
+        """Return the prompt of a chat, as text and as tokens."""
+
+        def work(tokenizer: Any) -> tuple[str, list[int]]:
+            text = self._template.render(tokenizer, chat)
+            return text, self._encoded(tokenizer, text, add_special_tokens, is_cut)
+
+        return await self._run(work)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._run(lambda tokenizer: str(tokenizer.decode(token_ids)))
+
+    async def _run(self, work: Callable[[Any], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        try:
+            result = loop.run_in_executor(self._pool, lambda: work(self._thread_tokenizer()))
+        except RuntimeError as error:  # the pool has ended
+            raise ApiError(503, f"the server is closing: {error}") from error
+        return await result
+
+    def _thread_tokenizer(self) -> Any:
+        thread_id = threading.get_ident()
+        if thread_id not in self._copies:
+            with self._lock:
+                self._copies[thread_id] = copy.deepcopy(self._tokenizer)
+        return self._copies[thread_id]
+
+    def _encoded(self, tokenizer: Any, text: str, add_special_tokens: bool, is_cut: bool) -> list[int]:
+        if not is_cut and len(text) > self._max_tokens * self._longest:  # then it is too long without a look at it
+            raise too_long(f"{len(text)} characters", self._max_tokens)
+        token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return token_ids
+
+
+def too_long(length: str, max_tokens: int) -> ApiError:
+    """Return the error of a prompt that is longer than the model takes."""
+    message = f"prompt must have at most {max_tokens} tokens, got {length}"
+    return bad_request(message, param="prompt", code="context_length_exceeded")

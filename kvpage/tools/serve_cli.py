@@ -1,0 +1,75 @@
+"""`kvpage serve`: its options on the command line."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpage.layout.model_folder import check_model_folder
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="a local Hugging Face folder with its tokenizer")],
+    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen at; 0 for a free one")] = 8000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="name in requests; repeatable")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="key that clients need; or KVPAGE_API_KEY")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a line each: a key, and its tenant or *")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="host name in URLs to answer to")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="a Jinja file, not the tokenizer's own")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="type of the cache, as CacheConfig names it")] = "auto",
+    block_size: Annotated[int, typer.Option(help="tokens of a block")] = 16,
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="blocks of the device tier")] = None,
+    num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
+    kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="part of a GPU's free memory for blocks")] = 0.9,
+    max_model_len: Annotated[int | None, typer.Option(help="tokens of a request at most")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
+    max_num_waiting: Annotated[int, typer.Option(help="requests that wait at most; then 503")] = 1024,
+    pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
+    tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
+    attention_backend: Annotated[str, typer.Option(help="on a GPU; as EngineConfig names it")] = "auto",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="reuse the blocks of other requests")] = True,
+    generation_config: Annotated[str, typer.Option(help="defaults: served, model or ignore")] = "served",
+    store: Annotated[list[str] | None, typer.Option(help="URL of a store's tier; repeatable")] = None,
+    store_chunk_size: Annotated[int, typer.Option(help="tokens of a store's chunk")] = 256,
+    events: Annotated[str | None, typer.Option(help="publish the cache's events, as tcp://127.0.0.1:5557")] = None,
+    events_topic: Annotated[str, typer.Option(help="the first frame of every event")] = "",
+    events_replay: Annotated[str | None, typer.Option(help="where past events can be asked for")] = None,
+    max_body_bytes: Annotated[str, typer.Option(help="bytes of a request's body at most, as 16MiB")] = "16MiB",
+    drain_timeout: Annotated[float, typer.Option(help="seconds to finish requests in after SIGTERM")] = 30.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="log each request")] = False,
+) -> None:
+    """Serve a model with OpenAI's API. It needs the extra `server`."""
+    given = dict(locals())
+    for plural, name in (
+        ("served_model_names", "served_model_name"),
+        ("api_keys", "api_key"),
+        ("allowed_hosts", "allowed_host"),
+        ("stores", "store"),
+    ):
+        given[plural] = tuple(given.pop(name) or ())
+    try:
+        check_model_folder(model)  # the imports below take seconds
+    except ValueError as error:
+        raise SystemExit(f"kvpage serve: {error}") from error
+    try:
+        from kvpage.server.command.options import ServeOptions
+        from kvpage.server.command.serve import serve as run
+    except ModuleNotFoundError as error:
+        message = f"kvpage serve needs the extra 'server': pip install 'kvpage[server]' ({error.name} is missing)"
+        raise SystemExit(message) from error
+    try:
+        run(ServeOptions(**given))
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise SystemExit(f"kvpage serve: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text as one line."""
+    return re.sub(r"\s+", " ", str(error)).strip()

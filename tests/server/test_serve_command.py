@@ -1,0 +1,339 @@
+"""`kvpage serve`: options, folders that are none, one process from its start to its end, and what signals do."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("uvicorn")
+
+import uvicorn  # noqa: E402
+from support.models import make_model  # noqa: E402
+from support.server_app import events_of, make_tokenizer, running_server  # noqa: E402
+
+from kvpage.server.command import draining_server  # noqa: E402
+from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
+from kvpage.server.command.draining_server import DrainingServer  # noqa: E402
+from kvpage.server.command.loading import cache_config, load  # noqa: E402
+from kvpage.server.command.open_files import allow_open_files  # noqa: E402
+from kvpage.server.command.options import ServeOptions  # noqa: E402
+from kvpage.server.command.serve import bound_socket, first_command, server_config, url_of  # noqa: E402
+from kvpage.serving import SamplingParams  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small model with its tokenizer."""
+    made = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    make_model("llama", vocab_size=len(tokenizer)).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"port": 65536}, r"--port must be in \[0, 65535\], got 65536"),
+        ({"dtype": "float8"}, "--dtype must be one of auto, float32, float16, bfloat16, got 'float8'"),
+        ({"num_gpu_blocks": 4, "kv_cache_memory": "1GiB"}, "give --num-gpu-blocks or --kv-cache-memory, not both"),
+        ({"num_gpu_blocks": 0}, "--num-gpu-blocks must be an integer of at least 1, got 0"),
+        ({"gpu_memory_utilization": 1.5}, r"--gpu-memory-utilization must be in \(0, 1\], got 1.5"),
+        ({"kv_cache_memory": "much"}, "much"),
+        ({"max_body_bytes": "none"}, "none"),
+        ({"stores": ("nowhere",)}, "nowhere"),
+        ({"stores": ("memory://",), "tensor_parallel_size": 2}, "--tensor-parallel-size must be 1 with it"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be an integer of at least 1, got 0"),
+        ({"events_replay": "tcp://127.0.0.1:1"}, "--events-replay needs --events"),
+        ({"chat_template": Path("/nowhere.jinja")}, "--chat-template must be a file, /nowhere.jinja is none"),
+        ({"api_key_file": Path("/nowhere")}, "--api-key-file must be a file, /nowhere is none"),
+        ({"model": Path("/nowhere")}, "MODEL must be a folder .* /nowhere is none; `kvpage demo --save DIR` writes"),
+        ({"model": Path(__file__).parent}, "MODEL must be a folder with a config.json, .* has none"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        ServeOptions(**{"model": folder} | fields)
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_model_is_refused(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="MODEL must hold a tokenizer, .* has none that can be read"):
+        load(ServeOptions(tmp_path))
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MODEL must be a language model of transformers"):
+        load(ServeOptions(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="MODEL must"):
+        load(ServeOptions(tmp_path))
+
+
+def test_a_device_that_is_not_there_is_refused(folder):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="--device must be usable, torch finds no CUDA device for 'cuda'"):
+        load(ServeOptions(folder, device="cuda"))
+
+
+def test_keys_come_from_options_the_environment_and_a_file(folder, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("# of all\nthird ann\n\nfourth *\nfifth\n")
+    monkeypatch.setenv("KVPAGE_API_KEY", "second")
+    options = ServeOptions(folder, api_keys=("first",), api_key_file=tmp_path / "keys")
+    config = server_config(options)
+    assert [(key.key, key.tenant) for key in config.api_keys] == [
+        ("first", ""), ("second", ""), ("third", "ann"), ("fourth", None), ("fifth", ""),
+    ]  # fmt: skip
+    assert config.served_model_names == (str(folder),)
+    assert "localhost" in config.allowed_hosts
+    assert server_config(ServeOptions(folder, host="0.0.0.0")).allowed_hosts == ()
+
+
+def test_blocks_are_as_many_as_asked_for_or_as_requests_can_fill(folder):
+    model = make_model("llama")
+    assert cache_config(ServeOptions(folder, num_gpu_blocks=7), model).num_gpu_blocks == 7
+    few = cache_config(ServeOptions(folder, max_num_seqs=2, max_model_len=40), model)
+    assert few.num_gpu_blocks == 4 * 2 * 3
+    assert cache_config(ServeOptions(folder, kv_cache_memory="64KiB"), model).num_gpu_blocks < 64
+
+
+def test_a_port_in_use_is_an_error_that_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"--host and --port must be free, 127.0.0.1:{port} cannot be bound"):
+            bound_socket("127.0.0.1", port)
+    with pytest.raises(OSError, match="--host must be an address of this machine, got 'no.such.host.invalid'"):
+        bound_socket("no.such.host.invalid", 0)
+
+
+def test_the_url_is_one_that_clients_can_use():
+    with bound_socket("0.0.0.0", 0) as bound:
+        port = bound.getsockname()[1]
+        assert url_of("0.0.0.0", bound) == f"http://127.0.0.1:{port}/v1"
+        assert url_of("::", bound) == f"http://[::1]:{port}/v1"
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def kvpage(*arguments: str, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvpage", "serve", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environment)
+
+
+def test_a_process_serves_from_its_greeting_to_sigterm(folder):
+    arguments = ["--port", "0", "--served-model-name", "tiny", "--num-gpu-blocks", "64", "--block-size", "8"]
+    process = kvpage(str(folder), *arguments, KVPAGE_API_KEY="secret")
+    with contextlib.closing(process.stdout), contextlib.closing(process.stderr):
+        try:
+            greeting, command = process.stdout.readline(), process.stdout.readline()
+            assert re.match(
+                r"kvpage serves tiny \(LlamaForCausalLM, .*, cpu; 64 blocks of 8 tokens\) at http", greeting
+            )
+            page = re.search(r"and a page at (http://127.0.0.1:\d+/); try:", greeting).group(1)
+            assert "<title>" in httpx.get(page).text
+            url, path = re.search(r"curl -N (http://127.0.0.1:\d+)(/v1/\S+)", command).groups()
+            assert path == "/v1/chat/completions" and 'Bearer $KVPAGE_API_KEY"' in command
+            body = json.loads(re.search(r"-d '(.*)'$", command.strip()).group(1))
+            assert httpx.post(url + path, json=body).status_code == 401
+            answer = httpx.post(url + path, json=body, headers={"authorization": "Bearer secret"}, timeout=60)
+            assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, process.stderr.read()
+            assert "secret" not in process.stderr.read() + greeting + command
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_wrong_words_end_with_one_line():
+    from typer.testing import CliRunner
+
+    from kvpage.tools.cli import app
+
+    done = CliRunner().invoke(app, ["serve", "/nowhere"])
+    assert done.exit_code != 0 and isinstance(done.exception, SystemExit)
+    assert str(done.exception).startswith("kvpage serve: MODEL must be a folder") and "\n" not in str(done.exception)
+
+
+@pytest.mark.parametrize("hidden", ["fastapi", "uvicorn"])
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch, folder, hidden):
+    from kvpage.tools.serve_cli import serve
+
+    for name in [name for name in sys.modules if name.startswith("kvpage.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, hidden, None)
+    with pytest.raises(SystemExit) as caught:
+        serve(folder)
+    assert str(caught.value).startswith("kvpage serve needs the extra 'server': pip install 'kvpage[server]'")
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def draining(monkeypatch):
+    """Run a test's coroutine beside a DrainingServer, and return it: (server, url, exits)."""
+    exits: list[int] = []
+    monkeypatch.setattr(draining_server.os, "_exit", exits.append)
+
+    async def beside(server, work, drain_timeout: float) -> None:
+        ready = asyncio.Event()
+        with bound_socket("127.0.0.1", 0) as bound:
+            settings = uvicorn.Config(server.app, http=BoundedHttp, log_config=None, timeout_graceful_shutdown=5)
+            runs = DrainingServer(settings, server.app.state.service, drain_timeout, ready.set)
+            serving = asyncio.ensure_future(runs.serve([bound]))
+            await ready.wait()
+            async with httpx.AsyncClient(base_url=url_of("127.0.0.1", bound).removesuffix("/v1"), timeout=60) as client:
+                await work(client)
+            await serving
+
+    def run(work, drain_timeout: float = 30.0) -> list[int]:
+        assert threading.current_thread() is threading.main_thread(), "signals come to the main thread"
+        with running_server() as server:
+            asyncio.run(beside(server, work, drain_timeout))
+            assert server.live.stats().num_unfinished == 0
+        return exits
+
+    return run
+
+
+LONG = {"prompt": "the fox", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end_and_takes_no_more(draining, number):
+    found = {}
+
+    async def work(client) -> None:
+        async with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            os.kill(os.getpid(), number)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0)
+            refused = await client.post("/v1/completions", json={"prompt": "x"})
+            found["refused"] = refused.status_code, refused.headers["retry-after"]
+            found["text"] = "\n".join([first] + [line async for line in lines])
+
+    assert draining(work) == []
+    assert found["refused"] == (503, "6")
+    events = events_of(found["text"])
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_has_not_ended_in_time_is_aborted_with_an_error(draining):
+    found = []
+
+    async def work(client) -> None:
+        async with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            async for line in answer.aiter_lines():
+                if not found:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                found.append(line)
+
+    draining(work, drain_timeout=0.001)
+    assert events_of("\n".join(found))[-1]["error"]["code"] == "request_aborted"
+
+
+def test_a_second_signal_ends_the_process_at_once(draining, capsys):
+    async def work(client) -> None:
+        async with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(0.01)
+
+    assert draining(work) == [128 + signal.SIGINT]
+    assert "kvpage serve: ended before its requests" in capsys.readouterr().out
+
+
+def test_the_first_command_fits_the_server(folder):
+    loaded = load(ServeOptions(folder, num_gpu_blocks=64))
+    try:
+        config = server_config(ServeOptions(folder))
+        assert "/v1/chat/completions" in first_command("http://host/v1", config, loaded)
+        loaded.tokenizer.chat_template = None
+        assert "/v1/completions -H" in first_command("http://host/v1", config, loaded)
+        output = asyncio.run(loaded.engine.generate([5, 6], SamplingParams(max_tokens=2)))
+        assert output.samples[0].text is not None
+    finally:
+        loaded.close()
+
+
+def test_a_folder_that_is_none_is_refused_before_anything_large_is_imported():
+    code = (
+        "import sys; from kvpage.tools.serve_cli import serve; from pathlib import Path\ntry: serve(Path('/nowhere'))\n"
+    )
+    code += "except SystemExit as error: print(error); assert 'transformers' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("kvpage serve: MODEL must be a folder")
+
+
+def test_the_small_model_of_the_demo_chats(tmp_path):
+    from kvpage.tools.demo_model import save_model
+
+    save_model(tmp_path / "new")
+    loaded = load(ServeOptions(tmp_path / "new", num_gpu_blocks=64))
+    try:
+        messages = [{"role": "user", "content": "Hello, na\u00efve caf\u00e9"}]
+        text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        token_ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert loaded.tokenizer.decode(token_ids) == text == "<|user|>Hello, na\u00efve caf\u00e9<|end|><|assistant|>"
+        output = asyncio.run(loaded.engine.generate(token_ids, SamplingParams(max_tokens=6)))
+        assert len(output.token_ids) == 6 and len(set(output.token_ids)) > 1
+    finally:
+        loaded.close()
+    with pytest.raises(ValueError, match="--save must name a new folder, .* holds a model"):
+        save_model(tmp_path / "new")
+
+
+def test_a_head_that_does_not_end_is_refused(draining):
+    found = {}
+
+    async def work(client) -> None:
+        address = client.base_url
+        body = {"nonsense": "x" * 2 * MAX_HEAD_BYTES}
+        for _ in range(3):  # bodies, and the heads of several requests of a connection, do not count
+            assert "nonsense" in (await client.post("/v1/completions", json=body | {"prompt": "x"})).text
+        assert (await client.get("/version", headers={"x-long": "x" * 10_000})).status_code == 200
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"GET /health HTTP/1.1\r\nX-Long: ")
+        with contextlib.suppress(ConnectionError):
+            for found["pieces"] in range(1024):
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            found["answer"] = await reader.read(12)
+        writer.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    draining(work)
+    assert found["pieces"] < 512 and found.get("answer", b"HTTP/1.1 400") in (b"HTTP/1.1 400", b"")
+
+
+def test_the_limit_of_open_files_is_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+        allow_open_files()
+        found = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert found[0] >= min(before[0] - 1, 65536) and found[1] == before[1]
+        assert found[0] == min(before[1], 65536) or found[0] == before[0] - 1 >= 65536
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
