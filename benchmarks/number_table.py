@@ -42,6 +42,7 @@ from kvpage.benchmarks.number_cells import (
     us,
 )
 from kvpage.benchmarks.runs import RUNS
+from kvpage.benchmarks.server_cells import handed_over, over_http
 
 Results = dict[str, Result]
 NOT_MEASURED = "not measured yet"
@@ -330,6 +331,14 @@ NUMBERS: list[Number] = [
         served("multi-turn", "kvpage"),
         peers("multi-turn"),
         "multi_turn",
+    ),
+    Number("64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", *over_http(), "serve"),
+    *(
+        Number(f"prefill and decode by workers apart, over Redis: {what}", *handed_over(column), "prefill_decode")
+        for what, column in (
+            ("first token of a prompt of 1,024 tokens while 4 others decode", "first ms"),
+            ("the longest gap of the others", "gap ms"),
+        )
     ),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",

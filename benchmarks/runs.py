@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
-BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference.py", "benchmarks/blend_quality.py",
+BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference", "benchmarks/blend_quality.py",
             "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
 
 
@@ -85,6 +85,12 @@ RUNS = {
         _run(
             "multi_turn", "bench_serving --threads 2 --workload multi-turn --rounds 3 --without generate generate_batch"
         ),
+        _run(
+            "serve",
+            "bench_serve --serve small --compare --threads 2 --num-requests 64 --input-len 32 --output-len 32"
+            " --rounds 6",
+        ),
+        _run("prefill_decode", "bench_prefill_decode --rounds 5"),
         _run("generate_cache", "bench_generate_cache"),
         _run("linear", "bench_linear --threads 1 --rounds 5 --rows 1 8 32 256"),
         _run("linear_two_threads", "bench_linear --threads 2 --rounds 5 --rows 1 8 32 256"),

@@ -7,6 +7,7 @@ import json
 import sys
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,20 @@ from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
 from kvpage.benchmarks.serving_workloads import Shape  # noqa: E402
+from kvpage.benchmarks.worker_process import WorkerPlan, make_worker  # noqa: E402
 from kvpage.store.records.record_io import verify_record  # noqa: E402
 from kvpage.store.tiers.memory_tier import MemoryTier  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
 
 ONCE = ["--rounds", "1"]
+
+
+def worker_here(plan: WorkerPlan) -> SimpleNamespace:
+    """Return what WorkerProcess gives, but in this process."""
+    worker = make_worker(plan)
+    return SimpleNamespace(stream=worker.stream, wait=lambda: None, close=worker.engine.close)
+
+
 SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes that are constants of the script
     "attention_steps": (["--shapes", "small", "--dtypes", "bfloat16", "--threads", "1", *ONCE],
                         {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
@@ -44,8 +54,13 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "paged_attention_cpu": (["--keys", "64", "--queries", "1", *ONCE], {}),
     "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
     "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
+    "prefill_decode": (["--tokens", "33", *ONCE],
+                       {"SHAPE": Shape(2, 32, 64, 2, 1), "START": worker_here, "NUM_BUSY": 1, "BEFORE": 2,
+                        "MIN_PREFILL_TOKENS": 1}),
     "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
     "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
+    "serve": (["--serve", "tiny", "--compare", "--num-requests", "3", "--input-len", "4", "--output-len", "3",
+               "--threads", "1", *ONCE], {}),
     "serving": (["--workload", "separate", "shared", "multi-turn", "--requests", "2", "--prefix", "32", "--tokens", "2",
                  "--conversations", "2", "--turns", "2", "--turn-tokens", "8", "--threads", "1", *ONCE],
                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
@@ -63,6 +78,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "token_trie": ([], {"NUM_TOKENS": 64, "TOKENS": range(64), "NUM_EVICTED": 20}),
 }  # fmt: skip
 NEEDS_GPU = ("paged_attention",)
+NEEDS_REDIS = ("prefill_decode", "store_redis")
 
 
 @pytest.fixture
@@ -111,7 +127,11 @@ def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> No
     assert done.exit_code == 0, (done.output, done.exception)
     said = json.loads(done.output.splitlines()[-1])
     if "skipped" in said:
-        is_missing = MISSING if name == "store_redis" else name in NEEDS_GPU and not torch.cuda.is_available()
+        is_missing = (
+            MISSING
+            if name in ("prefill_decode", "store_redis")
+            else name in NEEDS_GPU and not torch.cuda.is_available()
+        )
         assert is_missing and "needs" in said["skipped"]
     else:
         assert any(isinstance(value, list | dict | float) and value for value in said.values())

@@ -1,0 +1,205 @@
+"""When does a prompt's first token come where prefill and decode are apart, and what do other requests notice of it?
+
+Each contender is behind the same client, and has its own processes:
+
+    one worker              1 thread: half of the cores of the other two
+    one worker, 2 threads   the same cores as "apart"
+    apart                   a prefill worker and a decode worker of 1 thread each, and a store in Redis between them
+
+The prompt comes to idle workers, and while others decode. Its first token is bound by its computation: the first token
+of one idle worker of 1 thread, which is measured in turns with the rest. The second token is bound by the first one and
+a decode step. The requests under way are bound by their own pace, before the prompt comes. All tokens are compared
+between the contenders.
+
+    python benchmarks/bench_prefill_decode.py [--rounds N] [--plot PATH]        needs redis-server
+"""
+
+import argparse
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpage import CacheConfig
+from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, MODELS, VOCAB, make_model
+from kvpage.benchmarks.worker_process import WorkerPlan, WorkerProcess
+from kvpage.integrations.remote import RemoteEngine, RemoteLoop, RemoteSettings, Workers
+from kvpage.serving import AsyncEngine, EngineConfig, LiveRequest, SamplingParams
+
+NUM_BUSY, BUSY_TOKENS, BEFORE = 4, 400, 12  # requests under way; their tokens; tokens before the prompt comes
+MIN_PREFILL_TOKENS = 128
+NUM_TOKENS = 4  # of the prompt's answer
+SHAPE, START = MODELS["small"], WorkerProcess
+Turn = dict[str, float]
+Run = Callable[[AsyncEngine, list[int]], tuple[list[int], Turn]]
+
+
+def client(decode: Workers, prefill: Workers | None) -> AsyncEngine:
+    """Return an engine over these workers."""
+    with torch.device("meta"):
+        skeleton = make_model(SHAPE, torch.float32, VOCAB)
+    loop = RemoteLoop(decode, prefill, RemoteSettings(min_prefill_tokens=MIN_PREFILL_TOKENS))
+    return AsyncEngine(RemoteEngine(skeleton, EngineConfig(CacheConfig(BLOCK_SIZE, 2048)), loop))
+
+
+class Reader:
+    """Reads a request in a thread, and notes when each token came. moments: seconds, one a token."""
+
+    def __init__(self, request: LiveRequest) -> None:
+        self.request, self.tokens, self.moments = request, list[int](), list[float]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def await_tokens(self, num: int) -> None:
+        while len(self.moments) < num and self._thread.is_alive():
+            time.sleep(0.001)
+
+    def join(self) -> None:
+        self._thread.join()
+        output = self.request.output
+        assert output is not None
+        assert output.error is None, output.error
+
+    def _read(self) -> None:
+        for items in self.request:
+            now = time.perf_counter()
+            found = [item.token_id for item in items if item.token_id is not None]
+            self.tokens += found
+            self.moments += [now] * len(found)
+
+
+def ask(engine: AsyncEngine, prompt: list[int]) -> tuple[Reader, float]:
+    """Send a prompt, and wait for its answer. Returns when it was sent, too."""
+    sent = time.perf_counter()
+    reader = Reader(engine.submit(prompt, SamplingParams(max_tokens=NUM_TOKENS)))
+    reader.join()
+    return reader, sent
+
+
+def idle_turn(engine: AsyncEngine, prompt: list[int]) -> tuple[list[int], Turn]:
+    """Return the answer to a prompt that comes to idle workers, and the milliseconds."""
+    reader, sent = ask(engine, prompt)
+    first, second = reader.moments[:2]
+    return reader.tokens, {"first": (first - sent) * 1e3, "second": (second - sent) * 1e3}
+
+
+def busy_turn(engine: AsyncEngine, prompt: list[int]) -> tuple[list[int], Turn]:
+    """Return the same while others decode, with the pace of those, and their longest gap meanwhile."""
+    params = SamplingParams(max_tokens=BUSY_TOKENS)
+    busy = [Reader(engine.submit([prompt[0], i + 1, *range(2, 16)], params)) for i in range(NUM_BUSY)]
+    for reader in busy:
+        reader.await_tokens(BEFORE)
+    reader, sent = ask(engine, prompt)
+    for other in busy:
+        other.request.abort()
+    first, second = reader.moments[:2]
+    before = [gap for other in busy for gap in gaps(other.moments[2:], 0.0, sent)]
+    during = [gap for other in busy for gap in gaps(other.moments, sent, second)]
+    turn = {"first": first - sent, "second": second - sent, "pace": float(np.median(before)), "gap": max(during)}
+    return reader.tokens, {name: seconds * 1e3 for name, seconds in turn.items()}
+
+
+def gaps(moments: list[float], begin: float, end: float) -> list[float]:
+    """Return the seconds between tokens of which the later one came from `begin` to `end`; at least one."""
+    found = [b - a for a, b in zip(moments, moments[1:], strict=False) if begin <= b <= end]
+    return found or [end - max((moment for moment in moments if moment < end), default=begin)]
+
+
+def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each contender and each of "idle" and "busy"; all take turns, with the same prompts."""
+    draw, taken = np.random.default_rng(0), dict[tuple[str, str], list[Turn]]()
+    kinds: dict[str, Callable[[AsyncEngine, list[int]], tuple[list[int], Turn]]] = {
+        "idle": idle_turn,
+        "busy": busy_turn,
+    }
+    for turn in range(rounds + 1):
+        for kind, run in kinds.items():
+            prompt = draw.integers(1, VOCAB, num_tokens).tolist()
+            answers = []
+            for name, engine in clients.items():
+                tokens, found = run(engine, prompt)
+                answers.append(tokens)
+                if turn:  # the first round warms up
+                    taken.setdefault((name, kind), []).append(found)
+            assert all(answer == answers[0] for answer in answers), "the contenders' tokens differ"
+    return [row(name, kind, turns) for (name, kind), turns in taken.items()]
+
+
+def row(name: str, kind: str, turns: list[Turn]) -> dict[str, Any]:
+    figures = {f"{key} ms": Figure.of(turn[key] for turn in turns) for key in turns[0]}
+    return {"contender": name, "workers": kind, **figures}
+
+
+@contextmanager
+def contenders(url: str) -> Iterator[dict[str, AsyncEngine]]:
+    """Start the processes, and yield the clients by name."""
+    plans = [("both", 1), ("both", 2), ("decode", 1), ("prefill", 1)]
+    with ExitStack() as stack:
+        workers = [START(WorkerPlan(role, threads, url, SHAPE)) for role, threads in plans]
+        for worker in workers:
+            stack.callback(worker.close)
+        for worker in workers:
+            worker.wait()
+        pairs = {"one worker": (workers[0], None), "one worker, 2 threads": (workers[1], None)}
+        made = {name: client(*pair) for name, pair in {**pairs, "apart": (workers[2], workers[3])}.items()}
+        for engine in made.values():
+            stack.callback(engine.close)
+        yield made
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    columns = ("first ms", "second ms", "pace ms", "gap ms")
+    yield f"{'contender':24} {'workers':8}" + "".join(f"{column:>18}" for column in columns)
+    for one in rows:
+        cells = [format(one[column], ".0f") if column in one else "" for column in columns]
+        yield f"{one['contender']:24} {one['workers']:8}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.5))
+    wanted = (("idle", "first ms"), ("busy", "first ms"), ("busy", "gap ms"))
+    titles = ("first token, idle", "first token, others decode", "longest gap of the others")
+    for axes, (kind, column), title in zip(panels, wanted, titles, strict=True):
+        found = {one["contender"]: one[column] for one in rows if one["workers"] == kind}
+        axes.bar([name.replace(", ", "\n") for name in found], [value.median for value in found.values()])
+        axes.set(title=title, ylabel="ms", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--tokens", type=positive, default=1024, help="of the prompt")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if shutil.which("redis-server") is None:
+        print(dumps({"skipped": "needs redis-server"}))
+        return
+    from kvpage.benchmarks.bench_store_redis import redis_server
+
+    with redis_server() as (_, port), contenders(f"redis://127.0.0.1:{port}/0") as clients:
+        rows = measure(clients, options.tokens, options.rounds)
+    print(*table(rows), sep="\n")
+    if options.plot:
+        plot(rows, options.plot)
+    machine = platform.processor() or platform.machine()
+    print(dumps({"machine": machine, "torch": torch.__version__, "tokens": options.tokens, "results": rows}))
+
+
+if __name__ == "__main__":
+    main()

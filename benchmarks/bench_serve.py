@@ -1,0 +1,267 @@
+"""How many requests does a server of OpenAI's API answer, and how soon? A load test against any URL, or several.
+
+With --serve it starts kvpage's server over a random model. With --compare the Engine runs the same requests in that
+server's process, without HTTP, and so does the AsyncEngine. The Engine's time is the bound: HTTP can only add to it.
+With --vllm PYTHON, vLLM's server stands beside it, over the same weights. So do servers of --url. All take turns, in
+another order each round, so that a noisy moment meets them all. With --serve, a round before the first does not count.
+
+Before anything is measured, each server is asked for one prompt twice and once as a stream. The numbers of usage must
+add up. Texts that differ are named; of a server that --serve has started they are refused. With --compare, texts that
+differ from the Engine's are counted. Requests that fail are counted and named; they are in no other number.
+
+    random     prompts of --input-len tokens, each of its own
+    sharegpt   lengths as chats have them
+    prefix     --num-prefixes prefixes of --prefix-len tokens, then --input-len of each prompt's own
+    trace      a Mooncake trace, see --trace; at its times, unless --rate is given
+
+With --rate requests arrive by a Poisson process, whether the server keeps up or not. --rate inf sends them at once.
+--concurrency is the most that are open; others wait, and their times count from the arrival. Prompts are token ids.
+With --endpoint chat they are words.
+
+    kvpage bench serve --url http://127.0.0.1:8000 --rate 4 --num-requests 200 --goodput ttft:500 tpot:50
+    kvpage bench serve --serve small --compare --rounds 3
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from random import Random
+
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.serve_checks import WrongAnswer, check, find_model
+from kvpage.benchmarks.serve_client import ServeClient, ServeError
+from kvpage.benchmarks.serve_load import Outcome, Target, run_load
+from kvpage.benchmarks.serve_options import STARTED, parse
+from kvpage.benchmarks.serve_report import plot, report
+from kvpage.benchmarks.serve_requests import (
+    ServeRequest,
+    Shape,
+    make_requests,
+    requests_of_trace,
+    with_arrivals,
+    with_leavers,
+)
+from kvpage.benchmarks.serve_summary import Summary, summarize
+from kvpage.tools.replay import TraceError, read_trace
+
+LOCAL, OWN = ("engine", "live"), "kvpage"
+SETTLE_SECONDS = 0.3  # threads of the one before may spin until then
+CHECKED_TOKENS = 16  # of the answer that the gate asks for
+
+
+def num_warmups(args: argparse.Namespace) -> int:
+    """Return the rounds that do not count."""
+    return 1 if args.serve else 0
+
+
+def loads_of(args: argparse.Namespace) -> list[list[ServeRequest]]:
+    """Return the requests of each round: with other tokens in each, so that no cache knows them from before."""
+    return [requests_of(args, args.seed + number) for number in range(num_warmups(args) + args.rounds)]
+
+
+def requests_of(args: argparse.Namespace, seed: int) -> list[ServeRequest]:
+    shape = Shape(args.vocab, args.input_len, args.output_len, args.prefix_len, args.num_prefixes, seed)
+    if args.trace is None:
+        requests = make_requests(args.dataset, args.num_requests, shape)
+    else:
+        with args.trace.open() as lines:
+            requests = requests_of_trace(read_trace(lines), args.num_requests, shape, args.scale)
+        if not requests:
+            raise TraceError(f"{args.trace} has no requests")
+    if args.rate:
+        requests = with_arrivals(requests, args.rate, seed)
+    return with_leavers(requests, args.abort_share, seed) if args.abort_share else requests
+
+
+def concurrency_of(args: argparse.Namespace) -> int | None:
+    """Return how many requests are open at most; None for any number."""
+    most: int | None = args.concurrency
+    return most if most or args.rate or args.trace else 64
+
+
+@contextmanager
+def servers_of(args: argparse.Namespace, requests: Sequence[ServeRequest]) -> Iterator[dict[str, str]]:
+    """Give the URLs by name; start the servers that are to be started."""
+    named = [url.partition("=") if "=" in url.partition("//")[0] else (url, "=", url) for url in args.url]
+    found = {name: url for name, _, url in named}
+    with ExitStack() as stack:
+        if args.serve:
+            found = start_servers(args, requests, stack) | found
+        yield found
+
+
+def start_servers(args: argparse.Namespace, requests: Sequence[ServeRequest], stack: ExitStack) -> dict[str, str]:
+    """Start kvpage's server, and vLLM's with --vllm, until the stack ends; return their URLs."""
+    from kvpage.benchmarks.serve_model import save_model
+    from kvpage.benchmarks.serve_process import kvpage_server, vllm_server
+    from kvpage.benchmarks.serving_workloads import MODELS
+    from kvpage.benchmarks.serving_workloads import Shape as ModelShape
+
+    num_seqs = concurrency_of(args) or 64
+    longest = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)[:num_seqs]
+    num_blocks = sum(length // 16 + 2 for length in longest) + 64
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    save_model(folder, {**MODELS, "tiny": ModelShape(2, 64, 128, 4, 2)}[args.serve], args.dtype)
+    own = kvpage_server(folder, args.threads, args.dtype, num_blocks, num_seqs)
+    found = {OWN: stack.enter_context(own)}
+    if args.vllm:
+        found["vllm"] = stack.enter_context(vllm_server(args.vllm, folder, args.threads, args.dtype, num_seqs))
+    return found
+
+
+async def targets_of(args: argparse.Namespace, urls: Mapping[str, str]) -> list[Target]:
+    found = []
+    for name, url in urls.items():
+        client = ServeClient(url, args.api_key, args.timeout)
+        is_started = args.serve and name in STARTED
+        model = await find_model(name, client, None if is_started else args.model)
+        found.append(Target(name, client, model, args.endpoint, () if args.plain else (("ignore_eos", True),)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A load that ran in the server's process, without HTTP: its seconds, and the text of each answer."""
+
+    seconds: float
+    texts: list[str]
+
+
+async def run_local(client: ServeClient, name: str, requests: Sequence[ServeRequest]) -> Local:
+    """Let the Engine, or the AsyncEngine, of the server's process run the requests."""
+    asked = {"prompts": [one.prompt for one in requests], "max_tokens": [one.max_tokens for one in requests]}
+    return Local(**(await client.call("POST", f"/bench/{name}", asked)).body())
+
+
+class Measurement:
+    """Rounds of all contenders: the servers, and with --compare the two ways without HTTP.
+
+    Args:
+        args: The options.
+        loads: The requests of each round.
+
+    Attributes:
+        summaries, outcomes, rates: By contender, of all rounds that count. Those without HTTP have rates alone.
+        num_parted: Answers over HTTP whose text is not the Engine's.
+    """
+
+    def __init__(self, args: argparse.Namespace, loads: Sequence[Sequence[ServeRequest]]) -> None:
+        self.args, self.loads = args, loads
+        self._begin()
+
+    def _begin(self) -> None:
+        self.summaries: dict[str, list[Summary]] = {}
+        self.outcomes: dict[str, list[Outcome]] = {}
+        self.rates: dict[str, list[float]] = {}
+        self.num_parted = 0
+
+    async def run(self, urls: Mapping[str, str]) -> None:
+        targets = {target.name: target for target in await targets_of(self.args, urls)}
+        for target in targets.values():
+            await self._check(target)
+        names = [*(LOCAL if self.args.compare else ()), *targets]
+        with progress(sum(map(len, self.loads)) * len(targets)) as note:
+            for number, requests in enumerate(self.loads, -num_warmups(self.args)):
+                if number == 0:
+                    self._begin()
+                Random(number).shuffle(names)
+                await self._round(names, targets, requests, note)
+
+    async def _check(self, target: Target) -> None:
+        request = replace(self.loads[0][0], arrival=None, leaves_after=None)
+        checked = await check(target, replace(request, max_tokens=min(request.max_tokens, CHECKED_TOKENS)))
+        if not checked.repeats:
+            message = f"{target.name}: the same prompt gives other texts when it is asked again, or as a stream"
+            if self.args.serve and target.name == OWN:
+                raise WrongAnswer(message)
+            print(message, file=sys.stderr)
+
+    async def _round(
+        self,
+        names: Sequence[str],
+        targets: Mapping[str, Target],
+        requests: Sequence[ServeRequest],
+        note: Callable[[], object],
+    ) -> None:
+        """Let each run the requests."""
+        texts: dict[str, list[str]] = {}
+        for name in names:
+            await asyncio.sleep(SETTLE_SECONDS if len(names) > 1 else 0.0)
+            if self.args.serve and name in (*LOCAL, OWN):
+                await targets[OWN].client.call("POST", "/bench/forget", {})
+            if name in LOCAL:
+                local = await run_local(targets[OWN].client, name, requests)
+                self._count(name, local.seconds, sum(one.max_tokens for one in requests))
+                texts[name] = local.texts
+            else:
+                outcomes = await run_load(targets[name], requests, concurrency_of(self.args), note)
+                self._keep(name, outcomes)
+                texts[name] = [one.text for one in outcomes]
+        if self.args.compare:
+            self.num_parted += sum(a != b for a, b in zip(texts["engine"], texts[OWN], strict=True))
+
+    def _keep(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        summary = summarize(outcomes, dict(self.args.goodput))
+        self.outcomes.setdefault(name, []).extend(outcomes)
+        self.summaries.setdefault(name, []).append(summary)
+        self._count(name, summary.seconds, summary.num_output_tokens)
+
+    def _count(self, name: str, seconds: float, num_tokens: int) -> None:
+        self.rates.setdefault(name, []).append(num_tokens / seconds)
+
+    def losses(self) -> dict[str, Figure]:
+        """Return the share of the Engine's tokens a second that each other way through the same process lacks."""
+        engine = self.rates.get("engine")
+        if engine is None:
+            return {}
+        ways = {name: self.rates[name] for name in ("live", OWN)}
+        return {name: Figure.of(1 - a / b for a, b in zip(taken, engine, strict=True)) for name, taken in ways.items()}
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the tokens a second of each contender, round by round."""
+        return {name: Figure.of(rates) for name, rates in sorted(self.rates.items())}
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], object]]:
+    """Give a function to call at each end. It shows a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda: bar.advance(task)
+
+
+def main() -> None:
+    args = parse(__doc__)
+    try:
+        loads = loads_of(args)
+        measured = Measurement(args, loads)
+        with servers_of(args, list(chain.from_iterable(loads))) as urls:
+            asyncio.run(measured.run(urls))
+    except (OSError, TraceError, WrongAnswer, ServeError, RuntimeError, TimeoutError, ValueError) as error:
+        raise SystemExit(f"kvpage bench serve: {error}") from error
+    report(measured)
+    if args.plot:
+        plot(measured, args.plot)
+    rows = {name: [one.as_json() for one in each] for name, each in measured.summaries.items()}
+    about = {
+        "dataset": args.dataset,
+        "requests": len(loads[0]),
+        "rate": args.rate and str(args.rate),  # JSON has no infinity
+        "concurrency": concurrency_of(args),
+    }
+    figures = {"tokens_per_second": measured.figures(), "loss": measured.losses(), "parted": measured.num_parted}
+    print(dumps({"benchmark": "serve", **about, **figures, "rounds": rows}))
+
+
+if __name__ == "__main__":
+    main()

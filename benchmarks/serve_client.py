@@ -1,0 +1,210 @@
+"""A client of OpenAI's API that costs its machine little: it notes when bytes come, and reads them afterwards.
+
+The server and the client share the cores of a small machine. So while a load runs, a token costs the client one call.
+"""
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+MOST_WORDS = 300  # characters of an error that are shown
+BETWEEN_EVENTS = re.compile(rb"\r?\n\r?\n")
+
+
+class ServeError(Exception):
+    """A server that cannot be reached or gives no answer in time, or an answer that is none of HTTP."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer as it came. reads: time.perf_counter() and bytes of each read."""
+
+    begin: float
+    reads: list[tuple[float, bytes]] = field(default_factory=list)
+    end: float = 0.0
+    is_aborted: bool = False
+
+    @property
+    def head(self) -> bytes:
+        """The status line and the headers."""
+        return b"".join(data for _, data in self.reads).partition(b"\r\n\r\n")[0]
+
+    @property
+    def status(self) -> int:
+        """The status code. ServeError if there is none."""
+        match = re.match(rb"HTTP/1\.[01] (\d{3})", self.head)
+        if match is None:
+            raise ServeError(f"the server closed the connection after {len(self.head)} bytes")
+        return int(match[1])
+
+    def payload(self) -> list[tuple[float, bytes]]:
+        """Return the body, without the framing of chunks: when each part came, and the part."""
+        skip = len(self.head) + 4
+        is_chunked = b"transfer-encoding: chunked" in self.head.lower()
+        parts, chunks = [], Chunks()
+        for when, data in self.reads:
+            data, skip = data[skip:], max(0, skip - len(data))
+            if data:
+                parts.append((when, chunks.feed(data) if is_chunked else data))
+        return parts
+
+    def text(self) -> bytes:
+        """Return the body."""
+        return b"".join(data for _, data in self.payload())
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of a body. ServeError for another status than 200, with the server's words."""
+        if self.status != 200:
+            raise ServeError(self.refusal())
+        return as_object(self.text())
+
+    def refusal(self) -> str:
+        """Return the status, and the words of the server's error."""
+        text = self.text()
+        try:
+            words = words_of(as_object(text))
+        except ServeError:
+            words = text[:MOST_WORDS].decode(errors="replace")
+        return f"status {self.status}: {words}"
+
+    def events(self) -> list[tuple[float, Any]]:
+        """Return the events of a stream but for [DONE]: when each was complete, and its JSON."""
+        found, left = [], b""
+        for when, data in self.payload():
+            *whole, left = BETWEEN_EVENTS.split(left + data)
+            for event in whole:
+                text = event.partition(b"data:")[2].strip()
+                if text and text != b"[DONE]":
+                    found.append((when, as_object(text)))
+        return found
+
+
+def as_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a text. ServeError for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ServeError(f"{text[:200]!r} is no JSON object")
+    return found
+
+
+def words_of(answer: dict[str, Any]) -> str:
+    """Return the words of an error in OpenAI's shape, or in another one."""
+    error = answer.get("error") or answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MOST_WORDS]
+
+
+class Chunks:
+    """Takes the framing of chunks away from bytes that come in any parts."""
+
+    def __init__(self) -> None:
+        self._left, self._num_missing = b"", 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the bytes of chunks among these."""
+        data, found = self._left + data, []
+        while data:
+            if self._num_missing:
+                found.append(data[: max(0, self._num_missing - 2)])  # 2: the end of the line after each chunk
+                taken = min(len(data), self._num_missing)
+                data, self._num_missing = data[taken:], self._num_missing - taken
+                continue
+            line, end, rest = data.partition(b"\r\n")
+            if not end:
+                break
+            self._num_missing, data = int(line.partition(b";")[0], 16) + 2, rest
+        self._left = data
+        return b"".join(found)
+
+
+class _Call(asyncio.Protocol):
+    """One request on a connection of its own. leaves_after: reads of the body after which the client goes away."""
+
+    def __init__(self, request: bytes, reply: Reply, leaves_after: int | None) -> None:
+        self._request, self._reply, self._leaves_after = request, reply, leaves_after
+        self._transport: asyncio.Transport | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        reply.reads.append((time.perf_counter(), data))
+        if self._leaves_after is not None and len(reply.reads) > self._leaves_after:
+            self.leave()
+
+    def leave(self) -> None:
+        """Go away: the connection is reset."""
+        self._reply.is_aborted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._reply.end = time.perf_counter()
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class ServeClient:
+    """Calls one server. url: with or without /v1. timeout: seconds that an answer may take."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url must be like http://127.0.0.1:8000, got {url!r}")
+        self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
+        name = f"[{self._host}]" if ":" in self._host else self._host
+        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"Host: {name}:{self._port}\r\n{key}Content-Type: application/json\r\nConnection: close\r\n"
+        self._timeout = timeout
+
+    def request(self, method: str, path: str, body: Any = None) -> bytes:
+        """Return the bytes of a request."""
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(data)}\r\n\r\n"
+        return head.encode() + data
+
+    async def call(self, method: str, path: str, body: Any = None) -> Reply:
+        """Send a request; return the whole answer. ServeError as for `send`."""
+        return await self.send(self.request(method, path, body))
+
+    async def send(self, request: bytes, begin: float | None = None, leaves_after: int | None = None) -> Reply:
+        """Send the bytes of a request; return the whole answer.
+
+        Args:
+            request: Made by `request`.
+            begin: When it should have been sent; None for now.
+            leaves_after: Reads after which the client goes away; None for none.
+
+        Raises:
+            ServeError: Nobody answers, or not in time.
+        """
+        reply = Reply(time.perf_counter() if begin is None else begin)
+        try:
+            await asyncio.wait_for(self._exchange(_Call(request, reply, leaves_after)), self._timeout)
+        except (TimeoutError, asyncio.TimeoutError) as error:  # two classes before Python 3.11
+            raise ServeError(f"no answer within {self._timeout:g} s") from error
+        except OSError as error:
+            raise ServeError(f"no server at {self._host}:{self._port}: {error}") from error
+        return reply
+
+    async def _exchange(self, call: _Call) -> None:
+        """Connect, and wait for the connection's end. A cancellation closes it."""
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: call, self._host, self._port, ssl=self._tls)
+        try:
+            await call.done
+        finally:
+            transport.abort()

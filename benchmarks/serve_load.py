@@ -1,0 +1,174 @@
+"""A load: requests on their way to a server, at their times or so many at once, and the outcome of each.
+
+open     each request is sent at its time of arrival, whether the server keeps up or not
+closed   so many are open at once; the next is sent when one has ended
+both     as open, but a request waits while so many are open; its time counts from its arrival
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvpage.benchmarks.serve_client import Reply, ServeClient, ServeError, words_of
+from kvpage.benchmarks.serve_requests import ServeRequest
+
+Endpoint = Literal["completions", "chat"]
+Status = Literal["ok", "aborted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request. Times are in seconds of time.perf_counter().
+
+    begin: when it was sent, or should have been. times: of each chunk with text. num_output_tokens: as the server
+    counts them, else the chunks. error: of a failed one.
+    """
+
+    status: Status
+    begin: float
+    end: float
+    times: tuple[float, ...] = ()
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.begin
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds a token after the first; None where there is only one."""
+        return (self.times[-1] - self.times[0]) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and how it is asked. extra: fields beside OpenAI's, such as ignore_eos."""
+
+    name: str
+    client: ServeClient
+    model: str
+    endpoint: Endpoint = "completions"
+    extra: tuple[tuple[str, Any], ...] = (("ignore_eos", True),)
+
+    def body(self, request: ServeRequest, stream: bool = True) -> dict[str, Any]:
+        """Return the request in OpenAI's words."""
+        fields: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens, "temperature": 0.0}
+        if self.endpoint == "chat":
+            text = " ".join(f"w{token}" for token in request.prompt)
+            fields["messages"] = [{"role": "user", "content": text}]
+        else:
+            fields["prompt"] = request.prompt
+        if stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return fields | dict(self.extra)
+
+    def bytes_of(self, request: ServeRequest) -> bytes:
+        """Return the bytes that ask for a stream."""
+        return self.client.request("POST", self.path, self.body(request))
+
+    @property
+    def path(self) -> str:
+        """Where completions are asked for."""
+        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+
+
+async def ask(target: Target, request: ServeRequest) -> Outcome:
+    """Send a request, and wait for its end."""
+    return outcome_of(await _send(target, target.bytes_of(request), request.leaves_after, time.perf_counter()))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request without an answer."""
+
+    begin: float
+    end: float
+    error: str
+
+
+async def _send(target: Target, data: bytes, leaves_after: int | None, begin: float) -> Reply | Failure:
+    try:
+        return await target.client.send(data, begin, leaves_after)
+    except ServeError as error:
+        return Failure(begin, time.perf_counter(), str(error))
+
+
+def outcome_of(reply: Reply | Failure) -> Outcome:
+    """Read the answer to a streamed request. A stream that breaks off without its usage has failed."""
+    if isinstance(reply, Failure):
+        return Outcome("failed", reply.begin, reply.end, error=reply.error)
+    if reply.is_aborted:
+        return Outcome("aborted", reply.begin, reply.end)
+    try:
+        if reply.status != 200:
+            raise ServeError(reply.refusal())
+        return _read(reply)
+    except (ServeError, ValueError) as error:  # ValueError: the framing of chunks
+        return Outcome("failed", reply.begin, reply.end, error=str(error))
+
+
+def _read(reply: Reply) -> Outcome:
+    times, texts, usage = [], [], None
+    for when, event in reply.events():
+        if event.get("error"):
+            raise ServeError(words_of(event))
+        usage = event.get("usage") or usage
+        choices = event.get("choices") or []
+        if choices and "".join(texts_of(choices)) + str(choices[0].get("token_ids") or ""):
+            times.append(when)
+            texts += texts_of(choices)
+    if usage is None:
+        raise ServeError("the stream has no usage")
+    return _complete(reply, times or [reply.end], "".join(texts), usage)  # tokens may have no text
+
+
+def _complete(reply: Reply, times: list[float], text: str, usage: dict[str, Any]) -> Outcome:
+    details = usage.get("prompt_tokens_details") or {}
+    return Outcome(
+        "ok",
+        reply.begin,
+        reply.end,
+        tuple(times),
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or len(times),
+        details.get("cached_tokens") or 0,
+        text,
+    )
+
+
+def texts_of(choices: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the texts of an answer's choices, or of an event's."""
+    parts = [one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices]
+    return [part.get("content") or "" for part in parts]
+
+
+async def run_load(
+    target: Target, requests: Sequence[ServeRequest], concurrency: int | None, note: Callable[[], object]
+) -> list[Outcome]:
+    """Run all requests; return their outcomes in the same order. note: called at each end.
+
+    Requests with times of arrival are sent then, the others at once. concurrency: how many are open at most; None for
+    any number. Bytes are made before the load and read after it, so that a client on the server's cores costs little.
+    """
+    data = [target.bytes_of(one) for one in requests]
+    gate = asyncio.Semaphore(concurrency or len(requests))
+    begin = time.perf_counter()
+
+    async def one(index: int) -> Reply | Failure:
+        request = requests[index]
+        due = None if request.arrival is None else begin + request.arrival
+        if due is not None:
+            await asyncio.sleep(due - time.perf_counter())
+        async with gate:
+            reply = await _send(target, data[index], request.leaves_after, time.perf_counter() if due is None else due)
+        note()
+        return reply
+
+    return [outcome_of(reply) for reply in await asyncio.gather(*map(one, range(len(requests))))]

@@ -1,0 +1,53 @@
+"""A folder with a random model and a tokenizer, as `kvpage serve` and vLLM's server load them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from kvpage.benchmarks.serving_workloads import DTYPES, VOCAB, Shape, make_model
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def save_model(folder: Path, shape: Shape, dtype: str) -> None:
+    """Write a Llama with random weights into the folder, with a byte-level tokenizer of its vocabulary."""
+    model = make_model(shape, DTYPES[dtype], VOCAB)
+    model.generation_config.eos_token_id = None
+    with without_bars():
+        model.save_pretrained(folder)
+    make_tokenizer(VOCAB).save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+
+
+def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte, and words for all other ids."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, *(f"Ġw{index}" for index in range(len(letters), vocab))]
+    made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Show no progress bars of transformers' meanwhile."""
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    """Return the model of the folder."""
+    with without_bars():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
