@@ -63,7 +63,7 @@ setup(
         "kvpage.benchmarks",
     ],
     package_dir={"kvpage.kernels": "kernels", "kvpage.benchmarks": "benchmarks"},
-    package_data={"kvpage": ["py.typed", "*.pyi"]},
+    package_data={"kvpage": ["py.typed", "*.pyi"], "kvpage.server.page": ["files/*"]},
     include_package_data=False,  # what the sdist holds besides, as recorded figures, stays out of the package
     ext_modules=[Extension("kvpage._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

@@ -18,6 +18,7 @@ its own: in the loop over keys it would be a load that nothing hides.
 import triton
 import triton.language as tl
 
+from kvpage.kernels.attention_merge import let_merging_begin
 from kvpage.kernels.attention_rows import load_queries, load_values, score, whole
 from kvpage.kernels.attention_tiles import item_of, keys_of_split, positions_of_rows, program_of, queries_of_tile
 from kvpage.kernels.rows import at, report
@@ -33,9 +34,9 @@ def scaled(products, factor, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def tile_of_step(step, begin, before, jump):
-    """Return the tile of keys of a step of the loop, which leaves `jump` tiles out after the first `before`."""
-    return begin + step + tl.where(step >= before, jump, 0)
+def tile_of_step(step, before, jump):
+    """Return the tile of keys of a step of the loop, which leaves `jump` tiles out from tile `before` on."""
+    return step + tl.where(step >= before, jump, 0)
 
 
 @triton.jit
@@ -51,22 +52,56 @@ def are_wanted(key, low, last, A: tl.constexpr):
 def are_known(entry, key, low, last, num_blocks, A: tl.constexpr):
     """Return whether the keys are wanted, and their block ids are in range. A negative id is large without its sign."""
     known = entry.to(tl.uint32, bitcast=True) < num_blocks.to(tl.uint32)
-    if A.value.BLOCK_SIZE % A.value.TILE_KEYS == 0:  # one entry for all keys
-        known = known & are_wanted(key, low, last, A)
-    return known
+    if A.value.HAS_FEW_BLOCKS:  # an entry for many keys
+        return are_wanted(key, low, tl.where(known, last, -1), A)
+    else:  # a compiler takes all that follows a branch that returns
+        return known
+
+
+@triton.jit
+def entry_of_part(begin, low, last, table_row, A: tl.constexpr):
+    """Return the table's entry for the keys from `begin` on that are in one block; -1 where none is in [low, last]."""
+    PART_KEYS: tl.constexpr = A.value.PART_KEYS
+    return tl.load(table_row + begin // A.value.BLOCK_SIZE, mask=(begin <= last) & (begin + PART_KEYS > low), other=-1)
 
 
 @triton.jit
 def entries_of_tile(key_tile, low, last, table_row, A: tl.constexpr):
-    """Return the table's entry for each key of a tile, or one for all; -1 where no key is in [low, last]."""
+    """Return the table's entries for a tile: four, or one for each key and three that mean nothing.
+
+    Of a tile with at most four blocks, each entry is a number of the whole program: it takes one register, and
+    addresses of the same block differ by constants.
+    """
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
-    BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
+    PART_KEYS: tl.constexpr = A.value.PART_KEYS
     begin = key_tile * TILE_KEYS
-    if BLOCK_SIZE % TILE_KEYS == 0:
-        return tl.load(table_row + begin // BLOCK_SIZE, mask=(begin <= last) & (begin + TILE_KEYS > low), other=-1)
+    second, third, fourth = 0, 0, 0
+    if A.value.HAS_FEW_BLOCKS:
+        first = entry_of_part(begin, low, last, table_row, A)
+        if PART_KEYS < TILE_KEYS:
+            second = entry_of_part(begin + PART_KEYS, low, last, table_row, A)
+        if PART_KEYS * 2 < TILE_KEYS:
+            third = entry_of_part(begin + PART_KEYS * 2, low, last, table_row, A)
+            fourth = entry_of_part(begin + PART_KEYS * 3, low, last, table_row, A)
     else:
         key = begin + tl.arange(0, TILE_KEYS)
-        return tl.load(table_row + key // BLOCK_SIZE, mask=are_wanted(key, low, last, A), other=-1)
+        first = tl.load(table_row + key // A.value.BLOCK_SIZE, mask=are_wanted(key, low, last, A), other=-1)
+    return first, second, third, fourth
+
+
+@triton.jit
+def entry_of_keys(first, second, third, fourth, A: tl.constexpr):
+    """Return the entry of each key of a tile, or one for all, of what entries_of_tile returns."""
+    TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
+    PART_KEYS: tl.constexpr = A.value.PART_KEYS
+    if A.value.HAS_FEW_BLOCKS and PART_KEYS < TILE_KEYS:
+        part = tl.arange(0, TILE_KEYS) // PART_KEYS
+        entry = tl.where(part == 0, first, second)
+        if PART_KEYS * 2 < TILE_KEYS:
+            entry = tl.where(part < 2, entry, tl.where(part == 2, third, fourth))
+        return entry
+    else:
+        return first
 
 
 @triton.jit
@@ -163,6 +198,8 @@ def store_partial(
     TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     GROUP: tl.constexpr = A.value.GROUP
     SIZE: tl.constexpr = A.value.VALUE_SIZE
+    if A.value.DEPENDENT:
+        let_merging_begin()
     column = tl.arange(0, values.shape[1])
     mask = valid[:, None] & (column < SIZE)[None, :]
     row = (item.to(tl.int64) * TILE_TOKENS + query) * num_kv_heads * GROUP + head
@@ -174,9 +211,9 @@ def store_partial(
 @triton.jit
 def attend(
     largest, total, values, values_odd, q, q_odd, q_tail, q_tail_odd, row_factor, position, window, softcap,
-    key_tile, entry, low, last, num_blocks, kv_head,  # entry: of the table, for each key of the tile
-    key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,  # key_head: offset of the KV head
-    value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
+    key_tile, first, second, third, fourth, low, last, num_blocks, kv_head,  # the former four: of entries_of_tile()
+    key_ptr, key_head, key_block_stride, key_run_stride,  # key_head: offset of the KV head
+    value_ptr, value_head, value_block_stride, value_run_stride,
     key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
     value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     EDGE: tl.constexpr,  # not every row sees every key
@@ -185,13 +222,16 @@ def attend(
     """Return the running maximum, sum and weighted values with one more tile of keys."""
     KEY_ALIGN: tl.constexpr = A.value.KEY_ALIGN
     VALUE_ALIGN: tl.constexpr = A.value.VALUE_ALIGN
+    KEY_OFFSET_STRIDE: tl.constexpr = A.value.KEY_OFFSET_STRIDE
+    VALUE_OFFSET_STRIDE: tl.constexpr = A.value.VALUE_OFFSET_STRIDE
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    entry = entry_of_keys(first, second, third, fourth, A)
     wanted = are_known(entry, key, low, last, num_blocks, A)
     block_id, offset = entry.to(tl.int64), offsets_of_tile(key_tile, A)
     kv_head = kv_head.to(tl.int64)
     # The compiler learns what divides the result of an operation, but not that of a call.
-    key_row = block_id * key_block_stride + offset * key_offset_stride + key_head
+    key_row = block_id * key_block_stride + offset * KEY_OFFSET_STRIDE + key_head
     key_row = tl.multiple_of(key_row, KEY_ALIGN)
     scores, k, k_odd = score(q, q_odd, q_tail, q_tail_odd, key_ptr, key_row, wanted, key_run_stride, A)
     if A.value.TOKEN_SCALES:
@@ -206,7 +246,7 @@ def attend(
         if A.value.SAME_STRIDES:
             value_row = key_row
         else:
-            value_row = block_id * value_block_stride + offset * value_offset_stride + value_head
+            value_row = block_id * value_block_stride + offset * VALUE_OFFSET_STRIDE + value_head
             value_row = tl.multiple_of(value_row, VALUE_ALIGN)
         v, v_odd = load_values(value_ptr, value_row, wanted, value_run_stride, A)
     value_scales = None
@@ -217,6 +257,8 @@ def attend(
         value_scales = tl.load(value_scale_ptr + place, mask=wanted, other=0.0)
     if A.value.SCALE_VALUES:  # a weight's product with a small scale would lose bits
         v = (v.to(tl.float32) * value_scales[:, None]).to(A.value.COMPUTE)
+        if A.value.VALUE_PAIRS:
+            v_odd = (v_odd.to(tl.float32) * value_scales[:, None]).to(A.value.COMPUTE)
     return accumulate(largest, total, values, values_odd, scores, v, v_odd, value_scales, seen, EDGE, A)
 
 
@@ -271,8 +313,8 @@ def paged_attention_kernel(
     query_token_stride, query_head_stride,  # all strides in elements
     out_token_stride, out_head_stride,
     table_stride,
-    key_block_stride, key_offset_stride, key_head_stride, key_run_stride,
-    value_block_stride, value_offset_stride, value_head_stride, value_run_stride,
+    key_block_stride, key_head_stride, key_run_stride,  # those of a block's tokens are constants
+    value_block_stride, value_head_stride, value_run_stride,
     key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
     value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
     A: tl.constexpr,  # AttentionConstants
@@ -304,24 +346,24 @@ def paged_attention_kernel(
     key_head, value_head = kv_head.to(tl.int64) * key_head_stride, kv_head.to(tl.int64) * value_head_stride
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
-            before, num_steps, jump = full_begin - begin, (full_begin - begin) + (end - full_end), full_end - full_begin
+            jump = full_end - full_begin
+            first_step, end_step = begin, end - jump
         else:
-            before, num_steps, jump = 0, full_end - full_begin, full_begin - begin
-        entry = entries_of_tile(tile_of_step(0, begin, before, jump), low, last, table_row, A)
-        for step in range(0, num_steps):
-            key_tile = tile_of_step(step, begin, before, jump)
-            tile_after = tile_of_step(step + 1, begin, before, jump)
-            entry_after = entries_of_tile(tile_after, low, tl.where(step + 1 < num_steps, last, -1), table_row, A)
+            jump, first_step, end_step = 0, full_begin, full_end
+        e0, e1, e2, e3 = entries_of_tile(tile_of_step(first_step, full_begin, jump), low, last, table_row, A)
+        for step in range(first_step, end_step):
+            key_tile = tile_of_step(step, full_begin, jump)
             largest, total, values, values_odd = attend(
                 largest, total, values, values_odd, q, q_odd, q_tail, q_tail_odd, row_factor, position, window, softcap,
-                key_tile, entry, low, last, num_blocks, kv_head,
-                key_ptr, key_head, key_block_stride, key_offset_stride, key_run_stride,
-                value_ptr, value_head, value_block_stride, value_offset_stride, value_run_stride,
+                key_tile, e0, e1, e2, e3, low, last, num_blocks, kv_head,
+                key_ptr, key_head, key_block_stride, key_run_stride,
+                value_ptr, value_head, value_block_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
                 value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
                 phase == 1, A,
             )  # fmt: skip
-            entry = entry_after
+            tile_after = tile_of_step(step + 1, full_begin, jump)
+            e0, e1, e2, e3 = entries_of_tile(tile_after, low, tl.where(step + 1 < end_step, last, -1), table_row, A)
 
     values = whole(values, values_odd, A.value.VALUE_PAIRS)
     if value_scale_ptr is not None and not TOKEN_SCALES:

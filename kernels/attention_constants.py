@@ -18,6 +18,8 @@ class AttentionConstants(Constants):
     GROUP: query heads of a KV head.
     KEY_RUN, VALUE_RUN: elements of a row that are side by side in the cache.
     QUERY_ALIGN, KEY_ALIGN, VALUE_ALIGN: elements that divide each stride.
+    KEY_OFFSET_STRIDE, VALUE_OFFSET_STRIDE: elements from a token's row to the next token's in its block. As constants
+        they are parts of instructions, and take no registers.
     STORED, COMPUTE: the cache's type, see kvpage.kernels.attention_rows; the type of the products' operands.
     PRECISION: of products in fp32.
     NORMALIZE: each query by a power of two, where COMPUTE's range is less than the queries'.
@@ -29,6 +31,7 @@ class AttentionConstants(Constants):
     WINDOW, SOFTCAP: whether there is one.
     TILE_ROWS, TILE_TOKENS, HEADS: rows of a tile, its tokens, and heads of a token in it.
     TILE_KEYS, KEY_TILE, KEY_TAIL, VALUE_TILE: keys of a tile and its columns, see kvpage.kernels.attention_plan.
+    DEPENDENT: the merging kernel is launched before this one ends, and waits for it.
     BOUNDED: the window bounds the keys that a tile of queries reads: its queries follow each other.
     MIN_SPLIT_TILES: tiles of keys that a split has at least.
     MAX_SPLITS: splits that a sequence has at most.
@@ -46,6 +49,8 @@ class AttentionConstants(Constants):
     QUERY_ALIGN: int
     KEY_ALIGN: int
     VALUE_ALIGN: int
+    KEY_OFFSET_STRIDE: int
+    VALUE_OFFSET_STRIDE: int
     STORED: str
     COMPUTE: Any
     PRECISION: str
@@ -67,6 +72,7 @@ class AttentionConstants(Constants):
     VALUE_TILE: int
     BOUNDED: bool
     MIN_SPLIT_TILES: int
+    DEPENDENT: bool
     MAX_SPLITS: int = MAX_SPLITS
     IDS: int = IDS
     SEARCH: int = SEARCH
@@ -76,6 +82,17 @@ class AttentionConstants(Constants):
     def SCALE_WEIGHTS(self) -> bool:
         """Whether the weights are multiplied by V's scales."""
         return self.TOKEN_SCALES and not self.SCALE_VALUES
+
+    @property
+    def PART_KEYS(self) -> int:
+        """Keys of a tile that are in one block for sure."""
+        return min(self.TILE_KEYS, self.BLOCK_SIZE)
+
+    @property
+    def HAS_FEW_BLOCKS(self) -> bool:
+        """Whether each block has a whole number of a tile's parts, and a tile has one, two or four."""
+        is_whole = max(self.TILE_KEYS, self.BLOCK_SIZE) % self.PART_KEYS == 0
+        return is_whole and self.TILE_KEYS // self.PART_KEYS in (1, 2, 4)
 
     @property
     def HAS_EDGES(self) -> bool:

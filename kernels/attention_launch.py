@@ -6,7 +6,7 @@ its other sequences    tiles of many tokens, a launch of their own
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -23,7 +23,8 @@ from kvpage.kernels.attention_plan import (
     choose_tile,
     min_keys_of_split,
 )
-from kvpage.kernels.prepared import Prepared, PreparedKinds, form
+from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, Prepared, PreparedKinds, form
+from kvpage.kernels.quantize import INTERPRETED
 from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -104,7 +105,9 @@ def plan_of(
     tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
     num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
     head_tiles = key.data.shape[2] * -(-sizes.group_size // tile.rows)
-    num_pieces = choose_pieces(num_tiles, head_tiles, sequences.max_seq_len, tile, device.num_multiprocessors)
+    num_pieces = choose_pieces(
+        num_tiles, head_tiles, sequences.max_seq_len, tile, max_query_len == 1, device.num_multiprocessors
+    )
     num_items = choose_items(num_tiles, num_pieces, sequences.max_seq_len, tile)
     return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, num_pieces, num_items)
 
@@ -227,13 +230,18 @@ def _prepared(
     tile: Tile, constants: AttentionConstants, out: torch.Tensor, key: Rows, values: Rows
 ) -> tuple[Prepared, Prepared]:
     stored = as_loaded(key, constants.KEY_PAIRS), as_loaded(values, constants.VALUE_PAIRS)
-    strides = *(n for rows in stored for n in rows.stride()[:4]), *_scale_strides(key), *_scale_strides(values)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    strides = *(rows.stride(i) for rows in stored for i in (0, 2, 3)), *_scale_strides(key), *_scale_strides(values)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     merged = *out.stride()[:2], MERGED, constants
     return (
         Prepared(paged_attention_kernel, (*strides, constants), options, 0, ALIGNED),
-        Prepared(merge_splits_kernel, merged, {"num_warps": 4}, 0, range(3)),
+        Prepared(merge_splits_kernel, merged, merge_options(constants), 0, range(3)),
     )
+
+
+def merge_options(constants: AttentionConstants) -> dict[str, Any]:
+    """Return the options of a launch of the merging kernel."""
+    return {"num_warps": 4, "enable_fp_fusion": True, **({"launch_pdl": True} if constants.DEPENDENT else {})}
 
 
 def sizes_of(query: torch.Tensor, value_size: int, key: Rows, value: Rows | None) -> Sizes:
@@ -241,9 +249,8 @@ def sizes_of(query: torch.Tensor, value_size: int, key: Rows, value: Rows | None
     stored, computed = key.data.element_size(), query.element_size()
     is_scattered = value is not None and value.data.shape[3] > 1 and value.data.shape[4] == 1
     has_token_scales = key.data.dtype == torch.int8
-    return Sizes(
-        group_size, query.shape[2], value_size, stored, computed, value is None, has_token_scales, is_scattered
-    )
+    options = value is None, has_token_scales, is_scattered, key.data.shape[1]
+    return Sizes(group_size, query.shape[2], value_size, stored, computed, *options)
 
 
 def constants_of(
@@ -258,10 +265,11 @@ def constants_of(
     sizes, tile = plan.sizes, plan.tile
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
-    narrow = dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and query_dtype != torch.float32
+    is_widened = dtype in _STORED and query_dtype != torch.float32
+    narrow = is_widened and dtype != torch.int8
     value_rows = key if value is None else value
     key_pairs, value_pairs = (
-        narrow and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
+        is_widened and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
         for rows, size in ((key, sizes.key_size), (value_rows, sizes.value_size))
     )
     key_data, value_data = as_loaded(key, key_pairs), as_loaded(value_rows, value_pairs)
@@ -275,6 +283,8 @@ def constants_of(
         QUERY_ALIGN=_alignment(query, 2),
         KEY_ALIGN=_alignment(key_data, 3),
         VALUE_ALIGN=_alignment(value_data, 3),
+        KEY_OFFSET_STRIDE=key_data.stride(1),
+        VALUE_OFFSET_STRIDE=value_data.stride(1),
         STORED="e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
         COMPUTE=tl.float16 if narrow else _COMPUTE[query_dtype],
         PRECISION=tile.precision,
@@ -296,6 +306,7 @@ def constants_of(
         VALUE_TILE=tile.value_tile,
         BOUNDED=attention.sliding_window is not None and attention.query_positions is None,
         MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
+        DEPENDENT=plan.num_pieces > 0 and capability >= 90 and HAS_DEPENDENT_LAUNCH and not INTERPRETED,
     )
 
 

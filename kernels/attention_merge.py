@@ -4,6 +4,9 @@
     out      values of all / sum of all
 
 A row of a sequence that has one split is written already.
+
+Where it is DEPENDENT (sm_90 on), a launch begins when all programs of the attention kernel have read their keys: it
+finds its rows while those write theirs, and waits for all that they have written.
 """
 
 import triton
@@ -12,6 +15,20 @@ import triton.language as tl
 from kvpage.kernels.attention_tiles import find
 
 MERGED = 16  # splits at a time
+
+
+@triton.jit
+def let_merging_begin():
+    """Allow the next launch to begin. It sees what this one writes, before or after, once it has waited."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_attention():
+    """Wait for the end of the launch before this one, and for all that it has written."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(
@@ -43,6 +60,8 @@ def merge_splits_kernel(
     seq, _, first_row, first_item, num_splits = find(
         token, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, True, True, A
     )
+    if A.value.DEPENDENT:  # all programs wait: a launch after this one relies on the end of both
+        wait_for_attention()
     if seq >= num_seqs:  # padding at the end
         return
     if num_splits == 1:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 MIN_ROWS = 16  # of a tensor core's product
 MAX_SPLITS = 128  # of a sequence
 MIDDLE_ROWS = 64
+FEW_ROWS = 32  # at most, of a tile of which a multiprocessor has room for several
+SHARED_KEYS = 32  # of a tile of latents for 64 heads
 NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
 
 
@@ -26,6 +28,7 @@ class Sizes(NamedTuple):
     shares_rows: bool  # V is the first part of K
     has_token_scales: bool
     is_scattered: bool = False  # neighbours of a row of V lie apart: each element has an address
+    block_size: int = 16
 
 
 class Tile(NamedTuple):
@@ -65,12 +68,15 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
     shares = sizes.shares_rows and sizes.value_size <= key_tile
     value_tile = key_tile if shares else max(next_power_of_2(sizes.value_size), MIN_ROWS)
     widest = max(key_tile + key_tail, value_tile)
-    rows = _rows(rows_wanted, _most_rows(widest, sizes, capability))
+    reads_once = shares and _fits_all_heads(widest, sizes, capability)
+    rows = _rows(rows_wanted, MIDDLE_ROWS if reads_once else _most_rows(widest, sizes, capability))
     row_bytes = (key_tile + key_tail + (0 if shares else value_tile)) * sizes.compute_bytes
     bytes_wanted = 2**14 if sizes.compute_bytes == 4 and rows > MIN_ROWS else 2**15
     if sizes.is_scattered and rows == MIN_ROWS:
         bytes_wanted //= 2
     keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_ROWS), 128 if rows == MIN_ROWS else 64)
+    if reads_once:
+        keys = SHARED_KEYS
     num_warps = 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
     return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
 
@@ -89,10 +95,23 @@ def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
     """
     reads_shared = 90 <= capability < 120
     if sizes.compute_bytes == 4:
-        return 32 if widest <= 64 else 16
+        return FEW_ROWS if widest <= 64 else MIN_ROWS
     if widest <= 256:
         return 128 if reads_shared and widest <= 128 and not sizes.has_token_scales else 64
-    return 32 if widest <= 576 and (reads_shared or sizes.stored_bytes > 1) else 16
+    return FEW_ROWS if widest <= 576 and (reads_shared or sizes.stored_bytes > 1) else MIN_ROWS
+
+
+def _fits_all_heads(widest: int, sizes: Sizes, capability: int) -> bool:
+    """Return whether 64 heads of a token fit, so that their latents are read once.
+
+    Their queries and three tiles of 32 keys take 180 KiB of shared memory, and their sums 128 KiB of registers. 128
+    heads would take all 256 KiB of registers for sums: their two thread blocks are neighbours, and the second one finds
+    the latents in the L2 cache. All rows of a tile are of one token, so none of its keys is masked out for some rows.
+    A tile lies in two blocks at most: addresses in more take registers that there are not.
+    """
+    has_room = capability in (80, 87, 90)
+    is_plain = sizes.stored_bytes == sizes.compute_bytes == 2 and sizes.block_size % 16 == 0
+    return has_room and is_plain and 256 < widest <= 576 and sizes.group_size > FEW_ROWS
 
 
 def _precision(widest: int) -> str:
@@ -100,17 +119,20 @@ def _precision(widest: int) -> str:
     return "tf32x3" if widest <= 128 else "ieee"
 
 
-def choose_pieces(num_tiles: int, head_tiles: int, max_seq_len: int, tile: Tile, num_multiprocessors: int) -> int:
+def choose_pieces(
+    num_tiles: int, head_tiles: int, max_seq_len: int, tile: Tile, is_decode: bool, num_multiprocessors: int
+) -> int:
     """Choose the number of pieces into which the keys of all sequences are cut, each by head_tiles thread blocks.
 
-    num_tiles: tiles of queries. max_seq_len: a bound. Decoding is bound by memory and merging is cheap, so it takes
-    enough pieces for all thread blocks to end together, however unlike the sequences are. Tiles of many rows are split
-    only where they are too few for the device. Returns 0 where no sequence is split.
+    num_tiles: tiles of queries. max_seq_len: a bound. is_decode: each sequence has one query. Decoding is bound by
+    memory and merging is cheap, so it takes enough pieces for all thread blocks to end together, however unlike the
+    sequences are. Tiles of many rows have larger partial results, and fewer pieces. Those of prefills are split only
+    where they are too few for the device. Returns 0 where no sequence is split.
     """
-    is_wide = tile.rows > 2 * MIN_ROWS
+    is_wide = tile.rows > FEW_ROWS
     if num_tiles == 0 or max_seq_len <= min_keys_of_split(tile):
         return 0
-    if is_wide and num_tiles * head_tiles >= num_multiprocessors:
+    if is_wide and not is_decode and num_tiles * head_tiles >= num_multiprocessors:
         return 0
     return max(num_multiprocessors * (2 if is_wide else 8) // head_tiles, 1)
 

@@ -6,7 +6,7 @@ stored as    "float", "int8" and, from sm_89 on, "e4m3": converted by the device
 
 8-bit floats are exact in fp16. Their products are in fp16 unless the queries are fp32.
 
-    in pairs     a0 a1 a2 a3      two int16 of a register ─► fp16 a0 a2, and a1 a3
+    in pairs     a0 a1 a2 a3      two int16 of a register ─► fp16 or bf16 a0 a2, and a1 a3
 
 Where rows are in pairs, products are of halves: of columns 0, 2, 4 ..., and of columns 1, 3, 5 ... An element of 8 bits
 would be moved and converted alone; memory holds 16 bits or more for tensor cores.
@@ -53,6 +53,31 @@ _E4M3_BITS = tl.constexpr("""{
     fma.rn.f16x2 $0, t0, scale, n0;
     fma.rn.f16x2 $1, t1, scale, n1;
 }""")
+# A byte below 0x64 is 1024 plus the byte; its sign bit is turned round, so 128 too much.
+_INT8_FP16 = tl.constexpr("""{
+    .reg .b32 t<2>, u, upper, most;
+    mov.b32 upper, 0x64646464;
+    mov.b32 most, 0x64806480;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 t0, u, upper, 0x4240;
+    prmt.b32 t1, u, upper, 0x4341;
+    sub.f16x2 $0, t0, most;
+    sub.f16x2 $1, t1, most;
+}""")
+# Seven bits below 0x43 are 128 plus these bits. The sign bit alone below 0x43 is 256, and without it 128.
+_INT8_BF16 = tl.constexpr("""{
+    .reg .b32 t<2>, m<2>, n<2>, upper, minus;
+    mov.b32 upper, 0x43434343;
+    mov.b32 minus, 0xBF80BF80;
+    prmt.b32 t0, $2, upper, 0x4240;
+    prmt.b32 t1, $2, upper, 0x4341;
+    and.b32 m0, t0, 0xFF7FFF7F;
+    and.b32 m1, t1, 0xFF7FFF7F;
+    and.b32 n0, t0, 0xFF80FF80;
+    and.b32 n1, t1, 0xFF80FF80;
+    fma.rn.bf16x2 $0, n0, minus, m0;
+    fma.rn.bf16x2 $1, n1, minus, m1;
+}""")
 
 
 @triton.jit
@@ -87,13 +112,21 @@ def widen(rows, STORED: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def widen_pairs(pairs, STORED: tl.constexpr):
-    """Return the lower and the upper byte of each int16, 8-bit floats, in fp16: two by one instruction each."""
+def widen_pairs(pairs, STORED: tl.constexpr, COMPUTE: tl.constexpr):
+    """Return the lower and the upper byte of each int16 in COMPUTE, fp16 or bf16: two by one instruction each."""
     if INTERPRETED:
         low, high = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
-        return widen(low, STORED, tl.float16), widen(high, STORED, tl.float16)
+        if STORED == "int8":
+            low, high = low.to(tl.int8, bitcast=True), high.to(tl.int8, bitcast=True)
+        return widen(low, STORED, COMPUTE), widen(high, STORED, COMPUTE)
+    elif COMPUTE == tl.bfloat16:  # noqa: SIM300 -- int8 alone: 8-bit floats are exact in fp16
+        return tl.inline_asm_elementwise(
+            _INT8_BF16, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
-        if STORED == "e4m3":
+        if STORED == "int8":
+            CODE: tl.constexpr = _INT8_FP16
+        elif STORED == "e4m3":
             CODE: tl.constexpr = _E4M3
         elif STORED == "e5m2":
             CODE: tl.constexpr = _E5M2
@@ -161,7 +194,7 @@ def load_wide(
     """Return the rows in COMPUTE, in halves if they are in PAIRS; then all is counted in pairs but the arguments."""
     if PAIRS:
         pairs = load_rows(ptr, row, wanted, run_stride, BEGIN // 2, SIZE // 2, TILE // 2, RUN // 2)
-        return widen_pairs(pairs, A.value.STORED)
+        return widen_pairs(pairs, A.value.STORED, A.value.COMPUTE)
     else:
         rows = widen(load_rows(ptr, row, wanted, run_stride, BEGIN, SIZE, TILE, RUN), A.value.STORED, A.value.COMPUTE)
         return rows, rows

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import CompiledKernel
+from triton.language.extra import cuda
 from triton.runtime import driver
 
 from kvpage.kernels.arguments import as_bits
@@ -23,6 +25,8 @@ LARGEST = 2**31 - 1  # larger numbers are of another type: kernels are compiled 
 CAPACITY = 4096
 
 TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+# Whether a launch may begin before the one ahead of it ends, from sm_90 on, and wait for it by itself.
+HAS_DEPENDENT_LAUNCH = hasattr(cuda, "gdc_wait") and "launch_pdl" in getattr(CUDAOptions, "__dataclass_fields__", {})
 _HOOKS: Any = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel  # where Triton keeps them
 
 Grid = tuple[int, int, int]

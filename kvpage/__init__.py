@@ -16,7 +16,7 @@ __path__ = usable_path(__path__, sys.path)
 
 from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 import kvpage._C as _C
-from kvpage._C import BlockPool, Match, PartMatch, PrefixTree, TreeEntry
+from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
@@ -26,7 +26,7 @@ from kvpage.blocks.states import Allocation
 from kvpage.blocks.stats import BlockStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
-from kvpage.cache.layered_moves import Arrival, LayeredMoves
+from kvpage.cache.layered_moves import Arrival, LayeredMoves, LayerEvents
 from kvpage.cache.transfer import Transfer
 from kvpage.cache.transfer_stream import TransferEvent, TransferStream
 from kvpage.layout.backends import AttentionBackend, register_backend
@@ -53,8 +53,10 @@ __all__ = [
     "Calibration",
     "DeviceConfig",
     "HostPolicy",
+    "HotPrefix",
     "KVScales",
     "KVView",
+    "LayerEvents",
     "LayeredMoves",
     "LoadOrCompute",
     "Match",

@@ -10,7 +10,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-FILES = ("kvpage/_C.pyi", "kvpage/py.typed", "kvpage/kernels/__init__.py", "kvpage/benchmarks/__init__.py")
+FILES = (
+    "kvpage/_C.pyi", "kvpage/py.typed", "kvpage/kernels/__init__.py", "kvpage/benchmarks/__init__.py",
+    "kvpage/server/page/files/index.html", "kvpage/server/page/files/page.css", "kvpage/server/page/files/page.js",
+    "kvpage/server/page/files/icon.svg",
+)  # fmt: skip
 FOREIGN = re.compile(
     r"\b(?:libtorch|libc10|libcud|libpython)|\b(?:_ZN\w*(?:3c10|2at|5torch)\d|(?:aoti_)?torch_|THP)\w*"
 )

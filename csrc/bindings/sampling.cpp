@@ -105,6 +105,13 @@ void bind_sampling(py::module_& m) {
            py::kw_only(), py::arg("biased_ids"), py::arg("biases"), py::arg("stop_ids"), py::arg("shortest"),
            py::arg("suppressed_ids"), py::arg("first_ids"), py::arg("first_at"), py::arg("penalties"),
            py::arg("num_prompt_tokens"), doc("TokenRules.__init__"))
+      .def(
+          "allow",
+          [](TokenRules& rules, const py::array_t<uint32_t, py::array::c_style>& mask) {
+            check(mask.ndim() == 1, "mask must have one dimension, got ", mask.ndim());
+            rules.allow(mask.data(), mask.size());
+          },
+          py::arg("mask").noconvert(), doc("TokenRules.allow"))
       .def_property_readonly("needs_tokens", &TokenRules::needs_tokens, doc("TokenRules.needs_tokens"));
   m.def("sample_rows", &sample_rows_of, py::arg(), py::arg(), py::arg(), py::arg(), py::arg().noconvert(), py::arg(),
         py::arg("kernel") = "", doc("sample_rows"));

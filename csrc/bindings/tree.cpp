@@ -139,6 +139,15 @@ py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>
   return list;
 }
 
+py::list hottest(SharedTree& tree, int64_t limit, int64_t max_tokens, const std::optional<py::bytes>& name) {
+  std::optional<std::string_view> space;
+  if (name) space = std::string_view(*name);
+  std::vector<HotPrefix> found = tree.run(kLong, [&] { return tree.hottest(limit, max_tokens, space); });
+  py::list list;
+  for (HotPrefix& prefix : found) list.append(py::cast(std::move(prefix)));
+  return list;
+}
+
 py::array_t<int32_t> as_array(const std::vector<int32_t>& values) {
   return py::array_t<int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
@@ -195,6 +204,22 @@ static void bind_entry(py::module_& m) {
       .def_property_readonly("last_used", last_used, doc("TreeEntry.last_used"));
 }
 
+void bind_hot_prefix(py::module_& m) {
+  py::class_<HotPrefix>(m, "HotPrefix", doc("HotPrefix"))
+      .def_property_readonly(
+          "namespace", [](const HotPrefix& p) { return py::bytes(p.name); }, doc("HotPrefix.namespace"))
+      .def_property_readonly(
+          "parent", [](const HotPrefix& p) { return unless_negative(p.parent); }, doc("HotPrefix.parent"))
+      .def_readonly("start", &HotPrefix::start, doc("HotPrefix.start"))
+      .def_readonly("num_tokens", &HotPrefix::num_tokens, doc("HotPrefix.num_tokens"))
+      .def_property_readonly(
+          "first_tokens", [](const HotPrefix& p) { return as_array(p.first_tokens); }, doc("HotPrefix.first_tokens"))
+      .def_readonly("num_hits", &HotPrefix::num_hits, doc("HotPrefix.num_hits"))
+      .def_readonly("num_pins", &HotPrefix::num_pins, doc("HotPrefix.num_pins"))
+      .def_readonly("num_blocks", &HotPrefix::num_blocks, doc("HotPrefix.num_blocks"))
+      .def_readonly("num_host_blocks", &HotPrefix::num_host_blocks, doc("HotPrefix.num_host_blocks"));
+}
+
 using TreeClass = py::class_<SharedTree, std::shared_ptr<SharedTree>>;
 
 // Defines methods: the text before the arguments.
@@ -247,6 +272,7 @@ static void bind_watching(const Methods& def) {
 
 void bind_tree(py::module_& m) {
   bind_entry(m);
+  bind_hot_prefix(m);
   TreeClass tree(m, "PrefixTree", doc("PrefixTree"));
   tree.def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
            py::arg("pool").none(false), py::arg("block_size"), py::arg("host_pool") = nullptr, py::kw_only(),
@@ -268,6 +294,8 @@ void bind_tree(py::module_& m) {
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
+  def("hottest", &hottest, doc("PrefixTree.hottest"), py::arg("limit"), py::arg("max_tokens") = 16,
+      py::arg("namespace") = py::none());
   bind_tiers(def);
   bind_watching(def);
   bind_questions(tree);

@@ -1,5 +1,6 @@
 #include "sampling/token_rules.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -13,6 +14,19 @@ bool is_in(int64_t id, int64_t vocab_size) { return id >= 0 && id < vocab_size; 
 void rule_out(const std::vector<int64_t>& ids, float* logits, int64_t vocab_size) {
   for (int64_t id : ids)
     if (is_in(id, vocab_size)) logits[id] = -std::numeric_limits<float>::infinity();
+}
+
+void rule_out_others(const std::vector<uint32_t>& allowed, float* logits, int64_t vocab_size) {
+  constexpr float never = -std::numeric_limits<float>::infinity();
+  const int64_t num_words = std::min(static_cast<int64_t>(allowed.size()), (vocab_size + 31) / 32);
+  for (int64_t word = 0; word < num_words; ++word) {
+    const uint32_t bits = allowed[static_cast<size_t>(word)];
+    if (bits == ~uint32_t{0}) continue;
+    float* part = logits + 32 * word;
+    const int64_t size = std::min<int64_t>(32, vocab_size - 32 * word);
+    for (int64_t i = 0; i < size; ++i) part[i] = (bits >> i & 1) != 0 ? part[i] : never;
+  }
+  if (32 * num_words < vocab_size) std::fill(logits + 32 * num_words, logits + vocab_size, never);
 }
 
 }  // namespace
@@ -33,6 +47,18 @@ void TokenRules::apply(float* logits, int64_t vocab_size, const int32_t* tokens,
   if (num_tokens < rules_.shortest) rule_out(rules_.stop_ids, logits, vocab_size);
   rule_out(rules_.suppressed_ids, logits, vocab_size);
   if (num_tokens == rules_.first_at) rule_out(rules_.first_ids, logits, vocab_size);
+  if (allowed_) rule_out_others(*allowed_, logits, vocab_size);
+}
+
+void TokenRules::allow(const uint32_t* words, int64_t num_words) {
+  check(take(), "allow must not be called while the rules are used");
+  try {
+    allowed_.emplace(words, words + num_words);
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  give_back();
 }
 
 void TokenRules::penalize(float* logits, int64_t vocab_size) const {

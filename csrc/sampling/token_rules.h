@@ -1,10 +1,11 @@
 // TokenRules: the rules of one sequence that name tokens. They apply in the order in which transformers applies them.
 //
-//   logit_bias ─► penalties of tokens seen ─► tokens that must not come yet ─► suppressed tokens
+//   logit_bias ─► penalties of tokens seen ─► tokens that must not come yet ─► suppressed tokens ─► a mask of all
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "sampling/seen_tokens.h"
@@ -38,6 +39,10 @@ class TokenRules {
   bool needs_tokens() const { return rules_.penalties.any(); }
   int64_t num_prompt_tokens() const { return rules_.num_prompt_tokens; }
 
+  // From now on, only tokens whose bits are set may come: token i's is bit i % 32 of words[i / 32]. Throws
+  // InvalidArgument while a call uses the rules.
+  void allow(const uint32_t* words, int64_t num_words);
+
   // Changes the logits [vocab_size] that follow these tokens. tokens: null unless needs_tokens().
   void apply(float* logits, int64_t vocab_size, const int32_t* tokens, int64_t num_tokens);
 
@@ -50,6 +55,7 @@ class TokenRules {
 
   const TokenRuleSet rules_;
   SeenTokens seen_;
+  std::optional<std::vector<uint32_t>> allowed_;
   std::atomic<bool> is_taken_ = false;
 };
 

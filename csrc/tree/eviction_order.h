@@ -85,6 +85,8 @@ class EvictionOrder {
 
   static const TreeNode* newer(const TreeNode* node) { return UseList::newer(node); }
   static const TreeNode* newer_on_host(const TreeNode* node) { return HostList::newer(node); }
+  static const TreeNode* older(const TreeNode* node) { return UseList::older(node); }
+  const TreeNode* newest(int priority) const { return classes_[priority].use.newest(); }
   const TreeNode* oldest(int priority) const { return classes_[priority].use.oldest(); }
   const TreeNode* oldest_on_host(int priority) const { return classes_[priority].host_use.oldest(); }
   const TreeNode* first_on_device(int priority) const { return classes_[priority].on_device; }

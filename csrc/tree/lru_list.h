@@ -15,6 +15,7 @@ template <LruLinks TreeNode::* Links>
 class LruList {
  public:
   TreeNode* oldest() const { return oldest_; }
+  TreeNode* newest() const { return newest_; }
   static TreeNode* older(const TreeNode* node) { return (node->*Links).older; }
   static TreeNode* newer(const TreeNode* node) { return (node->*Links).newer; }
 

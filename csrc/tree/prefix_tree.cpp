@@ -91,9 +91,8 @@ Match PrefixTree::match(const TokenView& tokens, std::string_view name, int prio
   const Place place = root ? walk(root, tokens, limit) : Place{nullptr, 0, 0};
   if (place.num_blocks < limit) tokens.check_fits(place.num_blocks * block_size_, block_size_);
   TreeNode* end = root ? end_node_at(place) : make_root(name);
-  if (host_pool_)
-    for (TreeNode* node = end; !node->is_root(); node = node->parent)
-      node->num_hits += node->num_hits < std::numeric_limits<int32_t>::max();
+  for (TreeNode* node = end; !node->is_root(); node = node->parent)
+    node->num_hits += node->num_hits < std::numeric_limits<int32_t>::max();
   return pinned(end, place.num_blocks, priority);
 }
 

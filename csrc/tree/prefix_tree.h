@@ -180,6 +180,13 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // edge that it goes on from. InvalidArgument if the limit is negative.
   std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
 
+  // The edges that most matches have found, `limit` at most, of all namespaces or of one, the hottest first: each comes
+  // after the edge that it goes on from. Of each, the first `max_tokens` of its own tokens. A tree of more than
+  // kMostSeen edges is not read whole, but its tops and what was used last. InvalidArgument for a negative number.
+  static constexpr int64_t kMostSeen = 4096;
+  std::vector<HotPrefix> hottest(int64_t limit, int64_t max_tokens,
+                                 std::optional<std::string_view> name = std::nullopt) const;
+
   // Follows the changes of blocks from now on, in a log of at most that many bytes; 0 ends it. The first answer of
   // take_changes is the whole tree. InvalidArgument if negative.
   void log_changes(int64_t max_bytes);
@@ -249,6 +256,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 
+  std::vector<const TreeNode*> tops(std::optional<std::string_view> name) const;
   void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
 
   TreeChanges everything() const;

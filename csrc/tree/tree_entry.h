@@ -1,4 +1,5 @@
 // TreeEntry: an edge of the prefix tree, as a copy for an onlooker. It holds no block.
+// HotPrefix: a short description of an edge that was found often.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,18 @@ struct TreeEntry {
   std::vector<int32_t> tokens;
   std::vector<int32_t> device_ids;  // of the first blocks
   std::vector<int32_t> host_ids;    // of every block; kNoBlock where there is none. Empty without a host tier
+};
+
+struct HotPrefix {
+  std::string name;         // the namespace
+  int64_t parent = -1;      // as of TreeEntry
+  int64_t start = 0;        // tokens before its own
+  int64_t num_tokens = 0;   // its own
+  int64_t num_hits = 0;     // matches that found it
+  int64_t num_pins = 0;     // live matches that go through it or end at it
+  int64_t num_blocks = 0;   // on the device
+  int64_t num_host_blocks = 0;
+  std::vector<int32_t> first_tokens;  // of its own
 };
 
 }  // namespace kvpage

@@ -43,13 +43,13 @@ struct alignas(64) TreeNode {
   LruLinks use;  // among all unpinned nodes
   uint64_t used_at = 0;  // by the clock of EvictionOrder
   int32_t num_blocks = 0;
+  int32_t num_hits = 0;  // matches that found it
   uint8_t priority = 0;  // the highest that a match on it, or below, had
   bool is_live = false;  // false while the arena keeps it for later
 
   alignas(64) Int32Run host_ids;
   LruLinks host_use;  // among the unpinned nodes with host blocks
   int32_t num_host_blocks = 0;
-  int32_t num_hits = 0;  // matches that found it; counted with a host tier only
 
   TreeNode* children = nullptr;  // the top of the treap of its children
   TreeNode* left = nullptr;      // in the treap of its siblings

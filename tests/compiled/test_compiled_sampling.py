@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from support.ptx.archs import BOTH, every_case
 
-from kvpage.ops import SAMPLING_RECORD_WORDS, SamplingMemory
-from kvpage.serving.sampling.device_rows import RECORD
+from kvpage.ops import SAMPLING_RECORD, SAMPLING_RECORD_WORDS, SamplingMemory
 from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
 
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
@@ -26,7 +25,7 @@ def test_tokens_are_those_of_the_cpu(device, dtype, vocab_size):
     rows["top_p"], rows["least_score"] = [1, 1, 0.8, 0.9, 1], [-np.inf, -np.inf, -np.inf, -3, -np.inf]
     logits = (torch.randn(5, vocab_size) * 3).to(dtype)
     logits[4, -1] = torch.nan
-    records = np.zeros(5, RECORD)
+    records = np.zeros(5, SAMPLING_RECORD)
     for name in SAME_FIELDS:
         records[name] = rows[name]
     words = torch.from_numpy(records.view(np.int64).reshape(5, SAMPLING_RECORD_WORDS))

@@ -105,6 +105,7 @@ NATIVE = pytest.mark.parametrize(
     [
         _C.BlockPool,
         _C.ChunkPlan,
+        _C.HotPrefix,
         _C._Xxh3,
         _C.PrefixTree,
         _C.Match,

@@ -11,7 +11,7 @@ from support import pages
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not pages.GUIDES.is_dir(), reason="needs the source tree")
 PAGES = [page for page in (pages.all_pages() if pages.GUIDES.is_dir() else []) if pages.examples(page)]
-NEEDED = {"events.md": ("zmq", "msgpack", "prometheus_client")}
+NEEDED = {"answers.md": ("llguidance",), "events.md": ("zmq", "msgpack", "prometheus_client")}
 PRINTED = {
     "quickstart.md": ["32 prompt tokens came from the cache"],
     "generate.md": ["0 of 42 tokens are not computed again", "40 of 41 tokens are not computed again"],

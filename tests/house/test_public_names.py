@@ -19,8 +19,10 @@ MODULES = [
     "kvpage.observe.events",
     "kvpage.integrations.lmcache",
     "kvpage.integrations.prometheus",
+    "kvpage.integrations.routing",
     "kvpage.blocks.namespaces",
     "kvpage.ops",
+    "kvpage.server",
     "kvpage.tools.replay",
     "kvpage.serving",
     "kvpage.serving.stats",
@@ -32,9 +34,14 @@ MODULES = [
     "kvpage.extras.token_trie",
     "kvpage.integrations.vllm_ops",
 ]
-EXTRAS = {"kvpage.integrations.prometheus": "prometheus_client", "kvpage.serving": "transformers"}
+EXTRAS = {
+    "kvpage.integrations.prometheus": "prometheus_client",
+    "kvpage.serving": "transformers",
+    "kvpage.server": "fastapi",
+}
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.observe.tree_watch.TreeChanges": "told by an engine's telemetry to its listeners",
     "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",
     "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
     "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
@@ -43,6 +50,12 @@ PRIVATE = {
     "kvpage.serving.blending.blender.Blender": "made by Engine.from_model",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
+    "kvpage.serving.live.mailbox.Mailbox": "made by AsyncEngine.submit",
+    "kvpage.serving.live.live_request.Steps": "the side of an AsyncEngine that its requests use",
+    "kvpage.serving.live.stepping.served_engine.ServedEngine": "the side of an Engine that an AsyncEngine uses",
+    "kvpage.serving.loop.intake.Prompt": "the arguments of a request, made by AsyncEngine.submit",
+    "kvpage.serving.loop.request.Request": "of the loop, made by AsyncEngine.submit",
+    "kvpage.serving.loop.serving_loop.ServingLoop": "the side of an Engine that an AsyncEngine uses",
     "kvpage.serving.loop.ranks.lead.Lead": "made by Engine.from_model",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",

@@ -23,6 +23,7 @@ from support.attention_compiled import (  # noqa: E402
 from support.sass import instructions, loops  # noqa: E402
 
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
+from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH  # noqa: E402
 
 ARCHS = pytest.mark.parametrize("arch", [80, 90])
 INTERPRETED_FILES = (
@@ -43,10 +44,24 @@ def test_in_the_interpreter(tmp_path):
 
 
 # Tiles are chosen by what the compiler of Triton 3.7 makes of them; others may keep a few registers in memory.
-MOST_STACK = 0 if triton.__version__.startswith("3.7.") else 256
+IS_TUNED_FOR = triton.__version__.startswith("3.7.")
+MOST_STACK = 0 if IS_TUNED_FOR else 256
 # Bytes of registers that are stored before the loops over keys and loaded after them: what the epilogue needs.
 STACK_OUTSIDE = {
-    ("prefill 46", 80): 8,
+    ("speculative", 80): 8,
+    ("speculative", 90): 8,
+    ("decode mla", 90): 96,
+    ("decode mla, all options", 80): 80,
+    ("decode mla, all options", 90): 104,
+    ("decode mla, 64 heads", 80): 56,
+    ("decode mla, 64 heads", 90): 96,
+    ("decode mla, blocks of 16", 80): 8,
+    ("decode mla, blocks of 16", 90): 104,
+    ("prefill paged", 80): 8,
+    ("prefill paged", 90): 40,
+    ("prefill 64", 80): 16,
+    ("prefill 46", 80): 24,
+    ("prefill fp32, 64", 90): 24,
     ("prefill, all options", 90): 24,
     ("prefill e4m3", 90): 8,
     ("prefill e4m3, all options", 90): 32,
@@ -63,7 +78,7 @@ MULTIPLIES = "HMMA|HGMMA|FFMA"
 @ARCHS
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills(name, arch, tmp_path):
-    """But for STACK_OUTSIDE, and never where keys are multiplied."""
+    """But for STACK_OUTSIDE, and never where keys are multiplied; by other compilers, seldom there."""
     compiled = compile_attention(arch, **CASES[name])
     usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
     stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
@@ -71,25 +86,29 @@ def test_nothing_spills(name, arch, tmp_path):
     assert compiled.metadata.shared <= {80: 163, 90: 227}[arch] * 1024
     if stack:
         bodies = loops(instructions(tool_output("cuobjdump", compiled, tmp_path, "-sass")), MULTIPLIES)
-        assert bodies and not any(each.name in ("LDL", "STL") for body in bodies for each in body)
+        most = 0 if IS_TUNED_FOR else 0.05
+        assert bodies and all(sum(each.name in ("LDL", "STL") for each in body) <= most * len(body) for body in bodies)
 
 
 # Instructions of a warp for a tile of keys, at most: 64 keys of K and V, or the keys of a tile of latents.
 MOST_INSTRUCTIONS = {
-    ("decode", 90): 540,
+    ("decode", 90): 460,
     ("decode, all options", 90): 640,
     ("decode e4m3", 90): 480,
     ("decode e5m2", 90): 450,
     ("decode e4m3", 80): 870,
+    ("decode int8", 80): 960,
+    ("decode int8", 90): 960,
     ("decode mla e4m3, 16 heads", 90): 510,
+    ("decode mla", 90): 860,
 }
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="counted with Triton 3.7")
+@pytest.mark.skipif(not IS_TUNED_FOR, reason="counted with Triton 3.7")
 @pytest.mark.parametrize("name, arch", MOST_INSTRUCTIONS)
 def test_a_tile_of_keys_takes_few_instructions(name, arch, tmp_path):
     sass = tool_output("cuobjdump", compile_attention(arch, **CASES[name]), tmp_path, "-sass")
-    (body,) = loops(instructions(sass), "HMMA")
+    (body,) = loops(instructions(sass), "HMMA|HGMMA")
     assert len(body) <= MOST_INSTRUCTIONS[name, arch]
 
 
@@ -104,7 +123,7 @@ def test_keys_and_values_are_read_16_bytes_at_a_time(name, arch, tmp_path):
 
 
 @ARCHS
-@pytest.mark.parametrize("name", ["prefill", "prefill mla, 16 heads", "prefill e4m3"])
+@pytest.mark.parametrize("name", ["prefill", "prefill mla, 16 heads", "prefill e4m3", "decode mla"])
 def test_products_run_on_tensor_cores(name, arch, tmp_path):
     sass = tool_output("cuobjdump", compile_attention(arch, **CASES[name]), tmp_path, "-sass")
     assert len(re.findall(r"HGMMA" if arch == 90 and name != "prefill mla, 16 heads" else r"HMMA", sass)) >= 16
@@ -129,6 +148,20 @@ def test_the_merging_kernel(arch, tmp_path):
     compiled = compile_kernel(merge_splits_kernel, arch, pointers, strides, constants, num_warps=4)
     usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
     assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+    before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert bool(after) == (arch == 90 and HAS_DEPENDENT_LAUNCH)
+    if after:  # lengths, 64 bits each, are read while attention runs; its results are not
+        assert set(re.findall(r"ld\.global\S*\.b(\d+)", before)) == {"64"} and "st.global" not in before
+        assert re.findall(r"ld\.global\S*\.b32", after) and not re.findall(r"\bret;", before)
+
+
+@pytest.mark.skipif(not HAS_DEPENDENT_LAUNCH, reason="from Triton 3.4 on")
+@ARCHS
+def test_merging_may_begin_when_the_keys_are_read(arch):
+    """Where all keys of a sequence are one split, there is nothing to be merged."""
+    split, whole = (compile_attention(arch, **CASES["decode"], split=split).asm["ptx"] for split in (True, False))
+    assert split.count("griddepcontrol.launch_dependents") == (arch == 90) and "griddepcontrol" not in whole
+    assert arch == 80 or split.index("griddepcontrol") > split.rindex("mma.sync")
 
 
 def key_loops(ttgir):

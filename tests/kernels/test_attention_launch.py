@@ -16,11 +16,12 @@ from support.fake_driver import DEVICE, FakeDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
+from kvpage.benchmarks.bench_launch import LEAST_ADDRESS  # noqa: E402
 from kvpage.kernels import attention_launch  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
 from kvpage.kernels.attention_merge import merge_splits_kernel  # noqa: E402
-from kvpage.kernels.prepared import PreparedKinds  # noqa: E402
+from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, PreparedKinds  # noqa: E402
 from kvpage.layout.attention import Attention  # noqa: E402
 from kvpage.ops import BoundCache, Sequences  # noqa: E402
 from kvpage.ops.args.sequences import num_decodes  # noqa: E402
@@ -42,7 +43,7 @@ def fake(monkeypatch):
         driver.reset_active()
 
 
-def launch(queries, width, max_seq_len, all_decode=False, device="cpu"):
+def launch(queries, width, max_seq_len, all_decode=False, device="cpu", capability=90):
     """One layer of a step with these queries of each sequence, and block tables of `width` columns.
 
     On the device "meta", reading a length or a block id would raise.
@@ -58,7 +59,7 @@ def launch(queries, width, max_seq_len, all_decode=False, device="cpu"):
         max(queries),
         num_decodes(queries),
     )
-    device = Device(torch.zeros(1, dtype=torch.int32), 132, 90)
+    device = Device(torch.zeros(1, dtype=torch.int32), 132, capability)
     paged_attention(query, torch.empty_like(query), key, value, sequences, Attention(1.0), device)
 
 
@@ -107,6 +108,23 @@ def test_a_bucket_of_a_graph_is_cut_by_its_bounds_alone(fake):
     assert attention["partial_ptr"].shape == (64 + 132, 16, 128) and attention["sum_ptr"].shape == (64 + 132, 16, 2)
 
 
+@pytest.mark.skipif(not HAS_DEPENDENT_LAUNCH, reason="from Triton 3.4 on")
+def test_merging_is_launched_while_attention_runs(fake):
+    """Where the device can do it; when a launch is repeated, too. Attention itself waits for what is ahead of it."""
+    for capability in (80, 90, 90, 120):
+        launch([1] * 4, 512, 8192, all_decode=True, capability=capability)
+    assert fake.early == [False, False, False, True, False, True, False, True]
+    merges = [arguments(call, merge_splits_kernel)["A"] for call in launches_of(fake, merge_splits_kernel)]
+    assert [constants.DEPENDENT for constants in merges] == [False, True, True, True]
+
+
+def test_an_older_triton_launches_one_after_the_other(fake, monkeypatch):
+    monkeypatch.setattr(attention_launch, "HAS_DEPENDENT_LAUNCH", False)
+    launch([1] * 4, 512, 8192, all_decode=True)
+    assert fake.early == [False, False]
+    assert not arguments(launches_of(fake, paged_attention_kernel)[0], paged_attention_kernel)["A"].DEPENDENT
+
+
 def test_sequences_of_one_query_each_are_no_mixed_batch():
     cache = BoundCache(torch.zeros(LAYOUT.shape(2), dtype=LAYOUT.dtype), LAYOUT)
     cache.is_cuda = True
@@ -134,4 +152,4 @@ def test_a_repeated_launch_is_what_triton_would_launch(fake, monkeypatch):
 def without_addresses(args):
     """Each launch here is on memory of its own."""
     places = [0 if arg is None else arg for arg in args if not isinstance(arg, torch.Tensor)]
-    return [place for place in places if not (isinstance(place, int) and place > 2**32)]
+    return [place for place in places if not (isinstance(place, int) and place >= LEAST_ADDRESS)]

@@ -24,13 +24,34 @@ def test_tiles_hold_their_columns():
     assert split_columns(576) == (512, 64) and split_columns(80) == (64, 16) and split_columns(112) == (128, 0)
 
 
+LATENTS = Sizes(128, 576, 512, 2, 2, True, False, block_size=64)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_latents_are_read_once_for_64_heads(capability):
+    """By one thread block for up to 64 heads, and by two neighbours for 128."""
+    for heads, rows in ((8, 16), (16, 16), (32, 32), (40, 64), (64, 64), (128, 64)):
+        tile = choose_tile(LATENTS._replace(group_size=heads), heads, capability)
+        assert tile.rows == rows and tile.num_tokens(heads, 1) == 1
+        assert rows < 64 or tile.keys == 32
+
+
+@pytest.mark.parametrize(
+    "capability, other",
+    [(86, {}), (89, {}), (100, {}), (120, {}), (90, {"stored_bytes": 1}), (90, {"block_size": 8}),
+     (90, {"stored_bytes": 4, "compute_bytes": 4}), (90, {"shares_rows": False})],
+)  # fmt: skip
+def test_latents_are_read_more_often_where_shared_memory_or_registers_are_too_few(capability, other):
+    assert choose_tile(LATENTS._replace(**other), 128, capability).rows <= 32
+
+
 LLAMA = Sizes(4, 128, 128, 2, 2, False, False)
 
 
 def splits_of(lengths, head_tiles, tile, multiprocessors, tiles=None):
     """The splits of each sequence, as kvpage.kernels.attention_tiles adds them up on the device."""
     tiles = tiles or [1] * len(lengths)
-    num_pieces = choose_pieces(sum(tiles), head_tiles, max(lengths), tile, multiprocessors)
+    num_pieces = choose_pieces(sum(tiles), head_tiles, max(lengths), tile, max(tiles) == 1, multiprocessors)
     if num_pieces == 0:
         return [1] * len(lengths)
     spans = [-(-length // tile.keys) for length in lengths]
@@ -59,8 +80,17 @@ def test_one_long_sequence_among_short_ones_is_split_alone():
     tile = choose_tile(LLAMA, 4, 90)
     *short, long = splits_of([200] * 63 + [100_000], 8, tile, 132)
     assert short == [1] * 63 and long >= 100 and 8 * (63 + long) > 8 * 132
-    rows = choose_items(64, choose_pieces(64, 8, 100_000, tile, 132), 100_000, tile)
+    rows = choose_items(64, choose_pieces(64, 8, 100_000, tile, True, 132), 100_000, tile)
     assert rows * 32 * 128 * 4 < 4 * 2**20
+
+
+def test_decodes_over_latents_are_split_whatever_their_number():
+    """One long sequence does not hold up the others. Partial results are less than a sixth of the latents' bytes."""
+    tile = choose_tile(LATENTS._replace(group_size=64), 64, 90)
+    *short, long = splits_of([500] * 199 + [100_000], 1, tile, 132)
+    assert short == [1] * 199 and long >= 60
+    items = sum(splits_of([8192] * 64, 1, tile, 132))
+    assert items >= 2 * 132 and items * 64 * 512 * 4 * 2 < 64 * 8192 * 1152 / 6
 
 
 @pytest.mark.parametrize("seed", range(20))

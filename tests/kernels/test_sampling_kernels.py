@@ -6,28 +6,14 @@ import numpy as np
 import pytest
 import torch
 from support.kernel_calls import INTERPRETED, ON_KERNELS
+from support.sampled_rows import NAMING_RULES, RULES, make_logits, make_request
 
 pytest.importorskip("triton")
 
 from kvpage import ops  # noqa: E402
-from kvpage.serving.loop.request import Request  # noqa: E402
-from kvpage.serving.params.sampling import SamplingParams  # noqa: E402
+from kvpage.ops.cuda import sampling as cuda_sampling  # noqa: E402
 from kvpage.serving.sampling import sampler  # noqa: E402
-from kvpage.serving.sampling.device_rows import RECORD  # noqa: E402
 from kvpage.serving.sampling.logits_check import LogitsNotFinite  # noqa: E402
-
-RULES = [
-    {},
-    {"temperature": 0.8},
-    {"temperature": 30.0},
-    {"temperature": 0.9, "top_k": 1},
-    {"temperature": 1.5, "top_k": 50},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.0, "top_p": 1e-6},
-    {"temperature": 2.0, "top_p": 0.9999},
-    {"temperature": 1.2, "min_p": 0.05},
-    {"temperature": 0.7, "top_k": 40, "top_p": 0.85, "min_p": 0.02},
-]
 
 
 @pytest.fixture
@@ -42,26 +28,10 @@ def on_device(monkeypatch):
             patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
             patch.setattr(sampler, "can_sample", lambda logits: False)
             patch.setattr(ops, "can_sample_rows", lambda logits: True)
+            patch.setattr(cuda_sampling, "runs_on_host", lambda logits: False)
             yield
 
     return patched
-
-
-def make_request(seed, position=0, prompt=(1,), **fields):
-    request = Request(str(seed), np.array(prompt, np.int32), SamplingParams(max_tokens=30, seed=seed, **fields), 0)
-    request.tokens[len(prompt) :] = 0
-    request.num_tokens += position
-    return request
-
-
-def make_logits(num_rows, vocab_size, seed=0):
-    """Rows with a few likely tokens, and with many; some are equally likely, and some are ruled out."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * torch.linspace(0.2, 6, num_rows)[:, None]
-    logits[1::2] = (logits[1::2] * 4).round() / 4
-    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
-    logits[:, 0] = 1.0
-    return logits
 
 
 def check(where, on_device, logits, requests):
@@ -117,15 +87,8 @@ def test_equally_likely_tokens_stay_together(where, on_device):
 def test_rules_that_name_tokens_as_sequences_grow(where, on_device):
     """Counted by the kernel; and again from the start, where a token is taken back or another one comes."""
     vocab_size, rng = 40, np.random.default_rng(0)
-    rules = [
-        {"repetition_penalty": 1.4, "temperature": 0.9},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
-        {"logit_bias": [(3, 2.5), (0, -4.0), (3, 0.3)], "temperature": 1.1},
-        {"suppress_tokens": [2, 5, 999], "begin_suppress_tokens": [1, 2]},
-        {"min_tokens": 3, "stop_token_ids": [0, 4], "frequency_penalty": -0.2, "logit_bias": {0: 9.0}},
-    ]
-    prompts = rng.integers(0, vocab_size, (len(rules), 6))
-    requests = [make_request(seed, 0, prompts[seed], **fields) for seed, fields in enumerate(rules)]
+    prompts = rng.integers(0, vocab_size, (len(NAMING_RULES), 6))
+    requests = [make_request(seed, 0, prompts[seed], **fields) for seed, fields in enumerate(NAMING_RULES)]
     tables = {}
     for step in range(6):
         logits = make_logits(len(requests), vocab_size, step)
@@ -165,7 +128,7 @@ def test_arguments_that_do_not_fit_are_refused(where, on_device):
     }.items():
         with pytest.raises(ValueError, match=f"^{name} must be"):
             ops.sample_rows(*args)
-    assert (out == -9).all() and RECORD.itemsize == 8 * ops.SAMPLING_RECORD_WORDS
+    assert (out == -9).all() and ops.SAMPLING_RECORD.itemsize == 8 * ops.SAMPLING_RECORD_WORDS
     with pytest.raises(ValueError, match="logits must have at most 65535 rows, got 65536"):
         ops.sample_rows(torch.zeros(1, 9, device=device).expand(1 << 16, 9), records, positions, out, memory)
     with pytest.raises(ValueError, match="num_rows must be positive, got 0"):

@@ -72,7 +72,7 @@ class TreeWorld:
 
     def case(self, rng: random.Random) -> Case:
         names = "allocate allocate_one share release release_one ref_count match match_part pin unpin insert insert"
-        names += " insert_after trim promote write_out evict demote evict_host drop clear entries log questions"
+        names += " insert_after trim promote write_out evict demote evict_host drop clear entries hottest log questions"
         names += " check make"
         return getattr(self, f"_{rng.choice(names.split())}")()
 
@@ -235,6 +235,10 @@ class TreeWorld:
     def _entries(self) -> Case:
         args = {"limit": self.rng.randrange(9), "namespace": self.rng.choice((None, b"", b"a"))}
         return Case("tree.entries", self.tree.entries, args)
+
+    def _hottest(self) -> Case:
+        args = {"limit": self.rng.randrange(9), "max_tokens": self.rng.randrange(9), "namespace": None}
+        return Case("tree.hottest", self.tree.hottest, args | {"namespace": self.rng.choice((None, b"", b"a"))})
 
     def _log(self) -> Case:
         if self.rng.random() < 0.5:

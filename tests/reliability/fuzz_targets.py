@@ -14,6 +14,8 @@ import fuzz_copier
 import fuzz_manager
 import fuzz_native_ops
 import fuzz_ops
+import fuzz_products
+import fuzz_sampling
 import fuzz_serving
 import fuzz_store
 import fuzz_vllm
@@ -33,6 +35,8 @@ TARGETS = [
     Target("ops", fuzz_ops.OpsWorld, 3),
     Target("torch.ops", fuzz_ops.TorchOpsWorld),
     Target("native ops", fuzz_native_ops.NativeOpsWorld, 2),
+    Target("products", fuzz_products.ProductWorld, 2),
+    Target("sampling", fuzz_sampling.SamplingWorld, 2),
     Target("bound ops", fuzz_bound.BoundWorld),
     Target("copier", fuzz_copier.CopierWorld),
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),

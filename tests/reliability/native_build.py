@@ -42,6 +42,7 @@ CORE = [
     "tree/prefix_tree",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
+    "tree/prefix_tree_hottest",
     "tree/prefix_tree_insert",
     "tree/prefix_tree_log",
     "tree/prefix_tree_tiers",
@@ -83,7 +84,7 @@ FAMILIES = [
     "simd/transpose_kernel",
 ]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
-SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
+SANITIZERS = {"memory": "address,undefined", "threads": "thread", "behaviour": "undefined"}
 
 
 def compiler() -> str:
@@ -132,7 +133,7 @@ def _base_kernel(family: str) -> Path:
 
 
 def _program(name: str, paths: Iterable[Path], kind: str, link_flags: Iterable[str]) -> Path:
-    flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind == "memory" else [])]
+    flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind != "threads" else [])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(functools.partial(_object, flags), paths))
     program = CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}"

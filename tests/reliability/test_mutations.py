@@ -11,7 +11,7 @@ import pytest
 from mutation.cpp_sites import instrumented
 from mutation.explained import FILE, Explained
 from mutation.mutant import Mutant, numbered
-from mutation.python_mutants import PythonMutants
+from mutation.python_mutants import PythonMutants, source_at
 from mutation.suites import SUITES
 
 HERE = Path(__file__).parent
@@ -162,7 +162,7 @@ def test_the_files_that_are_named_exist():
     explained = {entry["file"] for entry in json.loads(FILE.read_text())}
     suites = {test for tests in SUITES.values() for test in tests}
     root = HERE.parents[1]
-    assert [path for path in sorted(explained | set(SUITES) | suites) if not (root / path).is_file()] == []
+    assert [path for path in sorted(explained | set(SUITES) | suites) if not source_at(path, root).is_file()] == []
 
 
 @pytest.mark.parametrize("entry", [{}, {"file": "a", "function": "f", "line": "x", "change": "y", "why": ""}])

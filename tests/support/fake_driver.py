@@ -6,10 +6,11 @@ DEVICE = 99  # no other test's: what was compiled stays with the kernels
 
 
 class FakeDriver:
-    """`launches` holds the name, grid, stream and arguments of each."""
+    """`launches` holds the name, grid, stream and arguments of each. `early`: of a launch, whether it may begin before
+    the end of the one ahead of it."""
 
     def __init__(self):
-        self.launches, self.utils = [], self
+        self.launches, self.early, self.utils = [], [], self
 
     def get_current_device(self):
         return DEVICE
@@ -29,5 +30,6 @@ class FakeDriver:
     def launcher_cls(self, source, metadata):
         def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args):
             self.launches.append((function, (x, y, z), stream, args))
+            self.early.append(getattr(metadata, "launch_pdl", False))
 
         return launch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvpage.store.load.device_lanes import LanePool
+from kvpage.store.load.device.device_lanes import LanePool
 
 POISON = 0xA5
 
@@ -105,8 +105,17 @@ class LateEvent:
             lanes.num_waits += 1
             if lanes.num_waits == lanes.failing_wait:
                 raise KeyboardInterrupt
-            while self._stream.num_done < self._at and not lanes.is_hasty:
-                lanes.do_any()
+            self._reach()
+
+    def wait_stream(self, stream: object) -> None:
+        """The computation, which comes here at once, waits."""
+        assert stream is None
+        with self._lanes.lock:
+            self._reach()
+
+    def _reach(self) -> None:
+        while self._stream.num_done < self._at and not self._lanes.is_hasty:
+            self._lanes.do_any()
 
 
 class LateMark:

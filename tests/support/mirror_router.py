@@ -19,7 +19,11 @@ FIELDS = [
     "medium",
     "lora_name",
     "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
 ]
+REMOVED_FIELDS = ["block_hashes", "medium", "group_idx"]
+KINDS = ("full_attention", "mla_attention")
 
 
 class MirrorRouter:
@@ -48,15 +52,17 @@ class MirrorRouter:
             self.num_clears += 1
             self.held = {"GPU": {}, "CPU": {}}
         elif event["type"] == "BlockRemoved":
-            assert set(event) == {"type", "block_hashes", "medium"} and event["block_hashes"]
+            assert set(event) == {"type", *REMOVED_FIELDS} and event["block_hashes"] and event["group_idx"] == 0
             for block_hash in event["block_hashes"]:
                 del self.held[event["medium"]][block_hash]
         else:
             self.store(**event)
 
     def store(
-        self, type, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys=None
-    ) -> None:
+        self, type, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, group_idx,
+        kv_cache_spec_kind, extra_keys=None,
+    ) -> None:  # fmt: skip
+        assert group_idx == 0 and kv_cache_spec_kind in KINDS
         assert type == "BlockStored" and lora_id is None and len(token_ids) == len(block_hashes) * block_size > 0
         assert extra_keys is None or len(extra_keys) == len(block_hashes)
         parent = parent_block_hash
@@ -69,7 +75,7 @@ class MirrorRouter:
 
 
 def as_map(event: list) -> dict:
-    names = {"BlockStored": FIELDS, "BlockRemoved": ["block_hashes", "medium"], "AllBlocksCleared": []}
+    names = {"BlockStored": FIELDS, "BlockRemoved": REMOVED_FIELDS, "AllBlocksCleared": []}
     return {"type": event[0], **dict(zip(names[event[0]], event[1:], strict=False))}
 
 

@@ -7,7 +7,7 @@ from support.import_graph import PACKAGE, Edges, ImportGraph, reach
 
 ROOMS = (
     "checks", "layout", "blocks", "observe", "kernels", "ops", "cache", "store", "blend", "serving", "extras",
-    "integrations", "tools",
+    "server", "integrations", "tools",
 )  # fmt: skip
 
 

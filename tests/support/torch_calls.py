@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.sampled_rows import sampling_records
 
 from kvpage import CacheLayout, ops
 
@@ -69,6 +70,7 @@ def calls(layout):
     chunk = torch.zeros(2, 1 if value is None else 2, 7, layout.num_kv_heads, 8, dtype=row_dtype(layout))
     by_head, ids = chunk.transpose(2, 3).contiguous(), TABLES[0]
     spec = layout.spec
+    logits, positions, tokens = torch.randn(2, 300), torch.tensor([0, 7]), torch.zeros(2, dtype=torch.int32)
     return {
         "reshape_and_cache": (key, value, cache, SLOTS, spec, *scales),
         "gather_cache": (cache, TABLES, LENGTHS, STARTS, out_key, out_value, spec, *scales),
@@ -80,4 +82,5 @@ def calls(layout):
         "copy_blocks": ([cache, other], PAIRS, spec),
         "store_chunk": ([cache, third], ids, chunk, spec, 3, "vllm", *each),
         "load_chunk": ([cache, third], ids, by_head, spec, 2, "huggingface", *each),
+        "sample_rows": (logits, sampling_records(2), positions, tokens),
     }  # fmt: skip

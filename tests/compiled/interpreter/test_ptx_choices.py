@@ -14,11 +14,11 @@ DTYPES |= {"s64": np.int64, "u64": np.uint64, "f16": F16, "f32": F32, "f64": np.
 FORMS = re.findall(
     r"\S+",
     """
-setp.eq.b16 setp.ne.b16 setp.gt.s16 setp.lt.s16 setp.le.u16
+setp.eq.b16 setp.ne.b16 setp.gt.s16 setp.lt.s16 setp.le.u16 setp.lt.u16 setp.gt.u16
 setp.eq.b32 setp.ne.b32 setp.ge.s32 setp.gt.s32 setp.le.s32 setp.lt.s32 setp.ge.u32 setp.gt.u32 setp.le.u32 setp.lt.u32
 setp.eq.b64 setp.ne.b64 setp.eq.s64 setp.ge.s64 setp.gt.s64 setp.le.s64 setp.lt.s64
 setp.ge.u64 setp.gt.u64 setp.le.u64 setp.lt.u64
-setp.eq.f32 setp.ge.f32 setp.gt.f32 setp.le.f32 setp.lt.f32 setp.ne.f32 setp.lt.f16 setp.lt.f64
+setp.eq.f32 setp.ge.f32 setp.gt.f32 setp.le.f32 setp.lt.f32 setp.ne.f32 setp.lt.f16 setp.lt.f64 setp.ltu.f64
 setp.equ.f32 setp.geu.f32 setp.gtu.f32 setp.leu.f32 setp.ltu.f32 setp.neu.f32 setp.num.f32 setp.nan.f32
 """,
 )

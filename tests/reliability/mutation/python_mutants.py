@@ -19,6 +19,12 @@ from mutation.python_sites import Site, sites
 ROOT = Path(__file__).parents[3]
 
 
+def source_at(path: str, root: Path = ROOT) -> Path:
+    """Return the file of a path; an installed package has kernels inside, a checkout beside it."""
+    file = root / path
+    return file if file.exists() else root / path.removeprefix("kvpage/")
+
+
 class PythonMutants:
     """paths: from the root; their modules must have been imported when a mutant is applied."""
 
@@ -28,8 +34,8 @@ class PythonMutants:
         self._trees: dict[str, ast.Module] = {}
         self._files = {str(root / path): path for path in paths}
         self._reached: set[tuple[str, int]] = set()
-        for file, path in self._files.items():
-            self._add_file(Path(file), path)
+        for path in paths:
+            self._add_file(source_at(path, root), path)
         self.mutants = numbered(self.mutants)
 
     def _add_file(self, file: Path, path: str) -> None:

@@ -32,6 +32,7 @@ TREE = [
     "tests/native/test_left_over.py",
 ]
 COPIES = ["tests/ops/test_copy_plan_edges.py", "tests/ops/test_copy_plan_overlap.py", "tests/ops/test_copy_plan.py"]
+LAUNCHES = ["tests/kernels/test_attention_plan.py", "tests/kernels/test_attention_arguments.py"]
 TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
@@ -40,6 +41,9 @@ SUITES = {
     "kvpage/blocks/swaps.py": MANAGER,
     "kvpage/blocks/sequences.py": MANAGER,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
+    "kvpage/kernels/attention_plan.py": LAUNCHES,
+    "kvpage/kernels/attention_launch.py": LAUNCHES,
+    "kvpage/kernels/attention_constants.py": LAUNCHES,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
     "csrc/tree/prefix_tree.cpp": TREE,

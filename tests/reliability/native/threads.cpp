@@ -142,6 +142,9 @@ class Server {
       expect(!entry.tokens.empty() && entry.tokens.size() % kBlockSize == 0 &&
                  entry.device_ids.size() <= entry.tokens.size() / kBlockSize,
              "an entry is not of whole blocks");
+    for (const HotPrefix& prefix : tree.hottest(rng_.below(9), 2))
+      expect(prefix.num_tokens > 0 && prefix.num_tokens % kBlockSize == 0 && prefix.first_tokens.size() <= 2,
+             "a hot prefix is not of whole blocks");
     expect(tree.num_nodes() <= num_blocks + tree.num_host_cached() + tree.num_host_evictable() + 20, "too many nodes");
   }
 

@@ -67,6 +67,12 @@ def attention(name: str, arch: int) -> Cost:
     return measured(compile_attention(arch, **ATTENTION[name]), arch, "HMMA|HGMMA")
 
 
+def sampling(kernel: str, dtype: torch.dtype, arch: int) -> Cost:
+    """All instructions of the kernel, each once: of `choose`, those of every way to choose."""
+    tests = compile_tests("test_sampling_compile")
+    return measured(tests.compiled_of(getattr(tests, f"{kernel}_kernel"), arch, dtype), arch)
+
+
 def copy(vector: str, arch: int) -> Cost:
     """The loop over units of the kernel that copies blocks, as nvcc compiles it."""
     source = ROOT / "csrc" / "copy" / "sm_kernel" / "sm_kernel.cu"
@@ -107,8 +113,13 @@ CASES = {
     "decode e4m3": Case("a tile of keys", partial(attention, "decode e4m3")),
     "decode int8": Case("a tile of keys", partial(attention, "decode int8")),
     "decode latents, 16 heads": Case("a tile of keys", partial(attention, "decode mla, 16 heads")),
+    "decode latents, 128 heads": Case("a tile of keys", partial(attention, "decode mla")),
     "prefill bf16": Case("a tile of keys", partial(attention, "prefill")),
     "prefill e4m3": Case("a tile of keys", partial(attention, "prefill e4m3")),
+    "survey logits fp32": Case("1,024 logits", partial(sampling, "survey", torch.float32)),
+    "survey logits bf16": Case("1,024 logits", partial(sampling, "survey", BF16)),
+    "choose tokens fp32": Case("the kernel", partial(sampling, "choose", torch.float32)),
+    "choose tokens bf16": Case("the kernel", partial(sampling, "choose", BF16)),
     "copy blocks, 16 bytes a thread": Case("2 KiB", partial(copy, "NS_8Vector16E"), "nvcc"),
     "copy blocks, 1 byte a thread": Case("128 bytes", partial(copy, "h"), "nvcc"),
 }

@@ -1,0 +1,136 @@
+"""Products of rows with weights, and norms of rows: kvpage.ops.linear and its kin.
+
+A valid call is compared with torch in double precision. Norms of doubles are taken in fp32, as models do. Where
+arguments do not fit, torch's own errors are allowed.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fuzz_case import Case
+from fuzz_memory import Arena, ArenaWorld
+
+from kvpage import ops
+from kvpage.ops.cpu.linear import ACTIVATIONS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = (0, 1, 3, 8, 16, 17, 33)
+TORCHS = (RuntimeError, IndexError)
+
+
+class ProductWorld(ArenaWorld):
+    """Rows, weights and the memory of results in an arena."""
+
+    covers = tuple(f"kvpage.ops.{name}" for name in ("linear", "gated_linear", "rms_norm", "add_rms_norm"))
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.arena = rng, Arena(1 << 17)
+        self.torch_rng = torch.Generator().manual_seed(rng.getrandbits(32))
+        self.memory = self.arena.tensor((1 << 15,), torch.uint8)
+        self.results = self.arena.tensor((1 << 15,), torch.uint8)
+
+    def case(self, rng: random.Random) -> Case:
+        self.dtype, self.used = rng.choice(DTYPES), 0
+        return rng.choice((self.linear, self.gated, self.norm, self.added_norm))()
+
+    def linear(self) -> Case:
+        size, num_columns = self.rng.choice(SIZES), self.rng.choice(SIZES)
+        x, weight = self.rows(size), self.place((num_columns, size))
+        bias = self.rng.choice((None, self.place((num_columns,))))
+        args = {"x": x, "weight": weight, "bias": bias, "out": self.out((*x.shape[:-1], num_columns))}
+        wide = [None if each is None else each.double() for each in (x, weight, bias)]
+        return self._judged("linear", ops.linear, args, lambda: F.linear(*wide))
+
+    def gated(self) -> Case:
+        size, num_columns = self.rng.choice(SIZES), self.rng.choice(SIZES)
+        x, gate, up = self.rows(size), self.place((num_columns, size)), self.place((num_columns, size))
+        activation = self.rng.choice(sorted(ACTIVATIONS))
+        args = {"x": x, "gate": gate, "up": up, "activation": activation}
+        args["out"] = self.out((*x.shape[:-1], num_columns))
+        wide, function = [each.double() for each in (x, gate, up)], ACTIVATIONS[activation][1]
+
+        def expected() -> torch.Tensor:
+            return function(F.linear(wide[0], wide[1])) * F.linear(wide[0], wide[2])
+
+        return self._judged("gated_linear", ops.gated_linear, args, expected)
+
+    def norm(self) -> Case:
+        args = self._norm_args()
+        args["out"] = self.rng.choice((None, args["x"], self.out(tuple(args["x"].shape))))
+        x = args["x"].clone().double()
+        return self._judged("rms_norm", ops.rms_norm, args, lambda: normalized(x, args))
+
+    def added_norm(self) -> Case:
+        args = self._norm_args()
+        x, residual = args["x"], self.place(tuple(args["x"].shape))
+        args = {"x": x, "residual": residual, **args}
+
+        def expected() -> torch.Tensor:
+            total = x + residual
+            return torch.stack([normalized(total.double(), args), total.double()])
+
+        case = self._judged("add_rms_norm", ops.add_rms_norm, args, expected)
+        judge = case.judge
+        assert judge is not None
+        case.judge = lambda results: judge(torch.stack(results))
+        return case
+
+    # --- what calls are made of ---
+
+    def rows(self, size: int) -> torch.Tensor:
+        """Rows of one to three dimensions, maybe between others."""
+        shape = self.rng.choice(((), (0,), (1,), (3,), (7,), (2, 3)))
+        if self.rng.random() < 0.3 and shape:
+            return self.place((*shape, size + 5))[..., 2 : 2 + size]
+        return self.place((*shape, size))
+
+    def place(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return numbers in the arena, of the case's dtype."""
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        piece = self.memory[self.used : self.used + num_bytes].view(self.dtype).view(shape)
+        self.used += -(-num_bytes // 8) * 8
+        return piece.copy_(torch.randn(shape, generator=self.torch_rng) / max(shape[-1], 1) ** 0.5)
+
+    def out(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return memory to write into, or None."""
+        if self.rng.random() < 0.4:
+            return None
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        return self.results[:num_bytes].view(self.dtype).view(shape)
+
+    def _norm_args(self) -> dict[str, Any]:
+        size = self.rng.choice(SIZES[1:])
+        return {
+            "x": self.rows(size),
+            "weight": self.place((size,)),
+            "eps": self.rng.choice((1e-6, 1e-5)),
+            "weight_offset": self.rng.choice((0.0, 1.0)),
+            "rounds_before_weight": self.rng.choice((True, False)),
+        }
+
+    def _judged(
+        self, name: str, function: Callable[..., Any], args: dict[str, Any], expected: Callable[[], torch.Tensor]
+    ) -> Case:
+        step = {
+            torch.float64: 1e-9 if name.endswith("linear") else 1e-5,
+            torch.float32: 1e-5,
+            torch.bfloat16: 4e-2,
+            torch.float16: 5e-3,
+        }[self.dtype]
+
+        def judge(found: torch.Tensor) -> None:
+            want = expected()
+            assert found.shape == want.shape and found.dtype == self.dtype
+            assert args.get("out") is None or found is args["out"]
+            assert torch.allclose(found.double(), want, atol=step, rtol=step)
+
+        return Case(f"ops.{name}", function, args, self.rng.choice((0, 2)), errors=TORCHS, judge=judge)
+
+
+def normalized(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
+    """Return the norm of rows in double precision."""
+    weight = args["weight"].double() + args["weight_offset"]
+    return x / (x.square().mean(-1, keepdim=True) + args["eps"]).sqrt() * weight
