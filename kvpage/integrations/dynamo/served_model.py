@@ -1,6 +1,5 @@
 """ServedModel: an engine for many, its tokenizer and its store, made from a folder."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,7 @@ from kvpage.integrations.dynamo.options import WorkerOptions
 from kvpage.layout.config import CacheConfig
 from kvpage.observe.events import EventConfig
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig
+from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 
@@ -93,19 +93,10 @@ def engine_config(options: WorkerOptions) -> EngineConfig:
 def _open_store(options: WorkerOptions, engine: Engine, model: Any) -> KVStore:
     assert options.store is not None
     config = KVStoreConfig(options.tokens_of_chunk, (options.store,))
-    store = KVStore(config, metadata_of(engine.cache, _name_of_weights(model)))
+    store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
     try:
         engine.use_store(store)
     except BaseException:
         store.close()
         raise
     return store
-
-
-def _name_of_weights(model: Any) -> str:
-    """Return a name that other weights do not have: over the config, and a few numbers of each weight."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
-    for name, weight in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return f"{type(model).__name__} {digest.hexdigest()[:32]}"

@@ -11,6 +11,7 @@ from kvpage.integrations.ray.settings import AppSettings, Role
 from kvpage.integrations.remote import GenerateCall, Worker
 from kvpage.integrations.routing import CacheDigest
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineStats
+from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.loop.outputs import StepOutput
 from kvpage.store import ArrivingStore, KVStore, metadata_of
 
@@ -28,7 +29,7 @@ class Replica:
         tokenizer = AutoTokenizer.from_pretrained(self._settings.model)
         model, config = _load_model(self._settings), self._settings.engine_config(role)
         engine = Engine.from_model(model, config, tokenizer=tokenizer)
-        self._store, arriving = self._connect_store(engine, role)
+        self._store, arriving = self._connect_store(engine, model, role)
         self._digest = CacheDigest(engine.manager.block_size, self._settings.digest_blocks)
         engine.telemetry.follow(self._digest)
         engine.warmup()
@@ -36,11 +37,11 @@ class Replica:
         self._live = AsyncEngine(engine, limits)
         self._worker = Worker(self._live, arriving)
 
-    def _connect_store(self, engine: Engine, role: Role) -> tuple[KVStore | None, ArrivingStore | None]:
+    def _connect_store(self, engine: Engine, model: Any, role: Role) -> tuple[KVStore | None, ArrivingStore | None]:
         config = self._settings.store_config(_replica_name())
         if config is None:
             return None, None
-        store = KVStore(config, metadata_of(engine.cache, f"{self._settings.model}@{self._settings.dtype}"))
+        store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
         arriving = ArrivingStore(store, self._settings.patience) if role == "decode" else None
         engine.use_store(store if arriving is None else arriving)
         return store, arriving

@@ -61,6 +61,7 @@ def test_blocks(tmp_path: Path, start: int) -> None:
 def test_damaged_files_are_misses(tmp_path: Path, damage: str) -> None:
     kv = kv_of("vllm")
     with make(tmp_path) as store:
+        store.store(TOKENS[:C], kv[:, :, :C].contiguous())  # alone: of two threads either may reserve its place first
         store.store(TOKENS, kv)
         (file,) = tmp_path.glob("*.segment")
         with open(file, "r+b") as data:
