@@ -4,7 +4,9 @@ from kvpage.store.arriving_store import ArrivingStore, Expectation
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.bytes.byte_store import ByteStore
 from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.bytes.events import ByteEvent, Follow
 from kvpage.store.bytes.later import Later
+from kvpage.store.bytes.page_view import PageView
 from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
 from kvpage.store.config import KVStoreConfig
@@ -21,11 +23,13 @@ from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [
     "ArrivingStore",
+    "ByteEvent",
     "ByteStore",
     "ByteStoreConfig",
     "ByteStoreStats",
     "ByteTierStats",
     "Expectation",
+    "Follow",
     "KVStore",
     "KVStoreBuilder",
     "KVStoreConfig",
@@ -33,6 +37,7 @@ __all__ = [
     "KVStoreStats",
     "Later",
     "LayerLoad",
+    "PageView",
     "Pieces",
     "Pin",
     "Placed",

@@ -29,6 +29,13 @@ def _disk(url: TierURL) -> Tier:
     return DiskTier(paths_of(url), size, policy, segment_bytes)
 
 
+def _disk_view(url: TierURL) -> Tier:
+    from kvpage.store.disk.shared_disk import SharedDisk
+
+    check_options(url)
+    return SharedDisk(paths_of(url))
+
+
 def paths_of(url: TierURL) -> list[str]:
     """Return the paths of disk:///ssd0/kv,/ssd1/kv, or of disk:kv, in the working directory.
 
@@ -80,6 +87,7 @@ class TierFactories:
         self._factories: dict[str, Factory] = {
             "memory": _memory,
             "disk": _disk,
+            "disk-view": _disk_view,
             "s3": _s3,
             "mooncake": _mooncake,
             **dict.fromkeys(REDIS, _redis),

@@ -47,6 +47,7 @@ class TieredStore:
         """
         check_flag("sync", sync)
         self._tiers.flush(sync)
+        self._flush_parts()
 
     @uninterrupted
     def close(self) -> None:
@@ -68,6 +69,9 @@ class TieredStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _flush_parts(self) -> None:
+        """Wait for what a kind of store does in the background besides."""
 
     def _close_parts(self) -> None:
         """Close what a kind of store has besides its tiers."""

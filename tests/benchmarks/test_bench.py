@@ -43,6 +43,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "block_manager": (["--seqs", "3", *ONCE],
                       {"PROMPT_TOKENS": 64, "CACHED_TOKENS": 32, "FEWEST_TOKENS": 20, "NUM_PROMPTS": 2}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
+    "bytes": (["--tokens", "16", "--records", "2", "--threads", "1", *ONCE], {"LAYERS": 2}),
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpage.checks.values import as_list, as_real, check_flag
 from kvpage.store.bytes.byte_keys import ByteKeys, checked_keys
+from kvpage.store.bytes.events import ByteEvents
 from kvpage.store.bytes.pieces import Piece, Pieces, pieces_of
 from kvpage.store.bytes.run_payload import RunPayload
 from kvpage.store.records.kinds import RecordKind
@@ -16,7 +17,7 @@ from kvpage.store.records.record import UnreadableRecord
 from kvpage.store.records.record_io import read_record
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stack.time_limit import TimeLimit
-from kvpage.store.tiers.tier import Reader
+from kvpage.store.tiers.tier import Key, Reader
 
 Job = Callable[[], list[bool]]
 Buffer = Piece | Sequence[Piece] | Pieces | None
@@ -25,15 +26,15 @@ Buffer = Piece | Sequence[Piece] | Pieces | None
 class ByteJobs:
     """Makes jobs, each with a result a key. Wrong arguments raise ValueError or TypeError here, and no job is made."""
 
-    def __init__(self, tiers: TierStack, keys: ByteKeys) -> None:
-        self._tiers, self._keys = tiers, keys
+    def __init__(self, tiers: TierStack, keys: ByteKeys, events: ByteEvents) -> None:
+        self._tiers, self._keys, self._events = tiers, keys, events
 
     def contains(self, keys: Sequence[bytes], deadline: float | None) -> Job:
-        names, limit = self._keys.of(checked_keys(keys)), limit_of(deadline)
+        names, limit = self._names(checked_keys(keys)), limit_of(deadline)
         return lambda: [tier is not None for tier in self._tiers.locate(names, limit)]
 
     def remove(self, keys: Sequence[bytes], deadline: float | None) -> Job:
-        names, limit = self._keys.of(checked_keys(keys)), limit_of(deadline)
+        names, limit = self._names(checked_keys(keys)), limit_of(deadline)
         return lambda: self._tiers.remove_each(names, limit)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer], skip_existing: bool, deadline: float | None) -> Job:
@@ -59,13 +60,18 @@ class ByteJobs:
 
         return lambda: records.result(self._tiers.read_each(names, read, limit))
 
+    def _names(self, keys: Sequence[bytes]) -> list[Key]:
+        names = self._keys.of(keys)
+        self._events.know(names, keys)
+        return names
+
     def _records(self, keys: Sequence[bytes], buffers: Sequence[Buffer], writable: bool) -> "_Records":
         each, memory = checked_keys(keys), as_list("buffers", buffers)
         if len(each) != len(memory):
             raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(each)} keys")
         wanted = [index for index, buffer in enumerate(memory) if buffer is not None]
         payloads = [RunPayload(*pieces_of(memory[index], writable)) for index in wanted]
-        names = self._keys.of([each[index] for index in wanted])
+        names = self._names([each[index] for index in wanted])
         kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
         return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
 

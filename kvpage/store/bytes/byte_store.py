@@ -13,15 +13,18 @@ from collections.abc import Sequence
 
 import torch
 
+from kvpage.checks.interrupts import made_or_undone
 from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs
 from kvpage.store.bytes.byte_keys import ByteKeys
 from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.bytes.events import ByteEvents, Follow, Listener
 from kvpage.store.bytes.header import Header, encode_header
 from kvpage.store.bytes.later import Later
 from kvpage.store.bytes.stats import ByteStoreStats, stats_of
 from kvpage.store.placement import placed_tiers
 from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.placed import Placed
+from kvpage.store.stack.tier_feed import TierFeed
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Tier
 
@@ -52,7 +55,9 @@ class ByteStore(TieredStore):
         meta = encode_header(header)
         super().__init__(placed_tiers(config, tiers), config.num_threads)
         self.config = config
-        self._jobs = ByteJobs(self._tiers, ByteKeys(meta))
+        self._feed = TierFeed(self._tiers.tiers)
+        self._events = ByteEvents(self._feed)
+        self._jobs = ByteJobs(self._tiers, ByteKeys(meta), self._events)
         num_readers = max(config.num_threads or torch.get_num_threads(), MIN_READERS)
         self.later = Later(self._jobs, self.gate, num_readers)
         """The same calls, which return futures."""
@@ -134,11 +139,39 @@ class ByteStore(TieredStore):
         """
         return self._jobs.remove(keys, deadline)()
 
+    def follow(self, listener: Listener) -> Follow:
+        """Tell the listener which records come into the tiers from now on, and leave them.
+
+        It is called in a thread of its own, with no lock held, so it may call the store, but not wait for its `flush`.
+        The events of a tier come in the order in which they happen; `flush` waits until they were told. An error that
+        the listener raises is logged. Memory and disk tell everything, remote tiers and `disk-view` nothing.
+
+        Args:
+            listener: called with the events, at least one.
+
+        Returns:
+            The listening. Close it to end it.
+
+        Raises:
+            TypeError: the listener cannot be called.
+        """
+        if not callable(listener):
+            raise TypeError(f"listener must be callable, got {type(listener).__name__}")
+        return made_or_undone(lambda: self._follow(listener), Follow.close)
+
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         names = [one.tier.name for one in self._tiers.tiers]
         return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts)
 
+    @gated
+    def _follow(self, listener: Listener) -> Follow:
+        return self._events.follow(listener)
+
+    def _flush_parts(self) -> None:
+        self._feed.flush()
+
     def _close_parts(self) -> None:
         self.later.close()
+        self._feed.close()

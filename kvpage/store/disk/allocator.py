@@ -67,6 +67,12 @@ class Allocator:
                 if entry.is_over:
                     entry.space.release(entry)
 
+    def published(self, entry: Entry) -> None:
+        """Tell other processes that read of a record that can be found now."""
+        for directory in self.directories:
+            if directory.drive is entry.space.drive:
+                directory.published(entry)
+
     def let_go(self, entry: Entry) -> None:
         """Take away one user."""
         with self.lock:

@@ -1,5 +1,6 @@
 """Directory: a lock and segments on one drive.
 
+    journal        the places of records in the order of writing, for other processes that read
     lock           held while the tier is open, with its owner's name: a second process is refused
     0000.segment   made when it is needed, until the directory's share of the capacity is used up
     0001.segment
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpage.store.disk.drive import Drive
+from kvpage.store.disk.journal import Journal, Place
 from kvpage.store.disk.lock import give_lock, lock_path, take_lock
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Segment, is_gone
 from kvpage.store.disk.space import Entry, Space
@@ -39,6 +41,7 @@ class Directory:
         self._dropped: list[Space] = []
         self._grows_from = 0.0
         self._lock_path, self._lock_fd = lock_path(path), -1
+        self._journal = Journal(path)
 
     def open(self) -> None:
         """Take the lock, and find the segments and their entries.
@@ -53,6 +56,8 @@ class Directory:
             self._lock_fd = take_lock(self.path, make=self.share is not None)
             self._find_segments()
             self._keep_to_share()
+            if self.share is not None:
+                self._journal.begin()
         except BaseException:
             self.close()
             raise
@@ -107,6 +112,12 @@ class Directory:
         other.drive.num_errors = self.drive.num_errors
         return other
 
+    def published(self, entry: Entry) -> None:
+        """Tell other processes that read of a record that can be found now."""
+        if self.share is not None:
+            segment = entry.space.segment
+            self._journal.add(Place(segment.id, int(segment.path.stem), entry.run.slot))
+
     def drop(self, space: Space) -> None:
         """Leave out a segment that was deleted. It is closed now, or with the others while it is in use."""
         if space in self.spaces:
@@ -130,6 +141,7 @@ class Directory:
         """Close the segments and give back the lock. A second call does nothing."""
         for space in [*self.spaces, *self._dropped]:
             space.segment.close()
+        self._journal.close()
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             give_lock(fd)

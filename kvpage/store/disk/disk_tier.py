@@ -28,7 +28,7 @@ from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader, 
 from kvpage.store.disk.segment import EndOfFile, Run
 from kvpage.store.disk.space import Entry
 from kvpage.store.tiers.policy import make_policy
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.tier import Key, Note, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 SLOT_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
@@ -91,6 +91,10 @@ class DiskTier(Tier):
         self._open_directories()
         _open_tiers.add(self)
 
+    def watch(self, note: Note | None) -> None:
+        with self._lock:
+            self._index.watch(note)
+
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
@@ -142,7 +146,7 @@ class DiskTier(Tier):
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
-                count = sum([self._index.forget(key) for key in keys])
+                count = sum([self._index.forget(key, "removed") for key in keys])
             self._allocator.mark_forgotten()
         return count
 
@@ -275,6 +279,7 @@ class DiskTier(Tier):
             entry.space.drive.run(entry.space.segment.mark, entry.run)
             with self._lock:
                 self._index.add(entry)
+            self._allocator.published(entry)
             self._allocator.mark_forgotten()
         writer.leave()
 

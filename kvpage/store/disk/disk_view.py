@@ -9,12 +9,14 @@ owner marks free before it gives the slots to others. So no byte of another reco
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvpage.store.disk.directory import SEGMENT_NAME
 from kvpage.store.disk.drive import Drive
+from kvpage.store.disk.journal import Place
 from kvpage.store.disk.lock import DiskOwner, owner_of
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
@@ -43,6 +45,8 @@ class DiskView(Tier):
         self.owners: tuple[DiskOwner, ...] = ()
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
+        self._closer = weakref.finalize(self, _close_all, self._segments)
+        self._spaces: dict[bytes, Space] = {}  # by the segment's id
         self._entries: dict[Key, Entry] = {}
         self._num_damaged = 0
         self._is_closed = False
@@ -97,8 +101,28 @@ class DiskView(Tier):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for segment in self._segments:
-                segment.close()
+            self._closer()
+
+    # --- for who keeps up with the owner ---
+
+    def holds(self, key: Key) -> bool:
+        """Return whether the record is there now, by its header on the disk."""
+        with self._lock:
+            entry = self._entries.get(key)
+        try:
+            return entry is not None and self.on_disk(entry, lambda: True)
+        except TierError:
+            return False
+
+    def look_at(self, folder: Path, place: Place) -> None:
+        """Add the record that the owner has written to a place. Raises OSError, ValueError."""
+        with self._lock:
+            segment = next((one for one in self._segments if one.id == place.segment_id), None)
+            if segment is None:
+                segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
+            run = None if segment is None else segment.run_at(place.slot)
+            if segment is not None and run is not None and run.key is not None:
+                self._add(Entry(self._space(segment), run))
 
     # --- for readers ---
 
@@ -148,14 +172,30 @@ class DiskView(Tier):
 
     def _take(self, segment: Segment) -> None:
         """Add the segment's records. Of several of one key the newest counts."""
-        space = Space(segment, Drive(segment.path.parent, 0.0))
+        space = self._space(segment)
         records, num_damaged = _walk(segment)
         self._num_damaged += num_damaged
         for run in records:
-            entry = Entry(space, run)
-            there = self._entries.get(entry.key)
-            if there is None or there.run.generation < run.generation:
-                self._entries[entry.key] = entry
+            self._add(Entry(space, run))
+
+    def _space(self, segment: Segment) -> Space:
+        if segment.id not in self._spaces:
+            self._spaces[segment.id] = Space(segment, Drive(segment.path.parent, 0.0))
+        return self._spaces[segment.id]
+
+    def _add(self, entry: Entry) -> None:
+        there = self._entries.get(entry.key)
+        if there is None or there.run.generation < entry.run.generation:
+            self._entries[entry.key] = entry
+
+    def _new_segment(self, file: Path, segment_id: bytes) -> Segment | None:
+        """Return the segment in a file that was made since; None if it is gone, or another one."""
+        try:
+            segment = Segment.open(file, os.O_RDONLY)
+        except (FileNotFoundError, DamagedSegment):
+            return None
+        self._segments.append(segment)
+        return segment if segment.id == segment_id else None
 
     def _reader(self, entry: Entry) -> Reader | None:
         """Return None for a record that is gone. An error of the disk is left to the reader to raise."""
@@ -173,6 +213,11 @@ class DiskView(Tier):
 
     def _refusal(self) -> TierError:
         return TierError(f"{self.name} is open for reading only, nothing can be changed")
+
+
+def _close_all(segments: list[Segment]) -> None:
+    for segment in segments:
+        segment.close()
 
 
 def _walk(segment: Segment) -> tuple[list[Run], int]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from kvpage.store.disk.drive import Drive
 from kvpage.store.disk.space import Entry, Space
 from kvpage.store.tiers.policy import Policy
-from kvpage.store.tiers.tier import Key, RecordInfo
+from kvpage.store.tiers.tier import Key, Note, RecordInfo
 
 
 class Index:
@@ -23,6 +23,10 @@ class Index:
         self.generation = self.num_bytes = self.num_evicted = self.num_corrupted = 0
         self._policy = policy
         self._entries: dict[Key, Entry] = {}
+        self._note: Note | None = None
+
+    def watch(self, note: Note | None) -> None:
+        self._note = note
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -63,6 +67,8 @@ class Index:
         self._entries[key] = entry
         self._policy.add(key)
         self.num_bytes += entry.run.num_bytes
+        if self._note is not None:
+            self._note(key, "written")
 
     def find(self, entries: Iterator[Entry]) -> None:
         """Add the entries that were found on the disk, the oldest first. Of several of one key the newest counts."""
@@ -74,8 +80,11 @@ class Index:
                 self.forgotten.append(entry)
             self.generation = max(self.generation, entry.run.generation)
 
-    def forget(self, key: Key) -> bool:
-        """Return whether there was an entry. It cannot be found now, and is to be marked free."""
+    def forget(self, key: Key, reason: str | None = None) -> bool:
+        """Return whether there was an entry. It cannot be found now, and is to be marked free.
+
+        reason: of its going, to be noted; None for one that is replaced.
+        """
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -83,20 +92,22 @@ class Index:
         self.num_bytes -= entry.run.num_bytes
         entry.is_findable = False
         self.forgotten.append(entry)
+        if reason is not None and self._note is not None:
+            self._note(key, reason)
         return True
 
     def drop(self, entry: Entry) -> None:
         """Forget a record that turned out to be damaged."""
         if entry.is_findable:
             self.num_corrupted += 1
-            self.forget(entry.key)
+            self.forget(entry.key, "damaged")
 
     def lose(self, space: Space) -> None:
         """Forget all that is in a file that was deleted."""
         space.is_lost = True
         for entry in space.entries:
             if entry.is_findable:
-                self.forget(entry.key)
+                self.forget(entry.key, "lost")
         self.forgotten = [entry for entry in self.forgotten if entry.space is not space]
 
     def evict_for(self, num_bytes: int, drives: Collection[Drive]) -> Space | None:
@@ -113,7 +124,7 @@ class Index:
         else:
             return None
         for victim in victims:
-            self.forget(victim.key)
+            self.forget(victim.key, "evicted")
         self.num_evicted += len(victims)
         return entry.space
 

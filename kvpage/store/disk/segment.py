@@ -150,7 +150,7 @@ class Segment:
         """Walk over all runs in their order. Raises OSError."""
         slot, lost = 1, 0
         while slot < self.num_slots:
-            run = self._run_at(slot)
+            run = self.run_at(slot)
             if run is None:
                 lost, slot = lost + 1, slot + 1
                 continue
@@ -226,7 +226,8 @@ class Segment:
         if fd >= 0:
             os.close(fd)
 
-    def _run_at(self, slot: int) -> Run | None:
+    def run_at(self, slot: int) -> Run | None:
+        """Return the run that a whole header in this slot describes; None if there is none. Raises OSError."""
         head = os.pread(self._fd, RUN.size, slot * self.slot_bytes)
         if len(head) < RUN.size or not _is_whole(head):
             return None

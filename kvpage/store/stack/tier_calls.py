@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_use import TierUses
 from kvpage.store.stack.time_limit import NO_LIMIT, TimeLimit
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
+from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, TierError, TierRests, TierStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +85,8 @@ class TierCalls:
     # --- inside ---
 
     def _count_trouble(self, one: Placed, error: TierError) -> None:
+        if isinstance(error, RecordGone):
+            return
         if not isinstance(error, TierRests):
             logger.warning("%s: %s", one.tier.name, error)
         self.count(tier_errors=1)

@@ -57,6 +57,7 @@ class TierStack(TierCalls):
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies(len(self.tiers))
         self._replacing = threading.Lock()
+        self._written = [at for at, one in enumerate(self.tiers) if not one.tier.is_read_only]
 
     # --- writing ---
 
@@ -75,12 +76,12 @@ class TierStack(TierCalls):
         """
         if skip_existing:
             there = [self.contains(one, keys, limit) for one in self.tiers]
-            lacking = [[at for at, has in enumerate(there) if not has[index]] for index in range(len(keys))]
+            lacking = [[at for at in self._written if not there[at][index]] for index in range(len(keys))]
             is_new = self._put(keys, lacking, record, None, limit)
             is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
             return Put(is_there, sum(is_new))
         with self._replacing, self.copies.change(keys) as change:
-            is_new = self._put(keys, [list(range(len(self.tiers)))] * len(keys), record, change, limit)
+            is_new = self._put(keys, [self._written] * len(keys), record, change, limit)
         return Put(is_new, sum(is_new))
 
     def _put(
@@ -184,7 +185,8 @@ class TierStack(TierCalls):
         except CorruptRecord as error:
             logger.warning("%s: a record was dropped: %s", one.tier.name, error)
             self.count(corrupt_records=1)
-            self.ask(one, one.tier.remove, [key], one.deadline)
+            if not one.tier.is_read_only:
+                self.ask(one, one.tier.remove, [key], one.deadline)
             return None
 
     def open_leading(self, keys: Sequence[Key]) -> list[tuple[Placed, Reader]]:
@@ -203,15 +205,15 @@ class TierStack(TierCalls):
     def remove(self, keys: Sequence[Key]) -> int:
         """Remove records; return the number that the tier with most of them had."""
         with self.copies.change(keys):
-            return max(self._remove(at, keys) or 0 for at in range(len(self.tiers)))
+            return max((self._remove(at, keys) or 0 for at in self._written), default=0)
 
     def remove_each(self, keys: Sequence[Key], limit: TimeLimit) -> list[bool]:
         """Remove records; return for each whether a tier had it and took the call."""
         is_removed = [False] * len(keys)
         with self.copies.change(keys):
-            for at, one in enumerate(self.tiers):
+            for at in self._written:
                 self.copies.settle(at)
-                there = self.contains(one, keys, limit)
+                there = self.contains(self.tiers[at], keys, limit)
                 if self._remove(at, keys, limit) is not None:
                     is_removed = [removed or had for removed, had in zip(is_removed, there, strict=True)]
         return is_removed
@@ -219,9 +221,9 @@ class TierStack(TierCalls):
     def clear(self) -> None:
         """Remove all records from all tiers."""
         with self.copies.change(None):
-            for at, one in enumerate(self.tiers):
+            for at in self._written:
                 self.copies.settle(at)
-                self.ask(one, one.tier.clear)
+                self.ask(self.tiers[at], self.tiers[at].tier.clear)
 
     def drain(self) -> None:
         """Wait until nothing is written in the background."""
@@ -360,8 +362,8 @@ class TierStack(TierCalls):
         return is_read or False
 
     def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
-        for faster in range(at):
-            if self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
+        for faster in self._written:
+            if faster < at and self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
                 self.count(promoted_chunks=1)
 
 

@@ -11,7 +11,7 @@ from kvpage.layout.host_memory import touch, zeros
 from kvpage.layout.pinned_memory import pinned_zeros
 from kvpage.store.tiers.extents import Extents
 from kvpage.store.tiers.policy import make_policy
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.tier import Key, Note, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 UNIT = 4096
 PINNED_PIECE_BYTES = 4 << 30  # that are registered with CUDA in one call; no record lies across the border of two
@@ -122,6 +122,11 @@ class MemoryTier(Tier):
         self._entries: dict[Key, _Entry] = {}
         self._num_bytes = self._num_evicted = 0
         self._lock = threading.Lock()
+        self._note: Note | None = None
+
+    def watch(self, note: Note | None) -> None:
+        with self._lock:
+            self._note = note
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         with self._lock:
@@ -152,7 +157,7 @@ class MemoryTier(Tier):
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         with self._lock:
             self._check_open()
-            return sum(self._forget(key) for key in keys)
+            return sum(self._forget(key, "removed") for key in keys)
 
     def infos(self) -> Iterator[RecordInfo]:
         with self._lock:
@@ -164,7 +169,7 @@ class MemoryTier(Tier):
         with self._lock:
             self._check_open()
             for key in list(self._entries):
-                self._forget(key)
+                self._forget(key, "removed")
 
     def flush(self, sync: bool = False) -> None:
         """Do nothing: no write is ever under way, and no record outlives the process."""
@@ -221,7 +226,7 @@ class MemoryTier(Tier):
         if room + self._extents.num_free < num_units:
             return None
         for key in idle:
-            self._forget(key)
+            self._forget(key, "evicted")
             self._num_evicted += 1
             begin = self._extents.allocate(num_units)
             if begin is not None:
@@ -236,9 +241,12 @@ class MemoryTier(Tier):
         self._entries[writer.key] = entry
         self._policy.add(writer.key)
         self._num_bytes += entry.num_bytes
+        if self._note is not None:
+            self._note(writer.key, "written")
         return True
 
-    def _forget(self, key: Key) -> bool:
+    def _forget(self, key: Key, reason: str | None = None) -> bool:
+        """Return whether there was a record. reason: of its going, to be noted; None for one that is replaced."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -247,6 +255,8 @@ class MemoryTier(Tier):
         entry.is_findable = False
         if entry.num_readers == 0:
             self._extents.release(entry.begin)
+        if reason is not None and self._note is not None:
+            self._note(key, reason)
         return True
 
     # --- for readers and writers ---

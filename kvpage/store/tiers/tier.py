@@ -8,7 +8,7 @@ it. A tier knows only a record's key and length. KVStore checks the bytes (`kvpa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -19,6 +19,10 @@ __all__ = ["Key", "Reader", "RecordGone", "RecordInfo", "Tier", "TierError", "Ti
 
 Key = bytes
 """32 bytes, a SHA-256."""
+
+
+Note = Callable[[Key, str], None]
+"""note(key, reason): a record came or went."""
 
 
 class TierError(Exception):
@@ -195,10 +199,23 @@ class Tier(ABC):
     Attributes:
         name: the tier's name in messages and statistics.
         is_in_memory: whether its readers are, so that opening one costs nothing.
+        is_read_only: whether others write it, so that a store only reads here.
     """
 
     name: str
     is_in_memory = False
+    is_read_only = False
+
+    def watch(self, note: Note | None) -> None:  # noqa: B027, a tier need not tell
+        """Note each record that comes or goes from now on, in the order in which that happens.
+
+        A tier that cannot tell does nothing. It need not tell what others do to it.
+
+        Args:
+            note: called with a record's key and a reason: "written", "evicted", "removed", "damaged" or "lost". A
+                replaced record is only written. Called with locks held: it returns at once, and calls nothing of the
+                tier. None to note no more.
+        """
 
     @abstractmethod
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:

@@ -145,7 +145,7 @@ def test_opening_reads_headers_only(tmp_path: Path, monkeypatch) -> None:
     tier.close()
     calls = []
     monkeypatch.setattr(
-        Segment, "_run_at", lambda self, slot, real=Segment._run_at: calls.append(slot) or real(self, slot)
+        Segment, "run_at", lambda self, slot, real=Segment.run_at: calls.append(slot) or real(self, slot)
     )
     assert DiskTier([tmp_path], 64 << 20, segment_bytes=32 << 20).stats().num_records == 6
     assert len(calls) <= 12, "free space was walked slot by slot"

@@ -147,7 +147,7 @@ def test_what_goes_while_it_is_verified_is_neither_whole_nor_broken(tmp_path: Pa
 
 def test_a_walk_that_the_owner_overtakes(tmp_path: Path, monkeypatch) -> None:
     """The walk has passed A when a record takes the room of A and B: B's header is in the midst of its bytes."""
-    tier, real, walked = make(tmp_path, {A: record(A, 9000), B: record(B, 9000)}), Segment._run_at, []
+    tier, real, walked = make(tmp_path, {A: record(A, 9000), B: record(B, 9000)}), Segment.run_at, []
 
     def run_at(segment: Segment, slot: int):
         walked.append(slot)
@@ -156,7 +156,7 @@ def test_a_walk_that_the_owner_overtakes(tmp_path: Path, monkeypatch) -> None:
             put(tier, {C: record(C, 100_000)})
         return real(segment, slot)
 
-    monkeypatch.setattr(Segment, "_run_at", run_at)
+    monkeypatch.setattr(Segment, "run_at", run_at)
     view = DiskView([tmp_path])
     assert walked[1] > 1 and len(walked) > 10, "it went from slot to slot"
     assert get(view, [A, B, C]) == [None, None, record(C, 100_000)] and view.stats().corrupted == 0

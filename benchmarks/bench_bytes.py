@@ -1,0 +1,175 @@
+"""How fast is a ByteStore, beside the same blocks through `store_blocks` and `load_blocks`, and beside one copy?
+
+The blocks of an engine's shape (Llama-3-8B: 32 layers, 8 heads, 128, bf16) go into a tier and back, at random places:
+- blocks: `KVStore.store_blocks` and `load_blocks`, one chunk a record;
+- pages: `ByteStore.put` and `get_into` of a `PageView` over the same tensors, the same blocks a record;
+- copy: one torch copy_ of as many bytes, the bound in memory; pwrite and preadv of them, 1 MiB a call, on disk.
+All take turns. Records are of `--tokens` each: 2 MiB for 16 tokens. What comes back is compared bit by bit before
+anything is timed. Records carry digests in both, made and checked on the way. The disk's page cache is warm.
+
+Target: `pages` at least as fast as `blocks`.
+
+    python benchmarks/bench_bytes.py [--tokens N ...] [--records N] [--threads N] [--rounds N] [--path DIR]
+        [--plot PATH] [--parts memory disk]
+"""
+
+import argparse
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpage import CacheConfig, CacheEngine, ModelConfig
+from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
+
+BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE = 16, 32, 8, 128
+PARTS = ("memory", "disk")
+CALL_BYTES = 1 << 20
+
+
+class Blocks:
+    """One half of an engine's blocks, to be stored, and the other half, to be loaded into."""
+
+    def __init__(self, num_tokens: int, num_records: int) -> None:
+        model = ModelConfig(HEAD_SIZE, HEADS, ("full_attention",) * LAYERS, torch.bfloat16)
+        self.num_tokens, self.each = num_tokens, num_tokens // BLOCK_SIZE
+        num_blocks = self.each * num_records
+        self.engine = CacheEngine(CacheConfig(BLOCK_SIZE, 2 * num_blocks), model)
+        for cache in self.engine.gpu_cache:
+            cache.view(torch.int16).random_()
+        ids = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+        self.source, self.target = ids.chunk(2)
+        self.tokens = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32)
+        self.view = PageView(self.engine.gpu_cache, page_dim=1)
+        self.num_bytes = num_blocks * self.view.page_bytes
+        self.keys = [b"record %d" % number for number in range(num_records)]
+
+    def check(self, load: Callable[[], None]) -> None:
+        """Load, and compare every bit."""
+        for cache in self.engine.gpu_cache:
+            cache[:, self.target.long()] = 0
+        load()
+        for cache in (cache.view(torch.int16) for cache in self.engine.gpu_cache):
+            assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
+
+
+def ways(blocks: Blocks, chunks: KVStore, records: ByteStore) -> dict[str, Callable[[], None]]:
+    """Return the four calls that are compared. Pages are found anew in each, as an engine does."""
+
+    def store() -> None:
+        chunks.store_blocks(blocks.tokens, blocks.engine, blocks.source, skip_existing=False)
+
+    def load() -> None:
+        assert chunks.load_blocks(blocks.tokens, blocks.engine, blocks.target) == len(blocks.tokens)
+
+    def put() -> None:
+        pages = blocks.view.pieces(blocks.source.reshape(-1, blocks.each))
+        assert all(records.put(blocks.keys, pages, skip_existing=False))
+
+    def get() -> None:
+        assert all(records.get_into(blocks.keys, blocks.view.pieces(blocks.target.reshape(-1, blocks.each))))
+
+    return {"store blocks": store, "store pages": put, "load blocks": load, "load pages": get}
+
+
+def memory_bound(num_bytes: int) -> dict[str, Callable[[], object]]:
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return {"store copy_": lambda: target.copy_(source), "load copy_": lambda: source.copy_(target)}
+
+
+def disk_bound(num_bytes: int, folder: Path) -> dict[str, Callable[[], object]]:
+    data, fd = np.random.default_rng(0).bytes(num_bytes), os.open(folder / "bound", os.O_CREAT | os.O_RDWR)
+    view, room = memoryview(data), memoryview(bytearray(num_bytes))
+    calls = range(0, num_bytes, CALL_BYTES)
+    return {
+        "store pwrite": lambda: [os.pwrite(fd, view[at : at + CALL_BYTES], at) for at in calls],
+        "load preadv": lambda: [os.preadv(fd, [room[at : at + CALL_BYTES]], at) for at in calls],
+    }
+
+
+def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    blocks = Blocks(num_tokens, options.records)
+    size = 2 * blocks.num_bytes + (64 << 20)
+    urls = [f"disk://{folder / kind}?size={size}" if part == "disk" else f"memory://?size={size}" for kind in "ab"]
+    bounds = disk_bound(blocks.num_bytes, folder) if part == "disk" else memory_bound(blocks.num_bytes)
+    config = KVStoreConfig(num_tokens, (urls[0],), num_threads=options.threads)
+    header = {"model": "bench", "pages": blocks.view.name}
+    with (
+        KVStore(config, metadata_of(blocks.engine, "bench")) as chunks,
+        ByteStore(ByteStoreConfig((urls[1],), options.threads), header) as records,
+    ):
+        calls = ways(blocks, chunks, records)
+        for kind in ("blocks", "pages"):
+            calls[f"store {kind}"]()
+            blocks.check(calls[f"load {kind}"])
+        spent = in_turns({**bounds, **calls}, options.rounds)
+    return [row(part, verb, num_tokens, blocks.num_bytes, spent) for verb in ("store", "load")]
+
+
+def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> dict[str, Any]:
+    (bound,) = (name for name in spent if name.startswith(verb) and name.split()[1] not in ("blocks", "pages"))
+    blocks, pages = spent[f"{verb} blocks"], spent[f"{verb} pages"]
+    return {
+        "operation": f"{part} {verb}",
+        "tokens": num_tokens,
+        "GB/s": Figure.rate(num_bytes / 1e9, pages),
+        "blocks GB/s": Figure.rate(num_bytes / 1e9, blocks),
+        "of blocks": Figure.ratio(blocks, pages),
+        "bound": bound.split()[1],
+        "bound GB/s": Figure.rate(num_bytes / 1e9, spent[bound]),
+        "of bound": Figure.ratio(spent[bound], pages),
+    }
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    axes.barh([f"{row['operation']}, {row['tokens']}" for row in results], [row["of blocks"].median for row in results])
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set(xlabel="speed of pages, in that of blocks")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 256], help="of a record")
+    parser.add_argument("--records", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = []
+    for part in options.parts:
+        for num_tokens in options.tokens:
+            with tempfile.TemporaryDirectory(dir=options.path) as folder:
+                for found in measure(part, num_tokens, Path(folder), options):
+                    results.append(found)
+                    print(
+                        "{operation:14} {tokens:4} tokens  {GB/s:.2f} GB/s, {of blocks:.2f} of blocks, "
+                        "{of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s".format(**found),
+                        flush=True,
+                    )
+    if options.plot:
+        plot(results, options.plot)
+    machine = platform.processor() or platform.machine()
+    print(dumps({"machine": machine, "torch": torch.__version__, "threads": options.threads, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

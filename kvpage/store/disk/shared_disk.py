@@ -1,0 +1,161 @@
+"""SharedDisk: the records of disk tiers that other processes have open, kept up with as they write.
+
+    contains, open ─► what does each journal have that is new? ─► the headers there ─► is it still the record?
+                                    └── another id: a new owner ─► walk through all headers
+
+Nothing is locked, made or written, and nobody is asked: look-ups read the files. Each record's header is read again
+before it counts as found, and after each piece that is read. What its owner evicts or replaces meanwhile is a miss.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.disk.journal import JournalTail
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+
+EVERY = "*"
+SETTLED_SECONDS = 1.0  # after which a directory's time of change tells of the next change for sure
+
+
+class _Peer:
+    """One directory. view: None while there is none that can be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.view: DiskView | None = None
+        self._tail = JournalTail(path)
+
+    def refresh(self) -> None:
+        """Take up what its owner has written. Raises OSError or ValueError: the old view stays."""
+        try:
+            places = self._tail.poll()
+        except FileNotFoundError:  # nobody has written here yet, or it was deleted
+            self._tail.close()
+            self.view = None
+            return
+        if places is not None and self.view is not None:
+            for place in places:
+                self.view.look_at(self.path, place)
+            return
+        try:
+            self.view = DiskView([self.path])  # readers of the old one keep it
+        except BaseException:
+            self._tail.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the directory. Readers keep its files until they are closed."""
+        self._tail.close()
+        self.view = None
+
+
+class SharedDisk(Tier):
+    """Directories of disk tiers that other processes write, for reading. They may come and go.
+
+    A reader does not keep its record: what is evicted while it is read is a miss. Reads are no uses for the owner.
+
+    Args:
+        paths: directories; one whose last part is * stands for all directories beside each other there.
+        name: the tier's name in messages and statistics.
+
+    Raises:
+        ValueError: there is no path.
+    """
+
+    is_read_only = True
+
+    def __init__(self, paths: Sequence[str | Path], name: str = "disk-view") -> None:
+        places = [Path(path).absolute() for path in paths]
+        if not places:
+            raise ValueError("paths must be at least one, got none")
+        self.name = name
+        self._lock = threading.Lock()
+        self._peers = {path: _Peer(path) for path in places if path.name != EVERY}
+        self._parents: dict[Path, int | None] = {path.parent: None for path in places if path.name == EVERY}
+        self._num_errors, self._is_closed = 0, False
+
+    def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        views = self._views(timeout)
+        return [any(view.holds(key) for view in views) for key in keys]
+
+    def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
+        views = self._views(timeout)
+        return [next((found for view in views for found in view.open([key]) if found), None) for key in keys]
+
+    def infos(self) -> Iterator[RecordInfo]:
+        return iter([info for view in self._views(None) for info in view.infos()])
+
+    def stats(self) -> TierStats:
+        stats = [view.stats() for view in self._views(None)]
+        counts = sum(one.num_records or 0 for one in stats), sum(one.num_bytes or 0 for one in stats)
+        return TierStats(
+            self.name, *counts, None, corrupted=sum(one.corrupted for one in stats), errors=self._num_errors
+        )
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        raise self._refusal()
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        raise self._refusal()
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        raise self._refusal()
+
+    def clear(self) -> None:
+        raise self._refusal()
+
+    def flush(self, sync: bool = False) -> None:
+        """Do nothing: nothing is written."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for peer in self._peers.values():
+                peer.close()
+
+    # --- inside ---
+
+    def _views(self, timeout: float | None) -> list[DiskView]:
+        """Return a view of each directory, as it is now."""
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise TierError(f"{self.name}: other calls took too long")
+        try:
+            if self._is_closed:
+                raise TierError(f"{self.name} is closed")
+            for parent in self._parents:
+                self._list(parent)
+            for peer in self._peers.values():
+                self._refresh(peer)
+            return [peer.view for peer in self._peers.values() if peer.view is not None]
+        finally:
+            self._lock.release()
+
+    def _refresh(self, peer: _Peer) -> None:
+        """Take up a directory's changes. One in trouble is counted, and the others go on."""
+        try:
+            peer.refresh()
+        except (OSError, ValueError, TierError):
+            self._num_errors += 1
+
+    def _list(self, parent: Path) -> None:
+        """Find the directories there, if some came or went since the last time."""
+        try:
+            changed = os.stat(parent).st_mtime_ns
+            if changed == self._parents[parent]:
+                return
+            found = {Path(entry.path) for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)}
+        except OSError:
+            return
+        for path in sorted(found - self._peers.keys()):
+            self._peers[path] = _Peer(path)
+        for path in [path for path in self._peers if path.parent == parent and path not in found]:
+            self._peers.pop(path).close()
+        is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS
+        self._parents[parent] = changed if is_settled else None
+
+    def _refusal(self) -> TierError:
+        return TierError(f"{self.name} is open for reading only, nothing can be changed")

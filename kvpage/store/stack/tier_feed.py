@@ -1,0 +1,98 @@
+"""TierFeed: tells listeners which records come into the tiers and leave them, in order, in a thread of its own.
+
+    a tier, with its lock held ─► note ─► queue ─► thread ─► listeners, with no lock of a tier or a call
+
+A tier notes a change while it makes it. So the notes of one tier are in the order of its changes.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from kvpage.store.stack.placed import Placed
+from kvpage.store.tiers.tier import Key
+
+MOST_AT_ONCE = 1024
+logger = logging.getLogger(__name__)
+
+
+class TierNote(NamedTuple):
+    """A change of one record. at: the tier's number. reason: as in `Tier.watch`."""
+
+    at: int
+    key: Key
+    reason: str
+
+
+TierListener = Callable[[list[TierNote]], None]
+
+
+class TierFeed:
+    """Thread-safe. Until the first listener comes, no tier notes anything, and there is no thread."""
+
+    def __init__(self, tiers: Sequence[Placed]) -> None:
+        self._tiers = tiers
+        self._notes: SimpleQueue[TierNote | threading.Event | None] = SimpleQueue()
+        self._listeners: list[TierListener] = []
+        self._telling = threading.RLock()  # held while listeners are called
+        self._thread: threading.Thread | None = None
+
+    def add(self, listener: TierListener) -> None:
+        """Tell the listener from now on."""
+        with self._telling:
+            self._listeners.append(listener)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpage-store-events", daemon=True)
+                self._thread.start()
+                for at, one in enumerate(self._tiers):
+                    one.tier.watch(functools.partial(self._note, at))
+
+    def drop(self, listener: TierListener) -> None:
+        """Return when the listener is told nothing any more; at once in the listener itself."""
+        with self._telling:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def flush(self) -> None:
+        """Wait until the listeners were told of everything that has happened; not in a listener itself."""
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            told = threading.Event()
+            self._notes.put(told)
+            told.wait()
+
+    def close(self) -> None:
+        """Tell what is left, and end the thread."""
+        for one in self._tiers if self._thread is not None else ():
+            one.tier.watch(None)
+        self._notes.put(None)
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _note(self, at: int, key: Key, reason: str) -> None:
+        self._notes.put(TierNote(at, key, reason))
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            taken = [self._notes.get()]
+            try:
+                while len(taken) < MOST_AT_ONCE:
+                    taken.append(self._notes.get_nowait())
+            except Empty:
+                pass
+            is_open = None not in taken
+            self._tell([note for note in taken if isinstance(note, TierNote)])
+            for marker in taken:
+                if isinstance(marker, threading.Event):
+                    marker.set()
+
+    def _tell(self, notes: list[TierNote]) -> None:
+        with self._telling:
+            for listener in list(self._listeners) if notes else ():
+                try:
+                    listener(notes)
+                except Exception:  # the border of this thread: the other listeners go on
+                    logger.exception("a listener of a store failed")
