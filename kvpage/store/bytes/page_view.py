@@ -113,8 +113,8 @@ class PageView:
 
     def _order(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a page, in the order of memory."""
-        dims = (dim for dim in range(tensor.dim()) if dim != self._page_dim)
-        return sorted(dims, key=lambda dim: -tensor.stride(dim))
+        dims, strides = (dim for dim in range(tensor.dim()) if dim != self._page_dim), tensor.stride()
+        return sorted(dims, key=lambda dim: -strides[dim])
 
     def _described(self, tensor: torch.Tensor) -> list[Any]:
         """Return dtype and shape of a page, and its dimensions in the order of memory."""
