@@ -122,7 +122,7 @@ def test_looking_changes_nothing(tmp_path) -> None:
         for n in range(6):
             store.store([n] * 8, torch.randn(2, 2, 8, 2, 8000))
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert len(files) == 4
+    assert len(files) == 5
     for place in (f"disk://{tmp_path}", f"disk://{tmp_path}?size=1MiB"):
         for name in ("ls", "stat", "verify"):
             assert command(name, place).exit_code == 0
