@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from kvpage.checks.values import as_list
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.record import Shape
+from kvpage.store.records.record import BYTES_CODEC, Shape
 from kvpage.store.tiers.tier import Key
 
 MAX_KEY_BYTES = 65535
 NO_SHAPE: Shape = (0, 0, 0, 0, 0)
-CODEC = "bytes"
 
 
 def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
@@ -41,4 +40,4 @@ class ByteKeys:
 
     def kind(self, name: Key, num_bytes: int) -> RecordKind:
         """Return the kind of the record of a name and so many bytes."""
-        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {CODEC: None})
+        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {BYTES_CODEC: None})

@@ -37,14 +37,14 @@ class _Peer:
             self._tail.close()
             self.view = None
             return
-        if places is not None and self.view is not None:
-            for place in places:
-                self.view.look_at(self.path, place)
-            return
         try:
-            self.view = DiskView([self.path])  # readers of the old one keep it
+            if places is None or self.view is None:
+                self.view = DiskView([self.path])  # readers of the old one keep it
+            else:
+                for place in places:
+                    self.view.look_at(self.path, place)
         except BaseException:
-            self._tail.close()
+            self._tail.close()  # the next time all is looked at
             raise
 
     def close(self) -> None:

@@ -23,6 +23,8 @@ MAX_META_BYTES = 1 << 16
 HEADER = struct.Struct("<8sII32sQQ16s5IQ4x")  # as RecordHead.pack has it
 assert HEADER.size == 112
 
+BYTES_CODEC = "bytes"  # of records whose payload has no shape: they are a ByteStore's
+
 Shape = tuple[int, int, int, int, int]
 """[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], by the format in `meta`."""
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvpage.store.records.keys import decode_meta
-from kvpage.store.records.record import CorruptRecord
+from kvpage.store.records.record import BYTES_CODEC, CorruptRecord
 from kvpage.store.records.record_io import read_head
 from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier
 
@@ -18,9 +18,9 @@ class RecordSummary:
     Attributes:
         key: hexadecimal.
         num_bytes: bytes of the record.
-        model: the model's name; None if the head cannot be read.
+        model: the model's name, "(bytes)" for a record of a ByteStore; None if the head cannot be read.
         namespace: of its tokens; None if the head cannot be read.
-        num_tokens: tokens of the chunk.
+        num_tokens: tokens of the chunk; None for a record of bytes.
         codec: the payload's dtype and codec.
         fmt: "vllm" or "huggingface".
         age: seconds since the last use; None if the tier does not know.
@@ -57,6 +57,8 @@ def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordS
     age = None if info.last_used is None else now - info.last_used
     try:
         head, _ = read_head(reader)
+        if head.codec == BYTES_CODEC:
+            return RecordSummary(info.key.hex(), info.num_bytes, "(bytes)", b"", None, head.codec, "", age, tier)
         fields = decode_meta(head.meta)
         num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
     except (CorruptRecord, ValueError, KeyError):
