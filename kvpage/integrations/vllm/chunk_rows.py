@@ -24,12 +24,12 @@ class ChunkRows:
         Raises:
             ValueError: It has another shape, or other strides.
         """
-        if view.ndim != 2 or view.itemsize != 1 or not view.c_contiguous:
+        shape = view.shape
+        if shape is None or len(shape) != 2 or view.itemsize != 1 or not view.c_contiguous:
             raise ValueError(
-                f"primary_kv_view must be contiguous bytes [chunks, bytes], got shape {view.shape}, strides "
-                f"{view.strides}"
+                f"primary_kv_view must be contiguous bytes [chunks, bytes], got shape {shape}, strides {view.strides}"
             )
-        self.num_chunks, self.num_bytes = view.shape
+        self.num_chunks, self.num_bytes = shape
         array = np.frombuffer(view, np.uint8)
         self._address = array.ctypes.data
         del array
