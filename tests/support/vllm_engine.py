@@ -1,4 +1,7 @@
-"""One life of a real vLLM engine on a CPU, in a process of its own: python vllm_engine.py SETTINGS.json ANSWER.json.
+"""Lives of a real vLLM engine on a CPU, each in a process of its own.
+
+stdin: a path a line, such as life-1 ─► a child: it reads life-1.json, writes life-1.answer, and prints into life-1.log
+stdout: its exit status. vLLM is imported once, before the first child: that takes longer than a life.
 
 settings: model, llm (arguments of vLLM's LLM), tier (one entry of secondary_tiers, or null), host_bytes, and waves:
           lists of requests that are added at once, [tokens, max_tokens, steps after which it is aborted or null];
@@ -11,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +103,9 @@ class Life:
         return found
 
 
-def main(settings_path: str, answer_path: str) -> None:
-    settings = json.loads(Path(settings_path).read_text())
+def run(begin: Path) -> None:
+    """Live once."""
+    settings = json.loads(begin.with_suffix(".json").read_text())
     life = Life(settings)
     for wave in settings["waves"]:
         if isinstance(wave, dict):
@@ -111,8 +116,44 @@ def main(settings_path: str, answer_path: str) -> None:
     answer = {"answers": life.answers, "metrics": life.metrics(), "shm_during": sorted(os.listdir("/dev/shm"))}
     life.engine.engine_core.shutdown()
     answer["shm_after"] = sorted(os.listdir("/dev/shm"))
-    Path(answer_path).write_text(json.dumps(answer))
+    begin.with_suffix(".answer").write_text(json.dumps(answer))
+
+
+def child(begin: Path) -> int:
+    """Live once in a child; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    log = os.open(begin.with_suffix(".log"), os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        run(begin)
+        status = 0
+    except BaseException:  # the border of the process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    import vllm.v1.engine.core  # noqa: F401
+    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.model_executor.models import gemma3, llama  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    import kvpage.store  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        pid = child(Path(line.strip()))
+        answers.write(f"{pid}\n")
+        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

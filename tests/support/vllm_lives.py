@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("vllm_engine.py")
@@ -30,22 +33,44 @@ class Answer:
 
 
 class Lives:
-    """Starts engines. Files of each life lie in `folder`."""
+    """Starts engines. Files of each life lie in `folder`. Use it in `with`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.num_lives = folder, 0
+        self._log = (folder / "starter.log").open("wb")
+        self._starter = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            env=_environment(),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+        )
+
+    def __enter__(self) -> "Lives":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._starter.stdin.close()
+        self._starter.wait(LIMIT)
+        self._starter.stdout.close()
+        self._log.close()
 
     def live(self, model: Path, waves: list[Any], tier: dict[str, Any] | None = None, **settings: Any) -> Answer:
         """Run an engine over these waves. See vllm_engine.py for them and for the settings."""
         self.num_lives += 1
         begin = self.folder / f"life-{self.num_lives}"
-        paths = begin.with_suffix(".json"), begin.with_suffix(".answer")
-        paths[0].write_text(json.dumps({"model": str(model), "waves": waves, "tier": tier, **settings}))
-        with begin.with_suffix(".log").open("wb") as log:
-            command = [sys.executable, str(SCRIPT), *map(str, paths)]
-            done = subprocess.run(command, env=_environment(), stdout=log, stderr=log, timeout=LIMIT)
-        assert done.returncode == 0, begin.with_suffix(".log").read_text()[-4000:]
-        return Answer(json.loads(paths[1].read_text()))
+        values = {"model": str(model), "waves": waves, "tier": tier, **settings}
+        begin.with_suffix(".json").write_text(json.dumps(values))
+        self._starter.stdin.write(f"{begin}\n")
+        pid = int(self._starter.stdout.readline())
+        guard = threading.Timer(LIMIT, os.killpg, (pid, signal.SIGKILL))  # it hangs: its status says so
+        guard.start()
+        status = int(self._starter.stdout.readline())
+        guard.cancel()
+        assert status == 0, f"status {status}: {self.log()[-4000:]}"
+        return Answer(json.loads(begin.with_suffix(".answer").read_text()))
 
     def log(self) -> str:
         """Return what the last life has printed."""

@@ -7,6 +7,7 @@ error. It prints median and spread of milliseconds, and bytes on disk.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import statistics
@@ -48,9 +49,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2049)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as opened:
         folder = Path(made)
-        model, lives, each = make_llama(folder / "model", **LARGE), Lives(folder), arms(folder)
+        model, lives, each = make_llama(folder / "model", **LARGE), opened.enter_context(Lives(folder)), arms(folder)
         rng = random.Random(0)
         prompts = [[rng.randrange(10, 8000) for _ in range(given.tokens)] for _ in range(given.prompts)]
         waves = [[(tokens, 2, None)] for tokens in prompts]

@@ -7,6 +7,7 @@ of an engine without a tier, or the test fails. vLLM's blocks have 128 tokens he
 import importlib.util
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,16 @@ def model(tmp_path_factory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory) -> Iterator[Lives]:
+    with Lives(tmp_path_factory.mktemp("lives")) as made:
+        yield made
+
+
 @pytest.fixture
-def lives(tmp_path) -> Lives:
-    return Lives(tmp_path)
+def lives(tmp_path, starter) -> Lives:
+    starter.folder = tmp_path
+    return starter
 
 
 def prompts(count: int, seed: int = 0, least: int = 300, most: int = 900) -> list[list[int]]:
