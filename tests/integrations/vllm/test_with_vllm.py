@@ -102,7 +102,7 @@ def test_the_second_process_is_warm_and_flipped_bits_give_right_tokens_where_vll
     assert of_kvpage.tokens == plain.tokens and sum(of_kvpage.cached) < sum(warm.cached)
 
     again = lives.live(model, [wave(asked)], disk(tmp_path / "kv"))  # nothing wrong was saved after failed loads
-    assert again.tokens == plain.tokens and again.cached == warm.cached
+    assert again.tokens == plain.tokens and sum(again.cached) > sum(of_kvpage.cached)
 
 
 @needs_redis
