@@ -20,6 +20,7 @@ MODULES = [
     "kvpage.integrations.lmcache",
     "kvpage.integrations.prometheus",
     "kvpage.integrations.routing",
+    "kvpage.integrations.sglang",
     "kvpage.blocks.namespaces",
     "kvpage.ops",
     "kvpage.server",

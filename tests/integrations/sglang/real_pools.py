@@ -29,12 +29,12 @@ def sizes() -> dict[str, Any]:
     return dict(host_to_device_ratio=1.0, host_size=0, page_size=PAGE, pin_memory=False)
 
 
-def mha_pool(layout: str, v_size: int = SIZE) -> Any:
-    """K and V of heads."""
+def mha_pool(layout: str, v_size: int | None = None) -> Any:
+    """K and V of heads. v_size: of V, where it is another one than K's."""
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 
-    tokens, device = NUM_PAGES * PAGE, torch.device("cpu")
+    tokens, device, v_size = NUM_PAGES * PAGE, torch.device("cpu"), v_size or SIZE
     k = tuple(torch.zeros(tokens, HEADS, SIZE, dtype=torch.bfloat16) for _ in range(LAYERS))
     v = tuple(torch.zeros(tokens, HEADS, v_size, dtype=torch.bfloat16) for _ in range(LAYERS))
     buffers = KVBuffers(k=k, v=v, k_data_ptrs=addresses(k), v_data_ptrs=addresses(v), layout=KVBufferLayout.NHD)
@@ -121,9 +121,11 @@ class EngineSide:
     Args:
         pool: A host pool.
         extra: The extra config of the storage, as --hicache-storage-backend-extra-config gives it.
+        backend: The storage, as --hicache-storage-backend gives it.
+        ranks: Ranks and sizes of groups.
     """
 
-    def __init__(self, pool: Any, extra: dict[str, Any], **ranks: int) -> None:
+    def __init__(self, pool: Any, extra: dict[str, Any], backend: str = "dynamic", **ranks: int) -> None:
         from sglang.srt.managers import cache_controller
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
         from sglang.srt.runtime_context import get_parallel
@@ -137,7 +139,7 @@ class EngineSide:
         cache_controller.device_module = MagicMock()  # streams and events of a GPU
         allocator = types.SimpleNamespace(get_kvcache=lambda: device)
         self.controller = cache_controller.HiCacheController(
-            allocator, pool, PAGE, None, None, storage_backend="dynamic", model_name="model", prefetch_threshold=PAGE,
+            allocator, pool, PAGE, None, None, storage_backend=backend, model_name="model", prefetch_threshold=PAGE,
             storage_backend_extra_config=extra, enable_storage_metrics=True,
         )  # fmt: skip
 

@@ -181,16 +181,8 @@ def test_what_one_process_kept_another_one_fetches(tmp_path: Path, engine: Calla
 
 
 def test_a_damaged_page_ends_the_prefix(tmp_path: Path, engine: Callable[..., EngineSide]):
-    source = mha_pool("page_first")
-    wanted = kept(tmp_path, source, 200)
-    spoilt = 0
-    for path in [one for one in tmp_path.rglob("*") if one.is_file()]:
-        data = path.read_bytes()
-        at = data.find(wanted[140][:64])
-        if at >= 0:
-            spoilt += 1
-            path.write_bytes(data[: at + 9] + bytes([data[at + 9] ^ 4]) + data[at + 10 :])
-    assert spoilt == 1
+    wanted = kept(tmp_path, mha_pool("page_first"), 200)
+    flip(tmp_path, wanted[140][:64])
     pool = filled(mha_pool("page_first"), 5)
     side = engine(pool, on_disk(tmp_path))
     operation = side.hit(TOKENS[:800])
@@ -200,6 +192,30 @@ def test_a_damaged_page_ends_the_prefix(tmp_path: Path, engine: Callable[..., En
     assert side.hit(TOKENS[:800]).storage_hit_count == 140 * 4  # the damaged one is gone, and may be kept again
     assert side.keep([140], operation.hash_value[140:141]) == 4
     assert side.hit(TOKENS[:800]).storage_hit_count == 800
+
+
+def flip(folder: Path, target: bytes) -> None:
+    """Flip a bit behind these bytes, wherever they are in the folder."""
+    spoilt = 0
+    for path in [one for one in folder.rglob("*") if one.is_file()]:
+        data = path.read_bytes()
+        at = data.find(target)
+        if at >= 0:
+            spoilt += 1
+            path.write_bytes(data[: at + 9] + bytes([data[at + 9] ^ 4]) + data[at + 10 :])
+    assert spoilt == 1
+
+
+def test_a_flipped_bit_is_a_wrong_page_of_sglangs_file(tmp_path: Path, engine: Callable[..., EngineSide]):
+    """What docs/sglang.md says of it; the test before shows what this backend does."""
+    pool = mha_pool("page_first")
+    side = EngineSide(pool, {"file_storage_path": str(tmp_path)}, "file")
+    operation, wanted = side.hit(TOKENS[:12]), [page_of(pool, page) for page in range(3)]
+    assert side.keep([0, 1, 2], operation.all_hash_values) == 12
+    flip(tmp_path, wanted[1][:64])
+    assert side.fetch(side.hit(TOKENS[:12]), [4, 5, 6]) == 12
+    assert [page_of(pool, page) == one for page, one in zip((4, 5, 6), wanted, strict=True)] == [True, False, True]
+    side.close()
 
 
 def test_a_tier_that_is_not_there_costs_a_miss(engine: Callable[..., EngineSide]):
