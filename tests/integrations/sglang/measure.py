@@ -1,7 +1,7 @@
 """Measure the backend beside SGLang's own `file`, through SGLang's controller and host pools: GB/s, medians, quartiles.
 
-    tests/integrations/run.sh sglang        makes the environment, and prints where it is
-    ENV/bin/python tests/integrations/sglang/measure.py FOLDER
+tests/integrations/run.sh sglang        makes the environment, and prints where it is
+ENV/bin/python tests/integrations/sglang/measure.py FOLDER
 """
 
 import os
