@@ -21,6 +21,11 @@ from typing import Any
 PLUGIN = {"spec_name": "CpuTieringSpec", "spec_module_path": "support.vllm_cpu"}
 
 
+def engine_id() -> str:
+    """Return the name under which vLLM's shared memory is found."""
+    return f"kvpage-test-{os.getpid()}"
+
+
 def make_llm(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -34,7 +39,10 @@ def make_llm(settings: dict[str, Any]) -> Any:
         extra = {**PLUGIN, "cpu_bytes_to_use": settings.get("host_bytes", 64 << 20)}
         extra["secondary_tiers"] = [settings["tier"]]
         given["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
+            engine_id=engine_id(),
         )
     return LLM(**{**given, **settings.get("llm", {})})
 
@@ -113,9 +121,9 @@ def run(begin: Path) -> None:
         else:
             life.wave(wave)
             life.idle()
-    answer = {"answers": life.answers, "metrics": life.metrics(), "shm_during": sorted(os.listdir("/dev/shm"))}
+    answer = {"answers": life.answers, "metrics": life.metrics()}
     life.engine.engine_core.shutdown()
-    answer["shm_after"] = sorted(os.listdir("/dev/shm"))
+    answer["left_behind"] = [name for name in os.listdir("/dev/shm") if engine_id() in name]
     begin.with_suffix(".answer").write_text(json.dumps(answer))
 
 

@@ -25,7 +25,7 @@ class Answer:
         self.cached = [one["cached"] or 0 for one in each]
         self.seconds = [one["seconds"] for one in each]
         self.metrics: dict[str, float] = values["metrics"]
-        self.left_behind: list[str] = [name for name in values["shm_after"] if "vllm_offload" in name]
+        self.left_behind: list[str] = values["left_behind"]  # shared memory
 
     def metric(self, name: str) -> float:
         """Return a metric's sum over its labels."""

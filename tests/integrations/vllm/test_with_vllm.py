@@ -178,7 +178,7 @@ def test_two_hundred_requests_with_shared_prefixes(tmp_path, model, lives, place
     asks = [list(ask.tokens) for ask in make_trace(64, num_groups=20, num_each=10)]
     assert len(asks) == 200
     waves = [wave(asks[begin : begin + 8], 4) for begin in range(0, 200, 8)]
-    engine = {"num_gpu_blocks_override": 80}
+    engine = {"num_gpu_blocks_override": 36}
     plain = lives.live(model, waves, llm=engine)
     server = RedisServer(tmp_path / "redis") if place == "redis" else None
     mine = disk(tmp_path / "kv") if server is None else tier(f"redis://127.0.0.1:{server.port}/0?deadline=5")
