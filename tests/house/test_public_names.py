@@ -20,6 +20,7 @@ MODULES = [
     "kvpage.integrations.lmcache",
     "kvpage.integrations.prometheus",
     "kvpage.integrations.routing",
+    "kvpage.integrations.sglang",
     "kvpage.blocks.namespaces",
     "kvpage.ops",
     "kvpage.server",
@@ -41,6 +42,7 @@ EXTRAS = {
 }
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.integrations.sglang.host_pages.HostPages": "of a PageStorage, which makes it of a pool",
     "kvpage.observe.tree_watch.TreeChanges": "told by an engine's telemetry to its listeners",
     "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",
     "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",

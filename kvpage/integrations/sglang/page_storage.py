@@ -1,0 +1,196 @@
+"""PageStorage: pages of SGLang's host pools in a ByteStore. A page is one record; a miss never ends a call.
+
+keep   pages ─► records of one pool, all or none of each page
+load   records ─► pages; True means exactly the bytes that were kept
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvpage.integrations.sglang.host_pages import HostPages
+from kvpage.integrations.sglang.settings import HiCacheSettings
+from kvpage.integrations.sglang.shard import Shard
+from kvpage.integrations.sglang.traffic import Traffic
+from kvpage.store import ByteStore, ByteStoreStats, Placed, Tier
+
+KV = "kv"
+Buffers = Sequence[Any]
+
+
+class PageStorage:
+    """The pages of one rank. Thread-safe; SGLang looks up, loads and keeps in three threads.
+
+    Args:
+        settings: Tiers, and what SGLang does not know.
+        shard: The rank.
+        version: Of SGLang.
+        tiers: Tiers that are made already, in place of those of the settings.
+
+    Raises:
+        ValueError: No rank but one would find anything, or nobody named the weights.
+        OSError, ImportError, TypeError: A tier cannot be opened.
+    """
+
+    def __init__(
+        self, settings: HiCacheSettings, shard: Shard, version: str, tiers: Sequence[Tier | Placed] | None = None
+    ) -> None:
+        if shard.is_replicated and shard.tp[1] > 1 and settings.all_local:
+            raise ValueError(
+                "tiers must have one that all ranks reach, such as redis://, since one rank alone keeps latents, "
+                f"got {', '.join(settings.tiers)}"
+            )
+        self.settings, self.shard, self.traffic = settings, shard, Traffic()
+        header = shard.header(settings.model, settings.kv_cache_dtype, version)
+        self._store = ByteStore(settings.store_config(shard.name), header, tiers)
+        self._pools: dict[str, HostPages] = {}
+
+    def register(self, name: str, pool: Any) -> None:
+        """Take a pool of host memory, in place of one that had its name.
+
+        Args:
+            name: The pool's name in SGLang.
+            pool: The HostKVCache.
+
+        Raises:
+            ValueError: The pool's bytes do not tell their dtype, and neither do the settings.
+        """
+        pages = HostPages(name, pool, self.shard, name != KV or self.settings.interface_v1)
+        unnamed = getattr(pool, "dtype", None) == torch.uint8 and self.settings.kv_cache_dtype is None
+        if name == KV and unnamed and not pages.is_logical:
+            raise ValueError(
+                "kv_cache_dtype must be named in the extra config, since this cache's bytes do not tell it, got None"
+            )
+        self._pools[name] = pages
+
+    def pages(self, name: str) -> HostPages:
+        """Return a pool.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ValueError: No such pool was registered.
+        """
+        if name not in self._pools:
+            raise ValueError(f"a pool must be one of {', '.join(sorted(self._pools)) or 'none yet'}, got {name!r}")
+        return self._pools[name]
+
+    def found(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Return for each page whether some tier has it.
+
+        Args:
+            name: The pool.
+            keys: SGLang's hashes of the pages.
+
+        Raises:
+            ValueError: No such pool was registered.
+        """
+        return self._store.contains(self.pages(name).keys(keys), deadline=self.settings.deadline)
+
+    def load(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        """Read pages into host memory.
+
+        Args:
+            name: The pool.
+            keys: SGLang's hashes of the pages.
+            host_indices: Indices of their tokens in the pool.
+
+        Returns:
+            A flag for each page. The memory of one that was missed means nothing.
+
+        Raises:
+            ValueError: There is no such pool, or the indices do not fit.
+        """
+        pages = self.pages(name)
+        indices = pages.check(len(keys), host_indices)
+        if pages.is_logical:
+            return [True] * len(keys)
+        if pages.by_address:
+            return self._read(pages.keys(keys), pages.pieces(len(keys), indices))
+        rooms, place = pages.rooms(len(keys), indices)
+        flags = self._read(pages.keys(keys), rooms)
+        for index, flag in enumerate(flags):
+            if flag:
+                place(index)
+        return flags
+
+    def keep(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        """Store pages of host memory.
+
+        Args:
+            name: The pool.
+            keys: SGLang's hashes of the pages.
+            host_indices: Indices of their tokens in the pool.
+
+        Returns:
+            A flag for each page: whether some tier has it now.
+
+        Raises:
+            ValueError: There is no such pool, or the indices do not fit.
+        """
+        pages = self.pages(name)
+        indices = pages.check(len(keys), host_indices)
+        if pages.is_logical:
+            return [True] * len(keys)
+        way = pages.pieces if pages.by_address else pages.copies
+        return self._write(pages.keys(keys), way(len(keys), indices))
+
+    def load_copies(self, keys: Sequence[str], copies: Sequence[torch.Tensor]) -> list[bool]:
+        """Read pages of K and V into tensors of their own.
+
+        Args:
+            keys: SGLang's hashes of the pages.
+            copies: A contiguous tensor a page, of its bytes.
+
+        Returns:
+            A flag for each page.
+
+        Raises:
+            ValueError: A tensor is not contiguous, or there are more or fewer than pages.
+        """
+        return self._read(self.pages(KV).keys(keys), copies)
+
+    def keep_copies(self, keys: Sequence[str], copies: Sequence[torch.Tensor]) -> list[bool]:
+        """Store pages of K and V from tensors of their own.
+
+        Args:
+            keys: SGLang's hashes of the pages.
+            copies: A tensor a page, of its bytes.
+
+        Returns:
+            A flag for each page.
+
+        Raises:
+            ValueError: There are more or fewer tensors than pages.
+        """
+        return self._write(self.pages(KV).keys(keys), [one.detach().cpu().contiguous() for one in copies])
+
+    def clear(self) -> None:
+        """Forget all records in the tiers."""
+        self._store.clear()
+
+    def stats(self) -> ByteStoreStats:
+        """Return counters and the state of each tier."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Write what is to be written, and close the tiers. Calling it again has no effect."""
+        self._store.close()
+
+    def _read(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
+        start = time.perf_counter()
+        flags = self._store.get_into(keys, buffers, deadline=self.settings.deadline)
+        self.traffic.read(flags, buffers, time.perf_counter() - start)
+        return flags
+
+    def _write(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
+        # A key that comes twice in a call names the same bytes: chained hashes. The store takes each once.
+        once = list({key: index for index, key in reversed(list(enumerate(keys)))}.values())
+        start = time.perf_counter()
+        flags = self._store.put([keys[i] for i in once], [buffers[i] for i in once], deadline=self.settings.deadline)
+        self.traffic.wrote(flags, [buffers[i] for i in once], time.perf_counter() - start)
+        kept = {keys[index]: flag for index, flag in zip(once, flags, strict=True)}
+        return [kept[key] for key in keys]
