@@ -42,7 +42,7 @@ from kvpage.benchmarks.number_cells import (
     us,
 )
 from kvpage.benchmarks.runs import RUNS
-from kvpage.benchmarks.server_cells import handed_over, over_http
+from kvpage.benchmarks.server_cells import handed_over, over_http, rolled_out
 
 Results = dict[str, Result]
 NOT_MEASURED = "not measured yet"
@@ -339,6 +339,11 @@ NUMBERS: list[Number] = [
             ("first token of a prompt of 1,024 tokens while 4 others decode", "first ms"),
             ("the longest gap of the others", "gap ms"),
         )
+    ),
+    Number(
+        "rollouts of GRPO: 4 groups of 8 completions of 64 tokens, prompts of 512, small Llama, fp32, two threads",
+        *rolled_out(),
+        "rollouts",
     ),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
