@@ -101,7 +101,7 @@ def complete_by_generate_batch(model: Any, prompts: Prompts, max_tokens: int, dr
 
 
 def contenders(model: tf.PreTrainedModel, options: argparse.Namespace, prompts: Prompts) -> dict[str, Contender]:
-    found = {
+    found: dict[str, Contender] = {
         "kvpage": paged_contender(model, prompts, options.tokens),
         "generate": functools.partial(complete_by_generate, model, prompts, options.tokens),
     }

@@ -340,11 +340,7 @@ NUMBERS: list[Number] = [
             ("the longest gap of the others", "gap ms"),
         )
     ),
-    Number(
-        "rollouts of GRPO: 4 groups of 8 completions of 64 tokens, prompts of 512, small Llama, fp32, two threads",
-        *rolled_out(),
-        "rollouts",
-    ),
+    Number("GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", *rolled_out(), "rollouts"),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
         generated(1024, "prefix found"),

@@ -256,3 +256,13 @@ def test_the_fake_has_what_the_trainer_has(folder, tmp_path):
 def test_wrong_arguments_of_the_trainer_are_refused(folder, tmp_path, fields):
     with pytest.raises((ValueError, TypeError), match=r"rollout_func must be None|config must be an EngineConfig"):
         make_trainer(PagedGRPOTrainer, folder, tmp_path, Rewards(), **fields)
+
+
+def test_the_example_learns(capsys):
+    path = Path(__file__).parents[3] / "examples" / "grpo.py"
+    spec = importlib.util.spec_from_file_location("grpo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rewards = module.main(steps=12)
+    assert rewards[-1] > rewards[0] + 0.1
+    assert "a group's once" in capsys.readouterr().out
