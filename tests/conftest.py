@@ -32,7 +32,8 @@ def runs_all_tests(config: pytest.Config) -> bool:
 
 
 def pytest_configure() -> None:
-    """Leave the processors to the processes of the run in equal parts."""
+    """Leave the processors to the processes of the run in equal parts. Compiled models need few of torch's headers."""
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))

@@ -2,6 +2,11 @@
 
 from kvpage.store.arriving_store import ArrivingStore, Expectation
 from kvpage.store.builder import KVStoreBuilder
+from kvpage.store.bytes.byte_store import ByteStore
+from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.bytes.later import Later
+from kvpage.store.bytes.pieces import Pieces
+from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
 from kvpage.store.load.block_chunks import metadata_of
@@ -16,13 +21,19 @@ from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [
     "ArrivingStore",
+    "ByteStore",
+    "ByteStoreConfig",
+    "ByteStoreStats",
+    "ByteTierStats",
     "Expectation",
     "KVStore",
     "KVStoreBuilder",
     "KVStoreConfig",
     "KVStoreMetadata",
     "KVStoreStats",
+    "Later",
     "LayerLoad",
+    "Pieces",
     "Pin",
     "Placed",
     "RecordSummary",

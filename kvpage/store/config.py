@@ -1,10 +1,10 @@
 """KVStoreConfig: chunk size, tiers as URLs, and how they work together; from code, YAML or the environment."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvpage.checks.values import check_at_least
@@ -67,6 +67,19 @@ class TierURL:
         return dict(self.options).get(name, default)
 
 
+class TierChoice(Protocol):
+    """The part of a store's configuration that names its tiers.
+
+    tiers: URLs, the fastest first. deadline: seconds of a call on a tier that names none; None for no limit.
+    """
+
+    @property
+    def tiers(self) -> tuple[str, ...]: ...
+
+    @property
+    def deadline(self) -> float | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVStoreConfig:
     """The configuration of a store.
@@ -103,18 +116,10 @@ class KVStoreConfig:
             object.__setattr__(self, "kept_result_bytes", parse_size(self.kept_result_bytes))
         for name, least in (("chunk_size", 1), ("num_threads", 0), ("kept_result_bytes", 0)):
             check_at_least(name, getattr(self, name), least)
-        tiers = (self.tiers,) if isinstance(self.tiers, str) else tuple(self.tiers)
-        if not tiers:
-            raise ValueError("tiers must name at least one, got none")
-        for url in tiers:
-            TierURL.parse(url)
-        object.__setattr__(self, "tiers", tiers)
+        object.__setattr__(self, "tiers", checked_tiers(self.tiers))
         if not isinstance(self.save_decode_cache, bool):
             raise ValueError(f"save_decode_cache must be True or False, got {self.save_decode_cache!r}")
-        if self.deadline is not None and not isinstance(self.deadline, (int, float)):
-            raise ValueError(f"deadline must be positive seconds or None, got {type(self.deadline).__name__}")
-        if self.deadline is not None and not 0 < self.deadline < float("inf"):
-            raise ValueError(f"deadline must be positive seconds or None, got {self.deadline!r}")
+        check_deadline(self.deadline)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KVStoreConfig":
@@ -130,12 +135,7 @@ class KVStoreConfig:
             ValueError: a key is not a field.
             TypeError: values is not a mapping.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values must be a mapping, got {type(values).__name__}")
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"keys must be among {', '.join(sorted(known))}, got {', '.join(map(str, unknown))}")
+        check_keys(values, cls)
         return cls(**values)
 
     @classmethod
@@ -190,6 +190,34 @@ class KVStoreConfig:
             if name.startswith(ENV_PREFIX) and name not in ("KVPAGE_CUDA",)
         }
         return cls.from_dict({name: _from_text(name, value) for name, value in given.items()})
+
+
+def checked_tiers(tiers: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the URLs of one or several tiers. Raises ValueError for none and wrong ones, TypeError for no text."""
+    urls = (tiers,) if isinstance(tiers, str) else tuple(tiers)
+    if not urls:
+        raise ValueError("tiers must name at least one, got none")
+    for url in urls:
+        TierURL.parse(url)
+    return urls
+
+
+def check_deadline(deadline: float | None) -> None:
+    """Raise ValueError unless it is None, or positive and finite seconds."""
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
+        raise ValueError(f"deadline must be positive seconds or None, got {type(deadline).__name__}")
+    if deadline is not None and not 0 < deadline < float("inf"):
+        raise ValueError(f"deadline must be positive seconds or None, got {deadline!r}")
+
+
+def check_keys(values: Mapping[str, Any], config: type) -> None:
+    """Raise TypeError unless it is a mapping, ValueError for a key that is no field of the configuration class."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"values must be a mapping, got {type(values).__name__}")
+    known = {field.name for field in fields(config)}
+    unknown = sorted(map(str, set(values) - known))
+    if unknown:
+        raise ValueError(f"keys must be among {', '.join(sorted(known))}, got {', '.join(unknown)}")
 
 
 def _from_text(name: str, text: str) -> Any:

@@ -9,7 +9,6 @@ Every read gives nothing, or exactly the bytes that were stored under that key. 
 exception.
 """
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -18,32 +17,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.checks.interrupts import made_or_undone, uninterrupted
+from kvpage.checks.interrupts import made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.load.block_load import BlockLoad
-from kvpage.store.load.call_gate import CallGate, gated
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.early_load import EarlyLoad, OnVerified
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
-from kvpage.store.placement import place_tiers
+from kvpage.store.placement import placed_tiers
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.kv_tensors import KVTensors
 from kvpage.store.records.summary import RecordSummary, summaries
+from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
-from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stats import KVStoreStats
+from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Key, Tier
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
 
 
-class KVStore:
+class KVStore(TieredStore):
     """Keys and values of token sequences, beyond the process. Thread-safe.
 
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
@@ -65,15 +64,10 @@ class KVStore:
     ) -> None:
         self.config, self.given_metadata = config, metadata
         self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
-        placed = [Placed.of(one, config.deadline) for one in tiers] if tiers is not None else place_tiers(config)
-        if not placed:
-            raise ValueError("tiers must be at least one, got none")
-        self._tiers = TierStack(placed, config.num_threads or torch.get_num_threads())
+        super().__init__(placed_tiers(config, tiers), config.num_threads)
         self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
         kept = config.kept_result_bytes
         self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, kept)
-        self.gate = CallGate("the store")
-        self._closing, self._is_closed = threading.RLock(), False
 
     @property
     def metadata(self) -> KVStoreMetadata:
@@ -337,46 +331,13 @@ class KVStore:
         """
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
-    @gated
-    def clear(self) -> None:
-        """Remove all records, of every model, from every tier."""
-        self._tiers.clear()
-
-    @gated
-    def flush(self, sync: bool = False) -> None:
-        """Wait until everything in the background is written.
-
-        Args:
-            sync: wait until it would survive a loss of power.
-        """
-        check_flag("sync", sync)
-        self._tiers.flush(sync)
-
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), self._tiers.reads())
 
-    @uninterrupted
-    def close(self) -> None:
-        """Wait for calls and loads of layers that are under way, flush, and close the tiers.
-
-        Meanwhile and afterwards, every call but `stats` and `unpin` raises ValueError. A second call does nothing. In a
-        forked process nothing happens: the tiers are the parent's.
-        """
-        if self.gate.close():
-            with self._closing:
-                self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
-                if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
-                    self._is_closed = True
-                    self._tensors.close()
-                    self._tiers.close()
-
-    def __enter__(self) -> "KVStore":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def _close_parts(self) -> None:
+        self._tensors.close()
 
     @gated
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:

@@ -1,9 +1,9 @@
 """Placement: the tiers of a configuration, each made from its URL by the factory of the URL's scheme."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvpage.store.config import KVStoreConfig, TierURL, parse_size
+from kvpage.store.config import TierChoice, TierURL, parse_size
 from kvpage.store.stack.placed import Placed
 from kvpage.store.tiers.tier import Tier
 
@@ -121,7 +121,12 @@ def check_options(url: TierURL, *known: str) -> None:
             )
 
 
-def place_tiers(config: KVStoreConfig) -> list[Placed]:
+def placed_tiers(config: TierChoice, tiers: Sequence[Tier | Placed] | None) -> list[Placed]:
+    """Return tiers that are made already; None for those of the configuration, as `place_tiers` makes them."""
+    return place_tiers(config) if tiers is None else [Placed.of(one, config.deadline) for one in tiers]
+
+
+def place_tiers(config: TierChoice) -> list[Placed]:
     """Return the tiers of a configuration. If one cannot be made, the others are closed, and its error is raised."""
     placed: list[Placed] = []
     try:
@@ -134,7 +139,7 @@ def place_tiers(config: KVStoreConfig) -> list[Placed]:
     return placed
 
 
-def _place(url: TierURL, config: KVStoreConfig) -> Placed:
+def _place(url: TierURL, config: TierChoice) -> Placed:
     write = _choice(url, "write", {"through": False, "back": True}, "through")
     promotes = _choice(url, "promote", {"yes": True, "no": False}, "yes")
     deadline = url.option("deadline")

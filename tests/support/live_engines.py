@@ -26,10 +26,13 @@ def expected(works: Sequence[Work]) -> list[list[list[int]]]:
 
 
 def check_nothing_left(live: AsyncEngine) -> None:
-    """No request, and no block, is held, once what was aborted has ended."""
-    until(lambda: live.stats().num_unfinished == 0)
+    """No request, and no block, is held, once what was aborted and what is being stored has ended."""
+    until(lambda: _num_held(live) == (0, 0, 0, 0))
     live.call(lambda engine: engine.manager.check()).result()
-    stats = live.stats()
-    assert (stats.num_waiting, stats.engine.num_running, stats.engine.num_used_blocks) == (0, 0, 0)
     stepper = live._stepper
     assert not stepper._mailboxes and not stepper.sink and not live.engine.has_unfinished
+
+
+def _num_held(live: AsyncEngine) -> tuple[int, int, int, int]:
+    stats = live.stats()
+    return stats.num_unfinished, stats.num_waiting, stats.engine.num_running, stats.engine.num_used_blocks

@@ -43,4 +43,4 @@ def _update(digest: Any, name: str, weight: torch.Tensor) -> None:
             _update(digest, f"{name}.{inner}", getattr(weight, inner))
         return
     data = weight.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    digest.update(xxhash.xxh3_128_digest(data.numpy()))
+    digest.update(xxhash.xxh3_128_digest(data.numpy().data))

@@ -7,10 +7,10 @@ wanted          [ start ........... end ]           as far as the blocks reach; 
 import functools
 
 from kvpage.store.load.block_chunks import BlockChunk, BlockChunks
-from kvpage.store.load.call_gate import CallGate
 from kvpage.store.load.layer_load import LayerLoad, OpenChunk
 from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.record_io import read_record
+from kvpage.store.stack.call_gate import CallGate
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiers.tier import Key, Reader

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from kvpage.checks.values import as_integer
 from kvpage.store.load.block_chunks import BlockChunk
-from kvpage.store.load.call_gate import CallGate
 from kvpage.store.records.codec import Codec
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import CorruptRecord
 from kvpage.store.records.record_io import check_kind, check_raw, decode, read_head, read_into_runs, read_piece
+from kvpage.store.stack.call_gate import CallGate
 from kvpage.store.tiers.stretches import Runs, digests_of
 from kvpage.store.tiers.tier import Reader
 

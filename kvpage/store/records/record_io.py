@@ -179,7 +179,7 @@ def verify_record(reader: Reader, key: bytes) -> None:
 def pieces(head: RecordHead, is_in_memory: bool) -> Iterator[tuple[int, int]]:
     """Walk over begin and end of each piece in the payload: whole stretches, but for the last."""
     size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
-    for begin in range(0, head.payload_bytes, size):
+    for begin in range(0, head.payload_bytes, max(size, 1)):  # an empty payload has no piece
         yield begin, min(begin + size, head.payload_bytes)
 
 

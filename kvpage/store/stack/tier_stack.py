@@ -1,13 +1,14 @@
 """TierStack: several tiers as one, the fastest first. A tier in trouble is counted and logged, and is a miss.
 
-put     ─► every tier that lacks it; those written back get it later, from the first that has it and keeps it
-read    ─► the first tier that has it ─► verified ─► copied into the faster ones
+put       ─► every tier that lacks it; those written back get it later, from the first that has it and keeps it
+read      ─► the first tier that has it ─► verified ─► copied into the faster ones; the first miss ends it
+read_each ─► likewise, but each record by itself
 """
 
 import functools
 import logging
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
@@ -19,11 +20,24 @@ from kvpage.store.records.record_io import copy_record, encoded, write_record
 from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierRests, TierStats
+from kvpage.store.stack.tier_calls import TierCalls
+from kvpage.store.stack.time_limit import NO_LIMIT, TimeLimit
+from kvpage.store.tiers.tier import Key, Reader
 
 WINDOW = 8  # records that are open at once
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+Read = Callable[[int, Reader, int], None]
+"""read(index, reader, num_threads) raises CorruptRecord for a wrong record, which is dropped."""
+
+
+class Put(NamedTuple):
+    """What a put has done. is_there: for each key whether some tier has its record now. num_new: new to a tier."""
+
+    is_there: list[bool]
+    num_new: int
 
 
 class _Back(NamedTuple):
@@ -35,33 +49,39 @@ class _Back(NamedTuple):
     copy: RecordCopy
 
 
-class TierStack:
+class TierStack(TierCalls):
     """Thread-safe. num_threads: for the records of one call."""
 
     def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
-        self.tiers = list(tiers)
-        self.counts: Counter[str] = Counter()
-        self._reads: Counter[int] = Counter()  # by the tier's number
-        self._lock = threading.Lock()
+        super().__init__(tiers)
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies(len(self.tiers))
         self._replacing = threading.Lock()
 
     # --- writing ---
 
-    def put(self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], skip_existing: bool) -> int:
-        """Write records into the tiers that lack them, or into all; return the number that were new to a tier.
+    def put(
+        self,
+        keys: Sequence[Key],
+        record: Callable[[int], tuple[RecordKind, Source]],
+        skip_existing: bool,
+        limit: TimeLimit = NO_LIMIT,
+    ) -> Put:
+        """Write records into the tiers that lack them, or into all.
 
         record(index) returns the record to write. For a tier that is written back, a faster one keeps the record until
         it is written; a record that none can keep is written at once. With `skip_existing` False a tier that did not
-        take a record forgets its old one, unless it is out of reach.
+        take a record forgets its old one, unless it is out of reach. After the limit no more records are begun.
         """
         if skip_existing:
-            there = [self.contains(one, keys) for one in self.tiers]
+            there = [self.contains(one, keys, limit) for one in self.tiers]
             lacking = [[at for at, has in enumerate(there) if not has[index]] for index in range(len(keys))]
-            return self._put(keys, lacking, record, None)
+            is_new = self._put(keys, lacking, record, None, limit)
+            is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
+            return Put(is_there, sum(is_new))
         with self._replacing, self.copies.change(keys) as change:
-            return self._put(keys, [list(range(len(self.tiers)))] * len(keys), record, change)
+            is_new = self._put(keys, [list(range(len(self.tiers)))] * len(keys), record, change, limit)
+        return Put(is_new, sum(is_new))
 
     def _put(
         self,
@@ -69,19 +89,25 @@ class TierStack:
         lacking: Sequence[Sequence[int]],
         record: Callable[[int], tuple[RecordKind, Source]],
         change: Change | None,
-    ) -> int:
-        """Put records. lacking: the numbers of the tiers to write each into. change: of records that may be there."""
+        limit: TimeLimit,
+    ) -> list[bool]:
+        """Return for each record whether it was new to a tier.
+
+        lacking: the numbers of the tiers to write each into. change: of records that may be there.
+        """
         wanted = [index for index in range(len(keys)) if lacking[index]]
         num_threads = self.threads.each(len(wanted))
         backs: list[_Back] = []
-        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, change)
+        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, change, limit)
+        is_new = [False] * len(keys)
         try:
-            num_written = sum(self.threads.map(put_one, wanted))
+            for index, is_written in zip(wanted, self.threads.map(put_one, wanted), strict=True):
+                is_new[index] = is_written
         finally:
             if backs:
                 self.later(lambda: self._write_back(backs))
-        self.count(stored_chunks=num_written)
-        return num_written
+        self.count(stored_chunks=sum(is_new))
+        return is_new
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
         """Run the job in the background, after those before it."""
@@ -89,71 +115,51 @@ class TierStack:
 
     # --- reading ---
 
-    def locate(self, keys: Sequence[Key]) -> list[int | None]:
-        """Return for each key the number of the first tier that has it; None if none has it."""
-        located: list[int | None] = [None] * len(keys)
-        for at, one in enumerate(self.tiers):
-            left = [index for index, tier in enumerate(located) if tier is None]
-            if not left:
-                break
-            for index, is_there in zip(left, self.contains(one, [keys[index] for index in left]), strict=True):
-                if is_there:
-                    located[index] = at
-        return located
-
-    def contains(self, one: Placed, keys: Sequence[Key]) -> list[bool]:
-        """Return for each key whether the tier has it."""
-        there = self.ask(one, one.tier.contains, keys, one.deadline) or []
-        return there if len(there) == len(keys) else [False] * len(keys)
-
-    def open(self, keys: Sequence[Key], located: Sequence[int | None]) -> list[Reader | None]:
-        """Return a reader of each key in its tier; None if it is gone."""
-        readers: list[Reader | None] = [None] * len(keys)
-        for at, one in enumerate(self.tiers):
-            mine = [index for index, tier in enumerate(located) if tier == at]
-            opened = self._open(one, [keys[index] for index in mine]) if mine else []
-            for index, reader in zip(mine, opened, strict=True):
-                readers[index] = reader
-        return readers
-
-    def read(self, keys: Sequence[Key], read: Callable[[int, Reader, int], None]) -> int:
-        """Read records in order until one is missing; return the number that were read.
-
-        read(index, reader, num_threads) raises CorruptRecord for a wrong record, which is dropped.
-        """
+    def read(self, keys: Sequence[Key], read: Read) -> int:
+        """Read records in order until one is missing; return the number that were read."""
         return self.read_located(keys, self.locate(keys), read)
 
-    def read_located(
-        self, keys: Sequence[Key], located: Sequence[int | None], read: Callable[[int, Reader, int], None]
-    ) -> int:
+    def read_located(self, keys: Sequence[Key], located: Sequence[int | None], read: Read) -> int:
         """Do as `read` for keys that are located already."""
         count = num_leading(tier is not None for tier in located)
         for begin in range(0, count, WINDOW):
-            end = min(begin + WINDOW, count)
-            num_read = self._read_window(keys[begin:end], located[begin:end], begin, read)
-            if num_read < end - begin:
+            window = range(begin, min(begin + WINDOW, count))
+            num_read = num_leading(self._read_window(keys, located, window, read, NO_LIMIT))
+            if num_read < len(window):
                 return begin + num_read
         return count
 
+    def read_each(self, keys: Sequence[Key], read: Read, limit: TimeLimit = NO_LIMIT) -> list[bool]:
+        """Read records, each whatever becomes of the others; return which were read.
+
+        After the limit no more records are begun.
+        """
+        located, is_read = self.locate(keys, limit), [False] * len(keys)
+        wanted = [index for index, tier in enumerate(located) if tier is not None]
+        for begin in range(0, len(wanted), WINDOW):
+            window = wanted[begin : begin + WINDOW]
+            for index, done in zip(window, self._read_window(keys, located, window, read, limit), strict=True):
+                is_read[index] = done
+        for at in range(len(self.tiers)):
+            self.uses.miss(at, located.count(None))
+        return is_read
+
     def _read_window(
-        self,
-        keys: Sequence[Key],
-        located: Sequence[int | None],
-        begin: int,
-        read: Callable[[int, Reader, int], None],
-    ) -> int:
-        """Return the number of leading records that were read. begin: the index of the first."""
-        copy, num_threads = self.copies.begin(keys), self.threads.each(len(keys))
+        self, keys: Sequence[Key], located: Sequence[int | None], window: Sequence[int], read: Read, limit: TimeLimit
+    ) -> list[bool]:
+        """Return which of a few records were read. window: their indices; each has a tier."""
+        mine, places = [keys[index] for index in window], [located[index] or 0 for index in window]
+        copy, num_threads = self.copies.begin(mine), self.threads.each(len(window))
         try:
-            readers = self.open(keys, located)
+            readers = self.open(mine, places, limit)
 
-            def read_one(index: int) -> bool:
+            def read_one(at: int) -> bool:
                 def take(found: Reader) -> None:
-                    read(begin + index, found, num_threads)
+                    read(window[at], found, num_threads)
 
-                return self._read_one(keys[index], located[index] or 0, readers[index], copy, take)
+                return self._read_one(mine[at], places[at], readers[at], copy, take, limit)
 
-            return num_leading(self.threads.map(read_one, range(len(keys))))
+            return self.threads.map(read_one, range(len(window)))
         finally:
             self.copies.end(copy)
 
@@ -194,14 +200,21 @@ class TierStack:
 
     # --- all of them ---
 
-    def infos(self) -> list[list[RecordInfo]]:
-        """Return the records of each tier; none of a tier that cannot list them."""
-        return [self.ask(one, lambda one=one: list(one.tier.infos())) or [] for one in self.tiers]
-
     def remove(self, keys: Sequence[Key]) -> int:
         """Remove records; return the number that the tier with most of them had."""
         with self.copies.change(keys):
-            return max(self._remove(at, keys) for at in range(len(self.tiers)))
+            return max(self._remove(at, keys) or 0 for at in range(len(self.tiers)))
+
+    def remove_each(self, keys: Sequence[Key], limit: TimeLimit) -> list[bool]:
+        """Remove records; return for each whether a tier had it and took the call."""
+        is_removed = [False] * len(keys)
+        with self.copies.change(keys):
+            for at, one in enumerate(self.tiers):
+                self.copies.settle(at)
+                there = self.contains(one, keys, limit)
+                if self._remove(at, keys, limit) is not None:
+                    is_removed = [removed or had for removed, had in zip(is_removed, there, strict=True)]
+        return is_removed
 
     def clear(self) -> None:
         """Remove all records from all tiers."""
@@ -219,53 +232,19 @@ class TierStack:
         for one in self.tiers:
             self.ask(one, one.tier.flush, sync)
 
-    def stats(self) -> tuple[TierStats | None, ...]:
-        """Return the statistics of each tier; None for a tier in trouble."""
-        return tuple(self.ask(one, one.tier.stats) for one in self.tiers)
-
     def close(self) -> None:
         self.flush(sync=False)
         self.threads.close()
         for one in self.tiers:
             self.ask(one, one.tier.close)
 
-    def count(self, **counts: int) -> None:
-        with self._lock:
-            self.counts.update(counts)
-
-    def count_reads(self, ones: Sequence[Placed]) -> None:
-        """Count a chunk that each of these tiers has given; a tier may be there several times."""
-        with self._lock:
-            self._reads.update(self.tiers.index(one) for one in ones)
-
-    def reads(self) -> tuple[int, ...]:
-        """Return how many chunks each tier has given."""
-        with self._lock:
-            return tuple(self._reads[at] for at in range(len(self.tiers)))
-
-    def ask(self, one: Placed, call: Callable[..., T], *args: object) -> T | None:
-        """Return the result of a call of the tier; None when it is in trouble."""
-        try:
-            return call(*args)
-        except TierError as error:
-            self._count_trouble(one, error)
-            return None
-
     # --- inside ---
 
-    def _count_trouble(self, one: Placed, error: TierError) -> None:
-        if not isinstance(error, TierRests):
-            logger.warning("%s: %s", one.tier.name, error)
-        self.count(tier_errors=1)
-
-    def _open(self, one: Placed, keys: Sequence[Key]) -> list[Reader | None]:
-        opened = self.ask(one, one.tier.open, keys, one.deadline) or []
-        return opened if len(opened) == len(keys) else [None] * len(keys)
-
-    def _remove(self, at: int, keys: Sequence[Key]) -> int:
-        """Remove records from one tier, amid a change of these keys."""
+    def _remove(self, at: int, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> int | None:
+        """Remove records from one tier, amid a change of these keys; return None if it did not take the call."""
         self.copies.settle(at)
-        return self.ask(self.tiers[at], self.tiers[at].tier.remove, keys, self.tiers[at].deadline) or 0
+        one = self.tiers[at]
+        return None if limit.is_over else self.ask(one, one.tier.remove, keys, limit.timeout(one.deadline))
 
     def _put_one(
         self,
@@ -275,11 +254,12 @@ class TierStack:
         num_threads: int,
         backs: list[_Back],
         change: Change | None,
+        limit: TimeLimit,
         index: int,
     ) -> bool:
         """Return whether a tier has the record that had not, or will have it."""
         key, made, is_new = keys[index], None, False
-        for at in lacking[index]:
+        for at in lacking[index] if not limit.is_over else ():
             if self.tiers[at].is_written_back and at:
                 if change:
                     self._remove(at, [key])
@@ -290,24 +270,28 @@ class TierStack:
             made = made or encoded(*record(index))
             if change:
                 self.copies.settle(at)
-            is_written = self._write(self.tiers[at], *made, num_threads)
+            is_written = self._write(at, *made, num_threads, limit)
             if change and not is_written:
                 self._remove(at, [key])
             is_new = is_written or is_new
         return is_new
 
-    def _write(self, one: Placed, head: RecordHead, payload: Source, num_threads: int) -> bool:
+    def _write(self, at: int, head: RecordHead, payload: Source, num_threads: int, limit: TimeLimit) -> bool:
         """Return whether the tier took the record."""
-        try:
+        one = self.tiers[at]
+
+        def write() -> bool:
             writer = one.tier.create(head.key, head.num_bytes)
             if writer is None:
                 return False
             with writer:
                 write_record(writer, head, payload, num_threads)
-                return one.tier.commit([writer], one.deadline)[0]
-        except TierError as error:
-            self._count_trouble(one, error)
-            return False
+                return one.tier.commit([writer], limit.timeout(one.deadline))[0]
+
+        began = time.perf_counter()
+        is_written = self.ask(one, write) or False
+        self.uses.write(at, head.num_bytes, time.perf_counter() - began, is_written)
+        return is_written
 
     def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
         """Keep the record in a faster tier until it is written back; return None if none has it."""
@@ -348,20 +332,32 @@ class TierStack:
             return False
 
     def _read_one(
-        self, key: Key, located: int, reader: Reader | None, copy: RecordCopy, read: Callable[[Reader], None]
+        self,
+        key: Key,
+        located: int,
+        reader: Reader | None,
+        copy: RecordCopy,
+        read: Callable[[Reader], None],
+        limit: TimeLimit,
     ) -> bool:
         """Read a record from the tier where it was found, or from a slower one; return whether that succeeded."""
-        for at in range(located, len(self.tiers)):
-            one = self.tiers[at]
-            found = reader if at == located else self._open(one, [key])[0]
-            if found is None:
-                continue
-            with found:
-                if self.verified(one, key, lambda found=found: _true(read(found))):  # type: ignore[misc, func-returns-value]
-                    self._promote(at, key, found, copy)
-                    self.count_reads([one])
-                    return True
+        for at in range(len(self.tiers)):
+            found = reader if at == located else self._open(self.tiers[at], [key], limit)[0] if at > located else None
+            if found is not None:
+                with found:
+                    if not limit.is_over and self._read_verified(at, key, found, read):
+                        self._promote(at, key, found, copy)
+                        return True
+            self.uses.miss(at)
         return False
+
+    def _read_verified(self, at: int, key: Key, reader: Reader, read: Callable[[Reader], None]) -> bool:
+        """Return whether the tier's record was read."""
+        began = time.perf_counter()
+        is_read = self.verified(self.tiers[at], key, lambda: _true(read(reader)))  # type: ignore[func-returns-value]
+        if is_read:
+            self.uses.hit(at, reader.num_bytes, time.perf_counter() - began)
+        return is_read or False
 
     def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
         for faster in range(at):

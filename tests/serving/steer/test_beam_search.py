@@ -42,7 +42,7 @@ def by_generate(kind: str, prompt: list[int], eos: tuple[int, ...], **fields) ->
 
 def check(output, expected: list[tuple[list[int], float]]) -> None:
     assert [beam.token_ids for beam in output.beams] == [tokens for tokens, _ in expected]
-    assert [beam.score for beam in output.beams] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert [beam.score for beam in output.beams] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-4)
     assert output.token_ids == expected[0][0]
 
 

@@ -1,0 +1,1 @@
+"""Records of bytes by key, over the tiers of a store."""

@@ -1,0 +1,99 @@
+"""ByteJobs: calls on records of bytes, checked when they are made, and run at once or later.
+
+put(keys, buffers) ─► checked: names, payloads, limit ─► Job ─► job() ─► TierStack ─► a result a key
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpage.checks.values import as_list, as_real, check_flag
+from kvpage.store.bytes.byte_keys import ByteKeys, checked_keys
+from kvpage.store.bytes.pieces import Piece, Pieces, pieces_of
+from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.records.kinds import RecordKind
+from kvpage.store.records.payload import Source
+from kvpage.store.records.record import UnreadableRecord
+from kvpage.store.records.record_io import read_record
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.stack.time_limit import TimeLimit
+from kvpage.store.tiers.tier import Reader
+
+Job = Callable[[], list[bool]]
+Buffer = Piece | Sequence[Piece] | Pieces | None
+
+
+class ByteJobs:
+    """Makes jobs, each with a result a key. Wrong arguments raise ValueError or TypeError here, and no job is made."""
+
+    def __init__(self, tiers: TierStack, keys: ByteKeys) -> None:
+        self._tiers, self._keys = tiers, keys
+
+    def contains(self, keys: Sequence[bytes], deadline: float | None) -> Job:
+        names, limit = self._keys.of(checked_keys(keys)), limit_of(deadline)
+        return lambda: [tier is not None for tier in self._tiers.locate(names, limit)]
+
+    def remove(self, keys: Sequence[bytes], deadline: float | None) -> Job:
+        names, limit = self._keys.of(checked_keys(keys)), limit_of(deadline)
+        return lambda: self._tiers.remove_each(names, limit)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer], skip_existing: bool, deadline: float | None) -> Job:
+        check_flag("skip_existing", skip_existing)
+        limit, records = limit_of(deadline), self._records(keys, buffers, writable=False)
+        names = [kind.key for kind, _ in records.made]
+        if len(set(names)) < len(names):
+            raise ValueError("keys must be given once where they are put, got one twice")
+        for _, payload in records.made:
+            payload.check_source()
+
+        def record(index: int) -> tuple[RecordKind, Source]:
+            return records.made[index]
+
+        return lambda: records.result(self._tiers.put(names, record, skip_existing, limit).is_there)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None) -> Job:
+        limit, records = limit_of(deadline), self._records(keys, buffers, writable=True)
+        names = [kind.key for kind, _ in records.made]
+
+        def read(index: int, reader: Reader, num_threads: int) -> None:
+            _read(reader, *records.made[index], num_threads)
+
+        return lambda: records.result(self._tiers.read_each(names, read, limit))
+
+    def _records(self, keys: Sequence[bytes], buffers: Sequence[Buffer], writable: bool) -> "_Records":
+        each, memory = checked_keys(keys), as_list("buffers", buffers)
+        if len(each) != len(memory):
+            raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(each)} keys")
+        wanted = [index for index, buffer in enumerate(memory) if buffer is not None]
+        payloads = [RunPayload(*pieces_of(memory[index], writable)) for index in wanted]
+        names = self._keys.of([each[index] for index in wanted])
+        kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
+        return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
+
+
+class _Records:
+    """Records of a call. made: those with a buffer. wanted: the index of each in the call, of `num_keys` keys."""
+
+    def __init__(self, num_keys: int, wanted: list[int], made: list[tuple[RecordKind, RunPayload]]) -> None:
+        self._num_keys, self._wanted, self.made = num_keys, wanted, made
+
+    def result(self, flags: Sequence[bool]) -> list[bool]:
+        """Return a flag for each key of the call; False where there was no buffer."""
+        found = [False] * self._num_keys
+        for index, flag in zip(self._wanted, flags, strict=True):
+            found[index] = flag
+        return found
+
+
+def limit_of(deadline: Any) -> TimeLimit:
+    """Return the limit of a call that has so many seconds; None for no limit. Raises TypeError or ValueError."""
+    if deadline is not None and not 0 <= as_real("deadline", deadline) < float("inf"):
+        raise ValueError(f"deadline must be finite seconds of at least 0, or None, got {deadline!r}")
+    return TimeLimit.within(None if deadline is None else float(deadline))
+
+
+def _read(reader: Reader, kind: RecordKind, payload: RunPayload, num_threads: int) -> None:
+    """Read the record. One of another size stays as it is: other callers may ask for that."""
+    expected = kind.head(kind.raw_bytes, payload.stretch_bytes).num_bytes
+    if reader.num_bytes != expected:
+        raise UnreadableRecord(f"a record of {expected} bytes was asked for, and {reader.num_bytes} are there")
+    read_record(reader, kind, payload, num_threads)

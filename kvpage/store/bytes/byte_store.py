@@ -1,0 +1,144 @@
+"""ByteStore: records of bytes by key, over tiers, for engines that keep K and V in memory of their own.
+
+    put(keys, buffers)        ─► names ─► which are missing? ─► records ─► every tier
+    get_into(keys, buffers)   ─► names ─► the first tier that has each ─► verified, copied into the buffers
+                                                      ▲
+                                                      └── a corrupt record, a tier in trouble: that key is a miss
+
+Every read gives nothing, or exactly the bytes that were put under that key and header. A tier's trouble is a miss,
+never an exception.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs
+from kvpage.store.bytes.byte_keys import ByteKeys
+from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.bytes.header import Header, encode_header
+from kvpage.store.bytes.later import Later
+from kvpage.store.bytes.stats import ByteStoreStats, stats_of
+from kvpage.store.placement import placed_tiers
+from kvpage.store.stack.call_gate import gated
+from kvpage.store.stack.placed import Placed
+from kvpage.store.tiered_store import TieredStore
+from kvpage.store.tiers.tier import Tier
+
+MIN_READERS = 2
+
+
+class ByteStore(TieredStore):
+    """Records of bytes by key, in the tiers of a `KVStore`, and with its promises. Thread-safe.
+
+    `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
+    RuntimeError.
+
+    A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy array or a tensor in host
+    memory, or a list of such pieces. Pieces are contiguous. They are read and written where they are. The pieces that
+    read a record may be others than those that wrote it, as long as they have as many bytes together.
+
+    Args:
+        config: tiers and threads.
+        header: all facts besides the key that the bytes depend on, such as model, layout and version. Names and
+            values, or bytes that you encoded. Stores of another header in the same tiers do not see these records.
+        tiers: tiers that are made already, in place of those in the configuration.
+
+    Raises:
+        ValueError, TypeError, ImportError, OSError: a tier cannot be made, or the header is wrong.
+    """
+
+    def __init__(self, config: ByteStoreConfig, header: Header, tiers: Sequence[Tier | Placed] | None = None) -> None:
+        meta = encode_header(header)
+        super().__init__(placed_tiers(config, tiers), config.num_threads)
+        self.config = config
+        self._jobs = ByteJobs(self._tiers, ByteKeys(meta))
+        num_readers = max(config.num_threads or torch.get_num_threads(), MIN_READERS)
+        self.later = Later(self._jobs, self.gate, num_readers)
+        """The same calls, which return futures."""
+
+    @gated
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
+        """Return for each key whether some tier has its record, or had it a moment ago. That is not a use.
+
+        Args:
+            keys: of 1 to 65535 bytes each; one may come several times.
+            deadline: seconds of the call; what was not looked up by then counts as missing. None for no limit.
+
+        Returns:
+            A flag for each key.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        return self._jobs.contains(keys, deadline)()
+
+    @gated
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        skip_existing: bool = True,
+        deadline: float | None = None,
+    ) -> list[bool]:
+        """Store a record for each key.
+
+        Args:
+            keys: of 1 to 65535 bytes each, each once.
+            buffers: the memory of each record. None for one that is not to be stored.
+            skip_existing: leave records alone that every tier has, whatever their bytes. Otherwise they are replaced in
+                all tiers.
+            deadline: seconds of the call. A record is not begun afterwards; one that is under way is finished, within
+                the deadlines of its tiers. None for no limit.
+
+        Returns:
+            A flag for each key: whether some tier has its record now.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
+        """
+        return self._jobs.put(keys, buffers, skip_existing, deadline)()
+
+    @gated
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None) -> list[bool]:
+        """Read the record of each key into its buffer, whatever becomes of the others.
+
+        Args:
+            keys: of 1 to 65535 bytes each; one may come several times.
+            buffers: writable memory for each record, as long as it is. None for one that is not wanted. No two share
+                memory.
+            deadline: as in `put`.
+
+        Returns:
+            A flag for each key: True if the buffer has exactly the bytes that were put. False for a miss: the buffer's
+            bytes mean nothing then. A record of another length is a miss, and stays.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
+        """
+        return self._jobs.get_into(keys, buffers, deadline)()
+
+    @gated
+    def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
+        """Remove records from every tier. A tier that is out of reach keeps them.
+
+        Args:
+            keys: of 1 to 65535 bytes each; one may come several times.
+            deadline: seconds of the call; a tier is not asked afterwards. None for no limit.
+
+        Returns:
+            A flag for each key: whether a tier had its record, and has been rid of it.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        return self._jobs.remove(keys, deadline)()
+
+    def stats(self) -> ByteStoreStats:
+        """Return counters and the state of each tier, also of a closed store."""
+        self.gate.check()
+        names = [one.tier.name for one in self._tiers.tiers]
+        return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts)
+
+    def _close_parts(self) -> None:
+        self.later.close()

@@ -1,0 +1,127 @@
+"""Later: the calls of a ByteStore as futures, in threads of its own.
+
+contains, get_into ─► several threads, in any order
+put, remove        ─► one thread, in the order of the calls
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvpage.checks.interrupts import HeldInterrupts
+from kvpage.checks.started_pool import started_pool
+from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs, Job
+from kvpage.store.stack.call_gate import CallGate
+
+
+class Later:
+    """The calls of a `ByteStore`, each of which returns a future at once. Thread-safe; made by the store.
+
+    Arguments are checked before the return. A put or removal begins when those before it are over. Look-ups and reads
+    wait for neither. A deadline counts from the call. `close` of the store waits for all of them.
+
+    Args:
+        jobs: makes the calls.
+        gate: counts them as under way.
+        num_readers: threads for look-ups and reads.
+    """
+
+    def __init__(self, jobs: ByteJobs, gate: CallGate, num_readers: int) -> None:
+        self._jobs, self._gate, self._num_readers = jobs, gate, num_readers
+        self._lock = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Begin as `ByteStore.contains`.
+
+        Args:
+            keys: as there.
+            deadline: as there.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        return self._start("reads", self._jobs.contains(keys, deadline))
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        skip_existing: bool = True,
+        deadline: float | None = None,
+    ) -> "Future[list[bool]]":
+        """Begin as `ByteStore.put`.
+
+        Args:
+            keys: as there.
+            buffers: as there. They stay the caller's, and must not change until the future is done.
+            skip_existing: as there.
+            deadline: as there.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        return self._start("writes", self._jobs.put(keys, buffers, skip_existing, deadline))
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None
+    ) -> "Future[list[bool]]":
+        """Begin as `ByteStore.get_into`.
+
+        Args:
+            keys: as there.
+            buffers: as there. They stay the caller's, and are written until the future is done.
+            deadline: as there.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        return self._start("reads", self._jobs.get_into(keys, buffers, deadline))
+
+    def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Begin as `ByteStore.remove`.
+
+        Args:
+            keys: as there.
+            deadline: as there.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        return self._start("writes", self._jobs.remove(keys, deadline))
+
+    def close(self) -> None:
+        """End the threads. The store calls it when no call is under way."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)  # it may be a thread of theirs that closes the store
+
+    def _start(self, lane: str, job: Job) -> "Future[list[bool]]":
+        with HeldInterrupts():
+            self._gate.enter()
+            try:
+                future = self._pool(lane).submit(job)
+            except BaseException:
+                self._gate.leave()
+                raise
+            future.add_done_callback(lambda _: self._gate.leave())
+        return future
+
+    def _pool(self, lane: str) -> ThreadPoolExecutor:
+        """Return the lane's threads. They are started when they are needed: many stores need none."""
+        with self._lock:
+            if lane not in self._pools:
+                num_threads = self._num_readers if lane == "reads" else 1
+                self._pools[lane] = started_pool(num_threads, f"kvpage-{lane}")
+            return self._pools[lane]

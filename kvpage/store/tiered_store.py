@@ -1,0 +1,73 @@
+"""TieredStore: the life of a store, whatever its records are: tiers, calls under way, flush and close."""
+
+import threading
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.checks.values import check_flag
+from kvpage.store.stack.call_gate import CallGate, gated
+from kvpage.store.stack.placed import Placed
+from kvpage.store.stack.tier_stack import TierStack
+
+S = TypeVar("S", bound="TieredStore")
+
+
+class TieredStore:
+    """A store over tiers. Thread-safe; in a forked process every call but `close` raises RuntimeError.
+
+    Args:
+        tiers: the fastest first; the store closes them.
+        num_threads: threads for one call; 0 or None for torch's number.
+
+    Raises:
+        ValueError: there is no tier.
+    """
+
+    def __init__(self, tiers: Sequence[Placed], num_threads: int | None) -> None:
+        if not tiers:
+            raise ValueError("tiers must be at least one, got none")
+        self._tiers = TierStack(tiers, num_threads or torch.get_num_threads())
+        self.gate = CallGate("the store")
+        self._closing, self._is_closed = threading.RLock(), False
+
+    @gated
+    def clear(self) -> None:
+        """Remove all records, of every model, from every tier."""
+        self._tiers.clear()
+
+    @gated
+    def flush(self, sync: bool = False) -> None:
+        """Wait until everything in the background is written.
+
+        Args:
+            sync: wait until it would survive a loss of power.
+        """
+        check_flag("sync", sync)
+        self._tiers.flush(sync)
+
+    @uninterrupted
+    def close(self) -> None:
+        """Wait for calls and loads that are under way, flush, and close the tiers.
+
+        Meanwhile and afterwards, every call but `stats` and `unpin` raises ValueError. A second call does nothing. In a
+        forked process nothing happens: the tiers are the parent's.
+        """
+        if self.gate.close():
+            with self._closing:
+                self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
+                if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
+                    self._is_closed = True
+                    self._close_parts()
+                    self._tiers.close()
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _close_parts(self) -> None:
+        """Close what a kind of store has besides its tiers."""
