@@ -42,7 +42,7 @@ from kvpage.benchmarks.number_cells import (
     us,
 )
 from kvpage.benchmarks.runs import RUNS
-from kvpage.benchmarks.server_cells import handed_over, over_http, rolled_out
+from kvpage.benchmarks.server_cells import handed_over, over_http
 
 Results = dict[str, Result]
 NOT_MEASURED = "not measured yet"
@@ -340,7 +340,6 @@ NUMBERS: list[Number] = [
             ("the longest gap of the others", "gap ms"),
         )
     ),
-    Number("GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", *rolled_out(), "rollouts"),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
         generated(1024, "prefix found"),

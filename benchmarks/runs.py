@@ -92,7 +92,6 @@ RUNS = {
         ),
         _run("prefill_decode", "bench_prefill_decode --rounds 5"),
         _run("generate_cache", "bench_generate_cache"),
-        _run("rollouts", "bench_rollouts --threads 2 --rounds 5"),
         _run("linear", "bench_linear --threads 1 --rounds 5 --rows 1 8 32 256"),
         _run("linear_two_threads", "bench_linear --threads 2 --rounds 5 --rows 1 8 32 256"),
         _run("blend_ops_one_thread", "bench_blend_ops --threads 1"),
