@@ -66,8 +66,8 @@ class PolicyEngine:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model, self._autocast = model, autocast
-        served = stand_in(model)
         with eval_mode(model):
+            served = stand_in(model)
             check_stand_in(model, served, autocast())
             self.engine = Engine.from_model(served, config or rollout_config(model))
             if self.engine.cache.device.type == "cuda":

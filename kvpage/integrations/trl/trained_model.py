@@ -18,9 +18,10 @@ PATCHES = ("forward", "_original_forward")
 
 
 def stand_in(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model over the same modules whose forward is that of its class, in eval mode.
+    """Return a model over the same modules whose forward is that of its class.
 
-    Only the outermost module is another object. So what is done to layers and weights is done to both.
+    Only the outermost module is another object. So what is done to layers and weights is done to both. The outermost
+    module's mode stays what it is now.
 
     Args:
         model: A model, whose forward may be patched.
@@ -31,7 +32,6 @@ def stand_in(model: PreTrainedModel) -> PreTrainedModel:
     stands_in: PreTrainedModel = copy(model)
     for name in PATCHES:
         vars(stands_in).pop(name, None)
-    stands_in.training = False
     return stands_in
 
 
@@ -64,11 +64,10 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     Args:
         model: A model.
     """
-    trained = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]  # each before those inside it
     try:
-        for module in trained:
-            module.training = False
+        model.eval()
         yield
     finally:
-        for module in trained:
-            module.training = True
+        for module, is_training in modes:
+            module.train(is_training)
