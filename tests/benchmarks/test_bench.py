@@ -59,6 +59,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                        {"SHAPE": Shape(2, 32, 64, 2, 1), "START": worker_here, "NUM_BUSY": 1, "BEFORE": 2,
                         "MIN_PREFILL_TOKENS": 1}),
     "reshape_gather": (["--tokens", "32", "--chunk-tokens", "32", *ONCE], {}),
+    "rollouts": (["--prompts", "2", "--group", "2", "--prompt-tokens", "17", "--tokens", "2", "--threads", "1", *ONCE],
+                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
     "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
     "serve": (["--serve", "tiny", "--compare", "--num-requests", "3", "--input-len", "4", "--output-len", "3",
                "--threads", "1", *ONCE], {}),
