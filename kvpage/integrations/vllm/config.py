@@ -1,0 +1,95 @@
+"""StoreTierConfig: the settings of a tier in vLLM's JSON."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvpage.checks.values import check_at_least
+from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.config import parse_size
+
+LOCALITIES = ("LOCAL", "REMOTE")
+PATIENCES = ("lookup_patience", "load_patience", "store_patience")
+OF_VLLM = ("backpressure", "module_path", "type")  # vLLM reads these itself
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTierConfig:
+    """The settings of a tier. It checks itself.
+
+    Attributes:
+        tiers: URLs of the store's tiers, the fastest first, as ByteStoreConfig takes them.
+        weights: A name for the weights and for all that changes what they compute, such as "model@revision". None for a
+            digest of the model's folder.
+        num_threads: Threads for the records of one job; None for torch's number.
+        deadline: Seconds of a call on a tier whose URL names none; None for no limit.
+        lookup_patience: Seconds after which a look-up without an answer is a miss.
+        load_patience: Seconds after which the rest of a load is a miss.
+        store_patience: Seconds after which the rest of a store is given up.
+        max_pending: Bytes that wait to be stored at most; what comes beyond them is not stored. A text such as "256MiB"
+            becomes a number.
+        locality: "LOCAL" or "REMOTE", for vLLM's filters of tiers; None for neither.
+
+    Raises:
+        ValueError: A field breaks a rule.
+        TypeError: A field is of another type.
+    """
+
+    tiers: tuple[str, ...]
+    weights: str | None = None
+    num_threads: int | None = None
+    deadline: float | None = None
+    lookup_patience: float = 1.0
+    load_patience: float = 10.0
+    store_patience: float = 30.0
+    max_pending: int = 256 << 20
+    locality: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiers", self.of_store().tiers)
+        object.__setattr__(self, "max_pending", parse_size(self.max_pending))
+        check_at_least("max_pending", self.max_pending, 1)
+        if self.weights is not None and not isinstance(self.weights, str):
+            raise TypeError(f"weights must be text or None, got {type(self.weights).__name__}")
+        if self.weights == "":
+            raise ValueError("weights must name the weights, got ''")
+        for name in PATIENCES:
+            _check_seconds(name, getattr(self, name))
+        if self.locality not in (None, *LOCALITIES):
+            raise ValueError(f"locality must be one of {', '.join(LOCALITIES)} or None, got {self.locality!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "StoreTierConfig":
+        """Return the settings in one entry of vLLM's `secondary_tiers`, less those that vLLM reads itself.
+
+        Args:
+            values: By the names of the fields.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ValueError: A key is not a field, `tiers` is missing, or a field breaks a rule.
+            TypeError: A field is of another type.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            names = ", ".join(sorted([*known, *OF_VLLM]))
+            raise ValueError(f"keys of a KVPageTier must be among {names}, got {', '.join(unknown)}")
+        if "tiers" not in values:
+            raise ValueError('tiers must be given, such as ["disk:///var/kv?size=100GiB"], got none')
+        return cls(**values)
+
+    def of_store(self) -> ByteStoreConfig:
+        """Return the configuration of the store."""
+        return ByteStoreConfig(self.tiers, self.num_threads, self.deadline)
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    """Raise TypeError unless it is a number, ValueError unless it is positive and finite."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} must be seconds, got {type(seconds).__name__}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {seconds!r}")

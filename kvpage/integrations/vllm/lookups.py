@@ -1,0 +1,129 @@
+"""Lookups: which chunks the store has, asked in batches beside the scheduler.
+
+a step:   ask(key) ─► not known: remembered          ... the end of the step: send() ─► one call of the store
+later:    ask(key) ─► True, False, or None: no answer yet
+
+An answer that does not come in time is False: the engine computes. A chunk whose load has failed is False for all
+requests that asked for it; a later request asks anew. So a request loads a chunk in vain at most once.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Contains: TypeAlias = Callable[[Sequence[bytes]], "Future[list[bool]]"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of a chunk. since: when it was asked for; None if it is to be asked for."""
+
+    answer: bool | None = None
+    since: float | None = None
+    askers: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class Lookups:
+    """The scheduler's look-ups. For one thread."""
+
+    def __init__(self, contains: Contains, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make it.
+
+        Args:
+            contains: Asks the store for keys, and returns at once a future of a flag for each.
+            patience: Seconds after which a look-up without an answer is a miss.
+            clock: Returns seconds.
+        """
+        self._contains, self._patience, self._clock = contains, patience, clock
+        self._entries: dict[bytes, _Entry] = {}
+        self._keys_of: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._unsent: dict[bytes, None] = {}
+        self._sent: list[tuple[list[bytes], Future[list[bool]]]] = []
+        self.num_given_up = 0
+        """Look-ups that were misses because no answer came in time."""
+
+    def ask(self, key: bytes, request_id: str) -> bool | None:
+        """Return whether the store has a chunk.
+
+        Args:
+            key: Its key.
+            request_id: Who wants to load it.
+
+        Returns:
+            True or False; None if the answer is still to come.
+        """
+        self._take_answers()
+        entry = self._entries.setdefault(key, _Entry())
+        entry.askers.add(request_id)
+        self._keys_of[request_id].add(key)
+        if request_id in entry.failed:
+            return False
+        if entry.answer is None and entry.since is None:
+            entry.since, self._unsent[key] = self._clock(), None
+        elif entry.answer is None and self._clock() - (entry.since or 0.0) > self._patience:
+            entry.failed.add(request_id)
+            self.num_given_up += 1
+            return False
+        return entry.answer
+
+    def send(self) -> None:
+        """Ask the store for what this step wanted to know. At most one call is under way."""
+        self._take_answers()
+        if self._unsent and not self._sent:
+            keys, self._unsent = list(self._unsent), {}
+            self._sent.append((keys, self._contains(keys)))
+
+    def mark_failed(self, keys: Iterable[bytes]) -> None:
+        """Tell that chunks were not loaded although the store seemed to have them.
+
+        Args:
+            keys: Their keys.
+        """
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.failed |= entry.askers
+                entry.answer = entry.since = None
+
+    def mark_stored(self, keys: Iterable[bytes]) -> None:
+        """Tell that the store has chunks now.
+
+        Args:
+            keys: Their keys.
+        """
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.answer = True
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended, and chunks that no other one asked for.
+
+        Args:
+            request_id: The request.
+        """
+        for key in self._keys_of.pop(request_id, ()):
+            entry = self._entries[key]
+            entry.askers.discard(request_id)
+            entry.failed.discard(request_id)
+            if not entry.askers:
+                del self._entries[key]
+                self._unsent.pop(key, None)
+
+    def __len__(self) -> int:
+        """Return how many chunks are remembered."""
+        return len(self._entries)
+
+    def _take_answers(self) -> None:
+        for keys, future in [one for one in self._sent if one[1].done()]:
+            self._sent.remove((keys, future))
+            failed = future.cancelled() or future.exception() is not None
+            answers = [False] * len(keys) if failed else future.result()
+            for key, answer in zip(keys, answers, strict=True):
+                entry = self._entries.get(key)
+                if entry is not None and entry.answer is None and entry.since is not None:
+                    entry.answer = answer

@@ -1,0 +1,167 @@
+"""KVPageTier: the class that vLLM loads. Import it from kvpage.integrations.vllm, which checks vLLM first.
+
+lookup           ─► Lookups ─► store.later.contains     a batch a step
+submit_load      ─► Jobs    ─► store.later.get_into     each chunk for itself
+submit_store     ─► Jobs    ─► store.later.put
+get_finished_jobs ◄─ Jobs                               failed chunks are misses for those who asked
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvpage.integrations.vllm.chunk_rows import ChunkRows
+from kvpage.integrations.vllm.config import StoreTierConfig
+from kvpage.integrations.vllm.device import device_kind
+from kvpage.integrations.vllm.header import header_of
+from kvpage.integrations.vllm.interface import vllm_version
+from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
+from kvpage.integrations.vllm.lookups import Lookups
+from kvpage.integrations.vllm.metrics import MetricsWriter, TierCounts, definitions
+from kvpage.integrations.vllm.weights import weights_name
+from kvpage.store import ByteStore
+
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 1.0
+
+
+class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # vLLM has no types for mypy
+    """A secondary tier over a ByteStore. vLLM makes it, and calls it in its scheduler's thread.
+
+    No call waits for the store but `drain_jobs` and `shutdown`, which the patience of the settings bounds.
+    """
+
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Make it, as vLLM does.
+
+        Args:
+            offloading_spec: vLLM's settings.
+            primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
+            tier_type: vLLM's name of the tier.
+            backpressure_detector: vLLM's, which skips stores while they are slow; None for none.
+            settings: Those of StoreTierConfig.
+
+        Raises:
+            ValueError, TypeError: A setting is unknown or wrong.
+            OSError, ImportError: A place of the store cannot be opened.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config, rows = StoreTierConfig.from_dict(settings), ChunkRows(primary_kv_view)
+        self.locality = Locality(config.locality) if config.locality else None
+        weights = weights_name(offloading_spec.config.model.name, config.weights)
+        header = header_of(offloading_spec.config, weights, rows.num_bytes, vllm_version(), device_kind())
+        self._store = ByteStore(config.of_store(), header)
+        patience = config.lookup_patience
+        self._lookups = Lookups(lambda keys: self._store.later.contains(keys, deadline=patience), patience)
+        self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, config.max_pending)
+        self._writer, self._told_at = MetricsWriter(), 0.0
+        self._num_failed: Counter[str] = Counter()
+        logger.info("kvpage keeps chunks of %d bytes over %d places", rows.num_bytes, len(config.tiers))
+
+    # --- look-ups ---
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Return HIT, MISS, or RETRY while the store has not answered."""
+        answer = self._lookups.ask(bytes(key), req_context.req_id)
+        if answer is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if answer else LookupResult.MISS
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Return that chunks are stored as they are computed."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request."""
+        self._lookups.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the store for what the step wanted to know."""
+        self._lookups.send()
+
+    # --- jobs ---
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store chunks."""
+        self._jobs.submit_store(job_metadata.job_id, *_chunks(job_metadata))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to load chunks."""
+        self._jobs.submit_load(job_metadata.job_id, *_chunks(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Return the jobs that are over."""
+        return [self._result(job) for job in self._jobs.finished()]
+
+    def drain_jobs(self) -> None:
+        """Wait until no job is under way."""
+        self._jobs.drain()
+
+    def shutdown(self) -> None:
+        """Wait for the jobs, and close the store."""
+        self._jobs.drain()
+        self._store.close()
+
+    def _result(self, job: FinishedJob) -> Any:
+        """Return a job's outcome as vLLM takes it, after the look-ups have learnt it."""
+        failed = job.failed
+        if job.is_load:
+            self._lookups.mark_failed(failed)
+        else:
+            self._lookups.mark_stored(job.done)
+        kind = "dropped_stores" if job.is_dropped else "failed_loads" if job.is_load else "failed_stores"
+        self._num_failed[kind] += len(failed)
+        return JobResult(
+            job_id=job.job_id,
+            success=not failed,
+            successful_keys=job.done if job.is_load and failed else None,
+            transfer_time=job.seconds,
+            transfer_bytes=job.num_bytes,
+        )
+
+    # --- metrics ---
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return vLLM's definitions of the tier's metrics."""
+        return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
+
+    def get_stats(self) -> Any:
+        """Return the metrics, at most once a second; None in between."""
+        now = time.monotonic()
+        if now - self._told_at < STATS_SECONDS:
+            return None
+        self._told_at = now
+        return self._writer.write(OffloadingConnectorStats(), self.counts(), self._store.stats())
+
+    def counts(self) -> TierCounts:
+        """Return what the tier has counted."""
+        return TierCounts(**self._num_failed, unanswered_lookups=self._lookups.num_given_up)
+
+
+def _chunks(job_metadata: Any) -> tuple[list[bytes], list[int]]:
+    """Return keys and rows of a job's chunks."""
+    return [bytes(key) for key in job_metadata.keys], [int(chunk_id) for chunk_id in job_metadata.chunk_ids]

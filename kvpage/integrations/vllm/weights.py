@@ -1,0 +1,48 @@
+"""weights_name: a name that no other weights have, by the files of a model's folder."""
+
+import hashlib
+from pathlib import Path
+
+import xxhash
+
+SUFFIXES = (".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors")
+PART_BYTES = 1 << 24
+
+
+def weights_name(model: str, given: str | None) -> str:
+    """Return the name under which a store keeps a model's K and V.
+
+    Args:
+        model: The model's folder or file, as vLLM was given it.
+        given: A name that the user gave; None for a digest of every byte of the folder's weights and settings. The name
+            of the folder is no part of it.
+
+    Returns:
+        The name. Folders with other bytes have other names.
+
+    Raises:
+        ValueError: The model is no folder or file, and no name was given.
+    """
+    if given is not None:
+        return f"named {given}"
+    path = Path(model)
+    if path.is_file():
+        return f"file {_digest(path)}"
+    if not path.is_dir():
+        raise ValueError(
+            f'weights must be given for a model that is no folder here, such as "{model}@revision", got none'
+        )
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(f"{file.relative_to(path)} {_digest(file)};".encode())
+    return f"folder {whole.hexdigest()}"
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file's bytes, read part by part."""
+    digest, part = xxhash.xxh3_128(), bytearray(PART_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(part):
+            digest.update(memoryview(part)[:count])
+    return digest.hexdigest()

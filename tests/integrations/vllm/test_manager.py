@@ -1,0 +1,99 @@
+"""KVPageTier under vLLM's own manager of tiers, with vLLM's own shared host memory, and no engine.
+
+It also runs where vLLM has no compiled part, as from an unpacked wheel of a version that has no build for CPUs.
+"""
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: tests/integrations/run.sh vllm", allow_module_level=True)
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+pytestmark = pytest.mark.routers
+PAGE = 4096
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(1, 7)]
+MAX_STEPS = 20_000
+
+
+class Managed:
+    """A manager, the rows of its host memory, and one request."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        (folder / "model").mkdir(exist_ok=True)
+        plugin = {"type": "KVPageTier", "module_path": "kvpage.integrations.vllm"}
+        tier = {**plugin, "tiers": [f"disk://{folder / 'kv'}?size=8MiB&segment=1MiB"]}
+        parallel = OffloadingParallelConfig(
+            rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
+            data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
+        )  # fmt: skip
+        config = OffloadingConfig(
+            groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
+            worker_kv_bytes_per_block=PAGE,
+            enable_kv_cache_events=False,
+            extra_config={"cpu_bytes_to_use": 16 * PAGE, "secondary_tiers": [tier]},
+            engine_id=f"kvpage-test-{os.getpid()}-{name}",
+            model=OffloadingModelConfig(str(folder / "model"), "float32"),
+            cache=OffloadingCacheConfig(16, 1),
+            parallel=parallel,
+        )
+        self.manager = TieringOffloadingSpec(config).get_manager()
+        self.request = ReqContext(name)
+        self.manager.on_new_request(self.request)
+
+    def rows(self) -> Any:
+        """Return the host memory, [chunks, bytes]. No array of it may live when the manager shuts down."""
+        return np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8).reshape(-1, PAGE)
+
+    def until(self, is_over: Any) -> None:
+        for _ in range(MAX_STEPS):
+            if is_over():
+                return
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+            time.sleep(0.0005)  # as long as a model computes
+        raise AssertionError(f"nothing happened in {MAX_STEPS} steps")
+
+    def close(self) -> None:
+        self.manager.on_request_finished(self.request)
+        self.manager.shutdown()
+        assert not [name for name in os.listdir("/dev/shm") if f"kvpage-test-{os.getpid()}" in name]
+
+
+def test_chunks_outlive_the_manager_and_no_shared_memory_does(tmp_path):
+    first = Managed(tmp_path, "first")
+    spec = first.manager.prepare_store(KEYS, first.request).store_spec
+    for key, row in zip(KEYS, spec.chunk_ids, strict=True):
+        first.rows()[row] = key[0]
+    first.manager.complete_store(KEYS, first.request)
+    first.until(lambda: not first.manager.has_pending_work())
+    first.close()
+
+    second, hit = Managed(tmp_path, "second"), LookupResult.HIT
+    second.until(lambda: {second.manager.lookup(key, second.request) for key in KEYS} == {hit})
+    spec = second.manager.prepare_load(KEYS, second.request)
+    assert [set(second.rows()[row].tolist()) for row in spec.chunk_ids] == [{key[0]} for key in KEYS]
+    second.manager.complete_load(KEYS, second.request)
+    metrics = second.manager.get_stats().reduce()
+    assert metrics["vllm:kvpage_place_hits:('0 disk',)"] == len(KEYS)
+    second.close()
+
+
+def test_chunks_that_nobody_stored_are_misses(tmp_path):
+    managed, miss = Managed(tmp_path, "only"), LookupResult.MISS
+    managed.until(lambda: {managed.manager.lookup(key, managed.request) for key in KEYS} == {miss})
+    managed.close()
