@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Test an integration against the real packages of others, in an environment made anew:
 #
-#     tests/integrations/run.sh NAME [arguments of pytest]        NAME is a folder here: dynamo, sglang, vllm, vllm_router
+#     tests/integrations/run.sh NAME [arguments of pytest]        NAME is a folder here: dynamo, sglang, trl, vllm, ...
 #
 # The environment has the packages of $PYTHON (default: python), in which kvpage and its extra `test` are installed, and
 # those of NAME/requirements.txt, without what they require in turn. It is made in a temporary folder, or in $ENV_DIR.

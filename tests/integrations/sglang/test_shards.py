@@ -71,7 +71,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
 def test_others_find_nothing_and_change_nothing(tmp_path: Path, other: dict):
     pages = kept(tmp_path)
     assert loaded(tmp_path, **other)[0] == [False, False]
