@@ -34,9 +34,13 @@ class TieredStore:
         self._closing, self._is_closed = threading.RLock(), False
 
     @gated
-    def clear(self) -> None:
-        """Remove all records, of every model, from every tier."""
-        self._tiers.clear()
+    def clear(self) -> list[str]:
+        """Remove all records, of every model, from every tier.
+
+        Returns:
+            The names of the tiers that keep their records: those out of reach, or open for reading only.
+        """
+        return self._tiers.clear()
 
     @gated
     def flush(self, sync: bool = False) -> None:

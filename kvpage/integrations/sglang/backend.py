@@ -131,7 +131,7 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
     # --- the store ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Forget all records in the tiers."""
+        """Forget all records in the tiers. Raises RuntimeError if a tier keeps its own: weights may have changed."""
         self._storage.clear()
         return True
 

@@ -169,8 +169,10 @@ class PageStorage:
         return self._write(self.pages(KV).keys(keys), [one.detach().cpu().contiguous() for one in copies])
 
     def clear(self) -> None:
-        """Forget all records in the tiers."""
-        self._store.clear()
+        """Forget all records in the tiers. Raises RuntimeError if a tier keeps its own: weights may have changed."""
+        kept = self._store.clear()
+        if kept:
+            raise RuntimeError(f"all tiers must be cleared, but these keep their records: {', '.join(kept)}")
 
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier."""

@@ -1,6 +1,6 @@
 """header_of: all that the bytes of a chunk depend on besides its key, for the records of a store.
 
-vLLM's key of a chunk covers the tokens, the adapter, images and the salt. The rest is here.
+vLLM's key of a chunk covers the tokens, the name and path of an adapter, images and the salt. The rest is here.
 """
 
 import hashlib

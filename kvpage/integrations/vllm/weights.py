@@ -1,11 +1,12 @@
 """weights_name: a name that no other weights have, by the files of a model's folder."""
 
 import hashlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
-SUFFIXES = (".bin", ".gguf", ".json", ".pt", ".pth", ".py", ".safetensors")
 PART_BYTES = 1 << 24
 
 
@@ -14,14 +15,14 @@ def weights_name(model: str, given: str | None) -> str:
 
     Args:
         model: The model's folder or file, as vLLM was given it.
-        given: A name that the user gave; None for a digest of every byte of the folder's weights and settings. The name
-            of the folder is no part of it.
+        given: A name that the user gave; None for a digest of every byte of the folder, but for hidden files. The name of
+            the folder is no part of it.
 
     Returns:
         The name. Folders with other bytes have other names.
 
     Raises:
-        ValueError: The model is no folder or file, and no name was given.
+        ValueError: The model is no folder or file, or an empty one, and no name was given.
     """
     if given is not None:
         return f"named {given}"
@@ -32,11 +33,26 @@ def weights_name(model: str, given: str | None) -> str:
         raise ValueError(
             f'weights must be given for a model that is no folder here, such as "{model}@revision", got none'
         )
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(_files(path))
+    if not files:
+        raise ValueError(f"weights must be given for a folder without files, got none for {model}")
     whole = hashlib.sha256()
     for file in files:
         whole.update(f"{file.relative_to(path)} {_digest(file)};".encode())
     return f"folder {whole.hexdigest()}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Walk over the files that are not hidden, also in linked folders, but in no circle."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(place))
+        folders[:] = [each for each in folders if not each.startswith(".") and _real(place, each) not in seen]
+        yield from (Path(place, each) for each in names if not each.startswith(".") and Path(place, each).is_file())
+
+
+def _real(place: str, name: str) -> str:
+    return os.path.realpath(os.path.join(place, name))
 
 
 def _digest(path: Path) -> str:

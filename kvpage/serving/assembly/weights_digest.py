@@ -22,7 +22,8 @@ def weights_digest(model: Any) -> str:
         The name: equal for equal weights, wherever they were loaded from.
     """
     digest = hashlib.sha256(_settings(model).encode())
-    for name, weight in sorted(model.state_dict().items()):
+    weights = {**model.state_dict(), **dict(model.named_buffers())}  # a state has no buffers that are not saved
+    for name, weight in sorted(weights.items()):
         if isinstance(weight, torch.Tensor):
             _update(digest, name, weight)
     return f"{type(model).__name__} {digest.hexdigest()[:32]}"
@@ -30,7 +31,12 @@ def weights_digest(model: Any) -> str:
 
 def _settings(model: Any) -> str:
     fields = {name: value for name, value in model.config.to_dict().items() if name not in _IGNORED}
-    return json.dumps(fields, sort_keys=True, default=str)
+    adapters = {name: vars(value) for name, value in getattr(model, "peft_config", {}).items()}
+    return json.dumps([fields, adapters], sort_keys=True, default=_text)
+
+
+def _text(value: Any) -> str:
+    return str(sorted(value, key=str)) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _update(digest: Any, name: str, weight: torch.Tensor) -> None:

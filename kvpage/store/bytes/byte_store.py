@@ -92,7 +92,7 @@ class ByteStore(TieredStore):
             keys: of 1 to 65535 bytes each, each once.
             buffers: the memory of each record. None for one that is not to be stored.
             skip_existing: leave records alone that every tier has, whatever their bytes. Otherwise they are replaced in
-                all tiers.
+                all tiers, but for one that is out of reach or open for reading only.
             deadline: seconds of the call. A record is not begun afterwards; one that is under way is finished, within
                 the deadlines of its tiers. None for no limit.
 
@@ -142,7 +142,7 @@ class ByteStore(TieredStore):
     def follow(self, listener: Listener) -> Follow:
         """Tell the listener which records come into the tiers from now on, and leave them.
 
-        It is called in a thread of its own, with no lock held, so it may call the store, but not wait for its `flush`.
+        It is called in a thread of its own, with no lock held, so it may call the store, but neither close it nor wait for its `flush`.
         The events of a tier come in the order in which they happen; `flush` waits until they were told. An error that
         the listener raises is logged. Memory and disk tell everything, remote tiers and `disk-view` nothing.
 

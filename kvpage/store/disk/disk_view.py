@@ -48,6 +48,7 @@ class DiskView(Tier):
         self._closer = weakref.finalize(self, _close_all, self._segments)
         self._spaces: dict[bytes, Space] = {}  # by the segment's id
         self._entries: dict[Key, Entry] = {}
+        self._at: dict[tuple[bytes, int], Entry] = {}  # by segment and slot: one that is written over is forgotten
         self._num_damaged = 0
         self._is_closed = False
         try:
@@ -120,8 +121,10 @@ class DiskView(Tier):
             segment = next((one for one in self._segments if one.id == place.segment_id), None)
             if segment is None:
                 segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
-            run = None if segment is None else segment.run_at(place.slot)
-            if segment is not None and run is not None and run.key is not None:
+            if segment is None or not 0 < place.slot < segment.num_slots:
+                return
+            run = segment.run_at(place.slot)
+            if run is not None and run.key is not None:
                 self._add(Entry(self._space(segment), run))
 
     # --- for readers ---
@@ -184,6 +187,11 @@ class DiskView(Tier):
         return self._spaces[segment.id]
 
     def _add(self, entry: Entry) -> None:
+        place = entry.space.segment.id, entry.run.slot
+        former = self._at.get(place)
+        if former is not None and self._entries.get(former.key) is former:
+            del self._entries[former.key]
+        self._at[place] = entry
         there = self._entries.get(entry.key)
         if there is None or there.run.generation < entry.run.generation:
             self._entries[entry.key] = entry
@@ -194,8 +202,11 @@ class DiskView(Tier):
             segment = Segment.open(file, os.O_RDONLY)
         except (FileNotFoundError, DamagedSegment):
             return None
+        if segment.id != segment_id:
+            segment.close()
+            return None
         self._segments.append(segment)
-        return segment if segment.id == segment_id else None
+        return segment
 
     def _reader(self, entry: Entry) -> Reader | None:
         """Return None for a record that is gone. An error of the disk is left to the reader to raise."""

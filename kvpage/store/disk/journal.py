@@ -101,7 +101,7 @@ class JournalTail:
         there = os.stat(self._path)
         if self._fd >= 0 and os.path.samestat(there, os.fstat(self._fd)):
             return list(self._new_places(there.st_size))
-        fd = open_file(self._path, access=os.O_RDONLY)
+        fd = open_file(self._path, os.O_NONBLOCK, os.O_RDONLY)  # a pipe of that name may have no writer
         try:
             head = _head_of(fd)
         except BaseException:

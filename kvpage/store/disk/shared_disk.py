@@ -147,7 +147,7 @@ class SharedDisk(Tier):
             changed = os.stat(parent).st_mtime_ns
             if changed == self._parents[parent]:
                 return
-            found = {Path(entry.path) for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)}
+            found = {Path(entry.path) for entry in os.scandir(parent) if _is_trusted(entry, parent)}
         except OSError:
             return
         for path in sorted(found - self._peers.keys()):
@@ -159,3 +159,9 @@ class SharedDisk(Tier):
 
     def _refusal(self) -> TierError:
         return TierError(f"{self.name} is open for reading only, nothing can be changed")
+
+
+def _is_trusted(entry: "os.DirEntry[str]", parent: Path) -> bool:
+    """Return whether it is a directory of this user, or of the parent's owner: others could forge records."""
+    owners = os.geteuid(), os.stat(parent).st_uid
+    return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid in owners

@@ -43,12 +43,13 @@ class TierFeed:
     def add(self, listener: TierListener) -> None:
         """Tell the listener from now on."""
         with self._telling:
-            self._listeners.append(listener)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvpage-store-events", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvpage-store-events", daemon=True)
+                thread.start()  # may fail: then nothing has changed
+                self._thread = thread
                 for at, one in enumerate(self._tiers):
                     one.tier.watch(functools.partial(self._note, at))
+            self._listeners.append(listener)
 
     def drop(self, listener: TierListener) -> None:
         """Return when the listener is told nothing any more; at once in the listener itself."""
@@ -94,5 +95,5 @@ class TierFeed:
             for listener in list(self._listeners) if notes else ():
                 try:
                     listener(notes)
-                except Exception:  # the border of this thread: the other listeners go on
+                except BaseException:  # the border of this thread, which ends by `close` alone: the other listeners go on
                     logger.exception("a listener of a store failed")

@@ -218,12 +218,15 @@ class TierStack(TierCalls):
                     is_removed = [removed or had for removed, had in zip(is_removed, there, strict=True)]
         return is_removed
 
-    def clear(self) -> None:
-        """Remove all records from all tiers."""
+    def clear(self) -> list[str]:
+        """Remove all records from all tiers; return the names of those that keep theirs."""
+        is_cleared = [False] * len(self.tiers)
         with self.copies.change(None):
             for at in self._written:
                 self.copies.settle(at)
-                self.ask(self.tiers[at], self.tiers[at].tier.clear)
+                clear = self.tiers[at].tier.clear
+                is_cleared[at] = self.ask(self.tiers[at], lambda clear=clear: _true(clear())) is True  # type: ignore[misc, func-returns-value]
+        return [one.tier.name for one, is_done in zip(self.tiers, is_cleared, strict=True) if not is_done]
 
     def drain(self) -> None:
         """Wait until nothing is written in the background."""
