@@ -9,6 +9,7 @@ import fuzz_blend
 import fuzz_blocks
 import fuzz_bound
 import fuzz_branches
+import fuzz_bytes
 import fuzz_configs
 import fuzz_copier
 import fuzz_manager
@@ -47,6 +48,7 @@ TARGETS = [
     Target("tries", fuzz_configs.TrieWorld),
     Target("serving", fuzz_serving.ServingWorld, 0.1, 50),
     Target("store", fuzz_store.StoreWorld),
+    Target("bytes", fuzz_bytes.ByteWorld),
     Target("slots", fuzz_blocks.SlotWorld, 2, 100),
     Target("blending", fuzz_blend.BlendMathWorld, 2),
     Target("blended rows", fuzz_blend.BlendRowsWorld, 2),

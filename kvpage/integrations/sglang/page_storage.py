@@ -169,7 +169,11 @@ class PageStorage:
         return self._write(self.pages(KV).keys(keys), [one.detach().cpu().contiguous() for one in copies])
 
     def clear(self) -> None:
-        """Forget all records in the tiers. Raises RuntimeError if a tier keeps its own: weights may have changed."""
+        """Forget all records in the tiers.
+
+        Raises:
+            RuntimeError: A tier keeps its own, which may be of former weights.
+        """
         kept = self._store.clear()
         if kept:
             raise RuntimeError(f"all tiers must be cleared, but these keep their records: {', '.join(kept)}")

@@ -15,8 +15,8 @@ def weights_name(model: str, given: str | None) -> str:
 
     Args:
         model: The model's folder or file, as vLLM was given it.
-        given: A name that the user gave; None for a digest of every byte of the folder, but for hidden files. The name of
-            the folder is no part of it.
+        given: A name that the user gave; None for a digest of every byte of the folder, but for hidden files. The
+            name of the folder is no part of it.
 
     Returns:
         The name. Folders with other bytes have other names.

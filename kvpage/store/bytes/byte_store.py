@@ -52,6 +52,8 @@ class ByteStore(TieredStore):
     """
 
     def __init__(self, config: ByteStoreConfig, header: Header, tiers: Sequence[Tier | Placed] | None = None) -> None:
+        if not isinstance(config, ByteStoreConfig):
+            raise TypeError(f"config must be a ByteStoreConfig, got {type(config).__name__}")
         meta = encode_header(header)
         super().__init__(placed_tiers(config, tiers), config.num_threads)
         self.config = config
@@ -142,9 +144,10 @@ class ByteStore(TieredStore):
     def follow(self, listener: Listener) -> Follow:
         """Tell the listener which records come into the tiers from now on, and leave them.
 
-        It is called in a thread of its own, with no lock held, so it may call the store, but neither close it nor wait for its `flush`.
-        The events of a tier come in the order in which they happen; `flush` waits until they were told. An error that
-        the listener raises is logged. Memory and disk tell everything, remote tiers and `disk-view` nothing.
+        It is called in a thread of its own, with no lock held. So it may call the store, but neither close it nor wait
+        for its `flush`. The events of a tier come in the order in which they happen; `flush` waits until they were
+        told. An error that the listener raises is logged. Memory and disk tell everything, remote tiers and `disk-view`
+        nothing.
 
         Args:
             listener: called with the events, at least one.

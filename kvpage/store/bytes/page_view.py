@@ -130,7 +130,7 @@ class PageView:
 def _check(tensor: torch.Tensor, page_dim: int, token_dim: int | None) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensors must be torch tensors, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"tensors must be strided and in host memory, got one on {tensor.device}")
     for name, dim in (("page_dim", page_dim), ("token_dim", token_dim)):
         if dim is not None and not 0 <= as_integer(name, dim) < tensor.dim():

@@ -95,5 +95,7 @@ class TierFeed:
             for listener in list(self._listeners) if notes else ():
                 try:
                     listener(notes)
-                except BaseException:  # the border of this thread, which ends by `close` alone: the other listeners go on
+                except (
+                    BaseException
+                ):  # the border of this thread, which ends by `close` alone: the other listeners go on
                     logger.exception("a listener of a store failed")

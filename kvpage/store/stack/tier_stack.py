@@ -225,7 +225,7 @@ class TierStack(TierCalls):
             for at in self._written:
                 self.copies.settle(at)
                 clear = self.tiers[at].tier.clear
-                is_cleared[at] = self.ask(self.tiers[at], lambda clear=clear: _true(clear())) is True  # type: ignore[misc, func-returns-value]
+                is_cleared[at] = self.ask(self.tiers[at], lambda clear=clear: _true(clear())) is True
         return [one.tier.name for one, is_done in zip(self.tiers, is_cleared, strict=True) if not is_done]
 
     def drain(self) -> None:

@@ -107,6 +107,21 @@ def test_a_page_larger_than_the_tier_is_not_kept():
     storage.close()
 
 
+def test_a_clear_that_leaves_pages_fails():
+    """Weights may have changed: old pages would be found when the tier is back."""
+    pool, fails = MadePool(), threading.Event()
+    storage = opened("memory://", pool, [Troubled(fails.is_set)])
+    assert storage.keep("kv", KEYS[:1], tokens_of(0)) == [True]
+    fails.set()
+    with pytest.raises(RuntimeError, match="all tiers must be cleared, but these keep their records: "):
+        storage.clear()
+    fails.clear()
+    assert storage.found("kv", KEYS[:1]) == [True]
+    storage.clear()
+    assert storage.found("kv", KEYS[:1]) == [False]
+    storage.close()
+
+
 @pytest.mark.parametrize("when", ["before", "between", "always"])
 def test_a_tier_that_fails_is_a_miss(when: str):
     pool, fails = MadePool(), threading.Event()

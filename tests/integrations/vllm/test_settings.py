@@ -81,6 +81,24 @@ def test_each_byte_of_the_weights_is_in_their_name(tmp_path):
     assert weights_name(str(tmp_path / "c.safetensors"), None) not in names
 
 
+def test_weights_of_any_name_and_place_are_in_their_name(tmp_path):
+    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    folder.mkdir(), elsewhere.mkdir()
+    with pytest.raises(ValueError, match="weights must be given for a folder without files"):
+        weights_name(str(folder), None)
+    (folder / ".hidden").write_bytes(b"1")
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(folder)
+    names = set()
+    for data in (b"1", b"2"):
+        (folder / "model.tensors").write_bytes(data)
+        for other in (b"1", b"2"):
+            (elsewhere / "part").write_bytes(other)
+            names.add(weights_name(str(folder), None))
+    (folder / ".hidden").write_bytes(b"2")
+    assert len(names) == 4 and weights_name(str(folder), None) in names
+
+
 def test_rows_leave_the_view_alone():
     memory = np.arange(12, dtype=np.uint8).reshape(3, 4)
     view = memoryview(memory)

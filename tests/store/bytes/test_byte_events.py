@@ -129,3 +129,34 @@ def test_closing_tells_what_is_left() -> None:
 def test_a_listener_must_be_callable() -> None:
     with opened() as store, pytest.raises(TypeError, match="listener must be callable, got int"):
         store.follow(5)
+
+
+def test_a_thread_that_cannot_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened() as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                store.follow(lambda events: None)
+        store.put([b"a"], [b"1"])
+        store.flush()
+        events = told(store)
+        store.put([b"b"], [b"2"])
+        store.flush()
+        assert plain(events) == [(b"b", 0, "written")]
+
+
+def test_a_listener_that_ends_its_thread_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    def leave(events: list[ByteEvent]) -> None:
+        raise SystemExit
+
+    with opened() as store:
+        store.follow(leave)
+        events = told(store)
+        for key in (b"a", b"b"):
+            store.put([key], [key])
+            store.flush()
+        assert plain(events) == [(b"a", 0, "written"), (b"b", 0, "written")]
+    assert caplog.text.count("a listener of a store failed") == 2

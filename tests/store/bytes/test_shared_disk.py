@@ -53,7 +53,8 @@ def test_nothing_can_be_changed_through_a_view(tmp_path: Path) -> None:
     with opened(disk(tmp_path)) as writer, opened(f"disk-view://{tmp_path}") as reader:
         writer.put(KEYS[:2], [b"1", b"2"])
         assert reader.put(KEYS[:3], [b"x"] * 3) == [True, True, False] and reader.remove(KEYS[:2]) == [False, False]
-        reader.clear(), reader.flush(sync=True)
+        assert reader.clear() == ["disk-view"]
+        reader.flush(sync=True)
         assert reader.put(KEYS[:1], [b"x"], skip_existing=False) == [False]
         assert reads(reader, KEYS[0], 1) == b"1" and writer.contains(KEYS[:3]) == [True, True, False]
         assert reader.stats().tier_errors == 0 and reader.stats().tiers[0].num_records == 2
@@ -184,3 +185,51 @@ def test_processes_that_write_all_the_time_and_are_killed(writers: list[subproce
             for key, size in pairs[:NUM_KEYS]:
                 mine, others = reads(writer, key, size), reads(reader, key, size)
                 assert mine == others
+
+
+def test_a_place_that_cannot_be_is_a_miss(tmp_path: Path) -> None:
+    with opened(disk(tmp_path)) as writer, opened(f"disk-view://{tmp_path}") as reader:
+        writer.put(KEYS[:1], [b"1"])
+        assert reader.contains(KEYS[:2]) == [True, False]
+        with open(journal.journal_path(tmp_path), "ab") as file:
+            (segment,) = tmp_path.glob("*.segment")
+            segment_id = segment.read_bytes()[16:32]
+            for slot in (0, 1 << 40, 1 << 51, (1 << 64) - 1):
+                for one in (segment_id, bytes(16)):
+                    file.write(journal.PLACE.pack(one, int(segment.stem), slot))
+        assert reader.contains(KEYS[:2]) == [True, False] and reads(reader, KEYS[0], 1) == b"1"
+
+
+def test_a_pipe_in_the_place_of_a_journal_holds_up_nobody(tmp_path: Path) -> None:
+    with opened(disk(tmp_path / "a")) as writer:
+        writer.put(KEYS[:1], [b"1"])
+    (tmp_path / "a" / "journal").unlink()
+    os.mkfifo(tmp_path / "a" / "journal")
+    with opened(f"disk-view://{tmp_path / 'a'}") as reader:
+        assert reader.contains(KEYS[:1]) == [False]
+
+
+def test_directories_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(disk(tmp_path / "a")) as writer:
+        writer.put(KEYS[:1], [b"1"])
+    with opened(f"disk-view://{tmp_path}/*") as reader:
+        assert reader.contains(KEYS[:1]) == [True]
+    if os.geteuid():
+        pytest.skip("needs root, which can give a directory away")
+    os.chown(tmp_path / "a", 12345, -1)
+    with opened(f"disk-view://{tmp_path}/*") as reader:
+        assert reader.contains(KEYS[:1]) == [False]
+    os.chown(tmp_path, 12345, -1)
+    with opened(f"disk-view://{tmp_path}/*") as reader:
+        assert reader.contains(KEYS[:1]) == [True], "the parent's owner is trusted"
+
+
+def test_a_reader_forgets_what_is_written_over(tmp_path: Path) -> None:
+    with (
+        opened(disk(tmp_path, "128KiB").replace("8MiB", "128KiB")) as writer,
+        opened(f"disk-view://{tmp_path}") as reader,
+    ):
+        for number in range(200):
+            assert writer.put([key_of(number)], [data_of(number, 9000)]) == [True]
+            assert reader.contains([key_of(number)]) == [True]
+        assert reader.stats().tiers[0].num_records <= 2 * writer.stats().tiers[0].num_records
