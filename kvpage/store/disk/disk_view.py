@@ -21,13 +21,14 @@ from kvpage.store.disk.lock import DiskOwner, owner_of
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
 from kvpage.store.disk.space import Entry, Space
-from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.read_only_tier import ReadOnlyTier
+from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, TierError, TierStats
 
 MAX_WALKS = 8  # of a segment whose owner writes so much that no two walks find the same slots without a header
 Result = TypeVar("Result")
 
 
-class DiskView(Tier):
+class DiskView(ReadOnlyTier):
     """A disk tier to read only. Calls that would change a record raise TierError.
 
     The records are those of the moment when it was made, less those that are found to be gone since.
@@ -83,21 +84,6 @@ class DiskView(Tier):
             num_bytes = sum(entry.run.num_bytes for entry in self._entries.values())
             capacity = sum(segment.num_bytes for segment in self._segments)
             return TierStats(self.name, len(self._entries), num_bytes, capacity, corrupted=self._num_damaged)
-
-    def create(self, key: Key, num_bytes: int) -> Writer | None:
-        raise self._refusal()
-
-    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        raise self._refusal()
-
-    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        raise self._refusal()
-
-    def clear(self) -> None:
-        raise self._refusal()
-
-    def flush(self, sync: bool = False) -> None:
-        """Do nothing: nothing is written."""
 
     def close(self) -> None:
         with self._lock:
@@ -221,9 +207,6 @@ class DiskView(Tier):
     def _check_open(self) -> None:
         if self._is_closed:
             raise TierError(f"{self.name} is closed")
-
-    def _refusal(self) -> TierError:
-        return TierError(f"{self.name} is open for reading only, nothing can be changed")
 
 
 def _close_all(segments: list[Segment]) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.disk.journal import JournalTail
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierStats, Writer
+from kvpage.store.tiers.read_only_tier import ReadOnlyTier
+from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierStats
 
 EVERY = "*"
 SETTLED_SECONDS = 1.0  # after which a directory's time of change tells of the next change for sure
@@ -53,7 +54,7 @@ class _Peer:
         self.view = None
 
 
-class SharedDisk(Tier):
+class SharedDisk(ReadOnlyTier):
     """Directories of disk tiers that other processes write, for reading. They may come and go.
 
     A reader does not keep its record: what is evicted while it is read is a miss. Reads are no uses for the owner.
@@ -65,8 +66,6 @@ class SharedDisk(Tier):
     Raises:
         ValueError: there is no path.
     """
-
-    is_read_only = True
 
     def __init__(self, paths: Sequence[str | Path], name: str = "disk-view") -> None:
         places = [Path(path).absolute() for path in paths]
@@ -95,21 +94,6 @@ class SharedDisk(Tier):
         return TierStats(
             self.name, *counts, None, corrupted=sum(one.corrupted for one in stats), errors=self._num_errors
         )
-
-    def create(self, key: Key, num_bytes: int) -> Writer | None:
-        raise self._refusal()
-
-    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        raise self._refusal()
-
-    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        raise self._refusal()
-
-    def clear(self) -> None:
-        raise self._refusal()
-
-    def flush(self, sync: bool = False) -> None:
-        """Do nothing: nothing is written."""
 
     def close(self) -> None:
         with self._lock:
@@ -156,9 +140,6 @@ class SharedDisk(Tier):
             self._peers.pop(path).close()
         is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS
         self._parents[parent] = changed if is_settled else None
-
-    def _refusal(self) -> TierError:
-        return TierError(f"{self.name} is open for reading only, nothing can be changed")
 
 
 def _is_trusted(entry: "os.DirEntry[str]", parent: Path) -> bool:
