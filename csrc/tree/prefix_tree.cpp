@@ -162,6 +162,22 @@ void PrefixTree::copy_block_ids(const Match& match, int64_t start, std::span<int
   }
 }
 
+void PrefixTree::copy_tier_ids(const Match& match, int64_t start, std::span<int32_t> device_ids,
+                               std::span<int32_t> host_ids) const {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  int64_t end = match.num_blocks_;
+  for (const TreeNode* node = match.end_; end > start; node = node->parent) {
+    const int64_t first = end - node->num_blocks;
+    for (int64_t block = std::max<int64_t>(start - first, 0); block < node->num_blocks; ++block) {
+      const auto place = static_cast<size_t>(first + block - start);
+      device_ids[place] = block < node->num_device_blocks() ? node->device_ids.data()[block] : kNoBlock;
+      host_ids[place] = node->has_host_block(block) ? node->host_ids.data()[block] : kNoBlock;
+    }
+    end = first;
+  }
+}
+
 Match PrefixTree::pinned(TreeNode* end, int64_t num_blocks, int priority) {
   Match match(shared_from_this(), end, num_blocks, priority);
   pin_path(end, nullptr, priority);
