@@ -1318,6 +1318,26 @@ class PrefixTree:
         Raises:
             ValueError: `limit` is negative.
         """
+    def look(self, tokens: _Integers, namespace: bytes = b"") -> tuple[npt.NDArray[np.int32], int, int | None]:
+        """Return how far tokens are cached. Nothing is pinned, and nothing counts as used.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to look.
+
+        Returns:
+            The ids of the cached whole blocks, int32 [2, num_blocks], as Match.tier_block_ids. How many tokens a cached
+            path shares. The path's next token, where it goes on after them; otherwise None.
+        """
+    def names(self, limit: int) -> list[bytes]:
+        """Return the namespaces that have cached blocks, in order.
+
+        Args:
+            limit: How many of them at most.
+
+        Raises:
+            ValueError: The limit is negative.
+        """
     def hottest(self, limit: int, max_tokens: int = 16, namespace: bytes | None = None) -> list[HotPrefix]:
         """Return the runs of blocks that most matches have found.
 

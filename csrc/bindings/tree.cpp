@@ -151,6 +151,24 @@ py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>
   return list;
 }
 
+py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  const PathLook look = tree.walk(view.size(), [&] { return tree.look(view, space); });
+  const auto num_blocks = static_cast<py::ssize_t>(look.device_ids.size());
+  py::array_t<int32_t> ids({py::ssize_t{2}, num_blocks});
+  std::copy(look.host_ids.begin(), look.host_ids.end(),
+            std::copy(look.device_ids.begin(), look.device_ids.end(), ids.mutable_data()));
+  return py::make_tuple(ids, look.num_common, look.cached_token);
+}
+
+py::list names(SharedTree& tree, int64_t limit) {
+  py::list list;
+  for (const std::string& name : tree.run(kLong, [&] { return tree.names(limit); })) list.append(py::bytes(name));
+  return list;
+}
+
 py::list hottest(SharedTree& tree, int64_t limit, int64_t max_tokens, const std::optional<py::bytes>& name) {
   std::optional<std::string_view> space;
   if (name) space = std::string_view(*name);
@@ -311,6 +329,8 @@ void bind_tree(py::module_& m) {
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
+  def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);
+  def("names", &names, doc("PrefixTree.names"), py::arg("limit"));
   def("hottest", &hottest, doc("PrefixTree.hottest"), py::arg("limit"), py::arg("max_tokens") = 16,
       py::arg("namespace") = py::none());
   bind_tiers(def);

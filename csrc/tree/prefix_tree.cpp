@@ -166,15 +166,22 @@ void PrefixTree::copy_tier_ids(const Match& match, int64_t start, std::span<int3
                                std::span<int32_t> host_ids) const {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  int64_t end = match.num_blocks_;
-  for (const TreeNode* node = match.end_; end > start; node = node->parent) {
-    const int64_t first = end - node->num_blocks;
+  copy_path_ids(match.end_, match.num_blocks_, start, device_ids, host_ids);
+}
+
+// `num_blocks` counts up to the end of the node.
+void PrefixTree::copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
+                               std::span<int32_t> host_ids) {
+  const auto num_wanted = static_cast<int64_t>(device_ids.size());
+  for (const TreeNode* node = end; num_blocks > start; node = node->parent) {
+    const int64_t first = num_blocks - node->num_blocks;
     for (int64_t block = std::max<int64_t>(start - first, 0); block < node->num_blocks; ++block) {
-      const auto place = static_cast<size_t>(first + block - start);
+      const int64_t place = first + block - start;
+      if (place >= num_wanted) break;
       device_ids[place] = block < node->num_device_blocks() ? node->device_ids.data()[block] : kNoBlock;
       host_ids[place] = node->has_host_block(block) ? node->host_ids.data()[block] : kNoBlock;
     }
-    end = first;
+    num_blocks = first;
   }
 }
 

@@ -189,6 +189,12 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // edge that it goes on from. InvalidArgument if the limit is negative.
   std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
 
+  // How far `tokens` are cached. Nothing is pinned, and nothing counts as used.
+  PathLook look(const TokenView& tokens, std::string_view name) const;
+
+  // The namespaces, `limit` at most, in order.
+  std::vector<std::string> names(int64_t limit) const;
+
   // The edges that most matches have found, `limit` at most, of all namespaces or of one, the hottest first: each comes
   // after the edge that it goes on from. Of each, the first `max_tokens` of its own tokens. A tree of more than
   // kMostSeen edges is not read whole, but its tops and what was used last. InvalidArgument for a negative number.
@@ -224,6 +230,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   class Demotions;
 
   void check_live(const Match& match, const char* name) const;
+  static void copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
+                            std::span<int32_t> host_ids);
   void shorten_locked(Match& match, int64_t num_blocks);
   static void check_priority(int priority);
   static void check_left_over(int64_t num_left_over);
@@ -266,6 +274,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 
+  void look_on(const Place& place, const TokenView& tokens, PathLook* look) const;
   std::vector<const TreeNode*> tops(std::optional<std::string_view> name) const;
   void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
 

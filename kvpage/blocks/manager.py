@@ -19,6 +19,7 @@ step:
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvpage.blocks.explain import Explanation, explain_attention
 from kvpage.blocks.lives import swaps
 from kvpage.blocks.lives.growth import append, begin, tokens_left_over
 from kvpage.blocks.lives.sequences import Sequences
@@ -352,6 +353,20 @@ class BlockManager:
     def usage(self) -> float:
         """The part of the device's blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far cached blocks reach into a prompt, and why not further. Nothing is changed.
+
+        Whether a block that is not there was evicted or never computed is not known: the tree keeps no record of it.
+
+        Args:
+            tokens: A prompt, at least one token.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        tree = self.tree if self.enable_prefix_caching else None
+        return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
 
     def is_swapped(self, seq_id: SeqId) -> bool:
         """Return whether the sequence is off the device."""

@@ -81,6 +81,15 @@ class Anchors:
             anchor = self._roots[namespace] = self._new(namespace, 0)
         return anchor
 
+    def uses_of(self, anchor: Anchor) -> list[tuple[int, int, int]]:
+        """Return (tier, id, generation) of the anchor's block."""
+        ids, generations = self._ids[:, anchor.index].tolist(), self._generations[:, anchor.index].tolist()
+        return [(tier, ids[tier], generations[tier]) for tier in (DEVICE, HOST) if ids[tier] >= 0]
+
+    def is_current(self, tier: int, block_id: int, generation: int) -> bool:
+        """Return whether the id still names the block that had it in that generation."""
+        return self._generation(tier, block_id) == generation
+
     # --- blocks that come and go ---
 
     def moved(self, pairs: Pairs, to_host: bool) -> None:

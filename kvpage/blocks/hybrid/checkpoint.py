@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvpage.blocks.states import Ids
 
@@ -19,6 +20,26 @@ class MarkKind(IntEnum):
     def is_branch(self) -> bool:
         """Whether several prompts are expected to go on from here."""
         return self in (MarkKind.CALLER, MarkKind.SPLIT)
+
+
+PER_USE = 256
+
+
+@dataclass(slots=True)
+class UseRate:
+    """How often checkpoints of one kind are used. It begins as if one of two had been."""
+
+    num: int = 2
+    num_uses: int = 1
+
+    def count_one(self) -> int:
+        """Count one more of them. Return how often it is expected to be used, times PER_USE."""
+        self.num += 1
+        return PER_USE * self.num_uses // self.num
+
+    def count_use(self) -> None:
+        """Count a use of one of them."""
+        self.num_uses += 1
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +82,8 @@ class Checkpoint:
         priority: 0 to 7, of the sequence that made it.
         parent: The checkpoint that it goes on from, if that is still there.
         children: Those that go on from it.
-        used_at: When it was last used.
+        floor: What the last evicted one was worth when this one was last used.
+        num_uses: How often it was used, and how often its kind is, times PER_USE.
         is_dropped: Whether it is gone.
     """
 
@@ -74,13 +96,27 @@ class Checkpoint:
     is_on_host: bool = False
     parent: "Checkpoint | None" = None
     children: set["Checkpoint"] = field(default_factory=set)
-    used_at: int = 0
+    floor: int = 0
+    num_uses: int = 0
     is_dropped: bool = False
 
     @property
     def is_passed_by(self) -> bool:
-        """Whether it no longer helps: one checkpoint goes on from it, and no other prompt is expected to."""
+        """Whether one checkpoint goes on from it, and no other prompt is expected to."""
         return len(self.children) == 1 and not self.kind.is_branch
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens that it saves over the checkpoint before it."""
+        return self.num_tokens - (self.parent.num_tokens if self.parent is not None else 0)
+
+    @property
+    def worth(self) -> int:
+        """What evicting it is expected to cost, beside the others: tokens, times PER_USE.
+
+        What is not used any more is worth less and less, since the floors of the others rise.
+        """
+        return self.floor + self.num_uses * self.num_saved
 
     def go_on_from(self, parent: "Checkpoint | None") -> None:
         """Set the checkpoint before it."""
@@ -96,3 +132,29 @@ class Checkpoint:
             child.go_on_from(self.parent)
         self.children.clear()
         self.parent = None
+
+
+class Prefix(NamedTuple):
+    """What a slot is to stand for: the first `num_tokens` tokens of a sequence, by the blocks that hold them.
+
+    Attributes:
+        namespace: The sequence's namespace.
+        num_tokens: The position.
+        num_blocks: How many whole blocks that is. They are in the tree.
+        tail: The tokens after them, int32 as bytes.
+        tail_block: The device block with the tail's K and V; -1 without a tail.
+        device_id: The last whole block's id; -1 without one.
+        host_id: Its id on the host; -1 where it is not there.
+        kind: Why the state is kept.
+        priority: 0 to 7.
+    """
+
+    namespace: bytes
+    num_tokens: int
+    num_blocks: int
+    tail: bytes
+    tail_block: int
+    device_id: int
+    host_id: int
+    kind: MarkKind
+    priority: int

@@ -13,8 +13,10 @@ state is copied to the sequence's working slot, never handed out.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
+from kvpage.blocks.hybrid.explaining import explain_hybrid
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots
@@ -279,6 +281,19 @@ class HybridManager(BlockManager):
         return self._swaps_in.swap_in(seq_id, tokens)
 
     # --- questions ---------------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far blocks and states reach into a prompt, and why not further. Nothing is changed.
+
+        Args:
+            tokens: A prompt.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        if not self.enable_prefix_caching:
+            return super().explain(tokens, namespace)
+        return explain_hybrid(self.space, self.states, tokens, namespace)
 
     def stats(self) -> BlockStats:
         """Return the counters, and the state of the blocks and slots now."""

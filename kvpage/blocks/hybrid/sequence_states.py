@@ -6,9 +6,8 @@ reserve(start, end) ─► the step writes these slots ─► keep: they become 
 
 from dataclasses import dataclass, field
 
-from kvpage.blocks.hybrid.checkpoint import Checkpoint, MarkKind
+from kvpage.blocks.hybrid.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.hybrid.marks import Mark
-from kvpage.blocks.hybrid.prefix import Prefix
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.states import SeqId

@@ -2,7 +2,7 @@
 
 The order of eviction is one number for each slot; the smallest goes first:
 
-    | kept by a user | priority | still helps | last use |
+    | kept by a user | priority | worth |
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ import numpy as np
 from kvpage.blocks.hybrid.checkpoint import Checkpoint
 
 NEVER = np.iinfo(np.int64).max
-_STILL_HELPS, _PRIORITY, _KEPT = 52, 53, 57  # first bits; the last use has those below
+_PRIORITY, _KEPT = 53, 57  # first bits; the worth has those below
+_MOST_WORTH = (1 << _PRIORITY) - 1
 
 
 class SlotTier:
@@ -82,10 +83,10 @@ class SlotTier:
             order = order.copy()
             order[kept] = np.where(order[kept] == NEVER, NEVER, order[kept] | 1 << _KEPT)
             order[[] if besides is None else besides] = NEVER
-        return self.checkpoints[int(order.argmin())]
+        first = int(order.argmin())
+        return self.checkpoints[first] if order[first] != NEVER else None
 
 
 def rank_of(checkpoint: Checkpoint) -> int:
     """Return the checkpoint's place in the order of eviction of its tier, where no user keeps it."""
-    helps = not checkpoint.is_passed_by
-    return checkpoint.used_at | helps << _STILL_HELPS | checkpoint.priority << _PRIORITY
+    return min(checkpoint.worth, _MOST_WORTH) | checkpoint.priority << _PRIORITY

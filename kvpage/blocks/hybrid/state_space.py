@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from kvpage._C import Match
 from kvpage.blocks.hybrid.anchors import Anchors
-from kvpage.blocks.hybrid.checkpoint import Anchor, Checkpoint
-from kvpage.blocks.hybrid.prefix import Prefix
+from kvpage.blocks.hybrid.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
+from kvpage.blocks.hybrid.evicted import EvictedCheckpoints
 from kvpage.blocks.hybrid.slot_tier import SlotTier, rank_of
 from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.moves import BlockMoves, Kind, Pairs
@@ -41,7 +41,9 @@ class StateSpace:
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
         self._space = space
         self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
-        self._clock = 0
+        self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
+        self.evicted = EvictedCheckpoints(self.anchors)
+        self._floor = 0  # what the last evicted checkpoint was worth
         space.watch(self)
 
     # --- slots ---
@@ -86,7 +88,7 @@ class StateSpace:
             victim = self._victim(self.host, besides)
             if victim is None:
                 raise OutOfSlots(1, 0)
-            self.drop(victim)
+            self._drop_for_room(victim)
         return self.host.take()
 
     def add_move(self, kind: Kind, from_slot: int, to_slot: int) -> None:
@@ -137,13 +139,17 @@ class StateSpace:
             found = self._keep_new(slot, anchor, prefix, parent) if found is None else self._bring_back(found, slot)
             if prefix.tail:
                 self._space.add_move("copy", [(prefix.tail_block, self.tail_block(slot))])
-        self.touch(found)
+        self._refresh(found)
         return found
 
     def touch(self, checkpoint: Checkpoint) -> None:
-        """Make a checkpoint the most recently used one."""
-        self._clock += 1
-        checkpoint.used_at = self._clock
+        """Count a use of a checkpoint."""
+        self._use_rates[checkpoint.kind, checkpoint.is_passed_by].count_use()
+        checkpoint.num_uses += PER_USE
+        self._refresh(checkpoint)
+
+    def _refresh(self, checkpoint: Checkpoint) -> None:
+        checkpoint.floor = self._floor
         self._tier(checkpoint).rank(checkpoint)
 
     def restore(self, checkpoint: Checkpoint, slot: int, block_id: int) -> None:
@@ -175,10 +181,12 @@ class StateSpace:
         del checkpoint.anchor.tails[checkpoint.tail]
         if not checkpoint.anchor.tails:
             self.anchors.remove(checkpoint.anchor)
-        checkpoint.is_dropped, parent = True, checkpoint.parent
+        checkpoint.is_dropped, changed = True, [*checkpoint.children]
+        if checkpoint.parent is not None:
+            changed.append(checkpoint.parent)
         checkpoint.leave()
-        if parent is not None:
-            self._tier(parent).rank(parent)
+        for one in changed:
+            self._tier(one).rank(one)
 
     def drop_stale(self) -> None:
         """Forget the checkpoints whose K and V are gone."""
@@ -207,7 +215,8 @@ class StateSpace:
                 self.drop(checkpoint)
 
     def blocks_cleared(self) -> None:
-        """Forget all checkpoints."""
+        """Forget all checkpoints, also those that were evicted."""
+        self.evicted.clear()
         for tier in (self.device, self.host):
             for checkpoint in list(tier.checkpoints):
                 if checkpoint is not None:
@@ -253,11 +262,14 @@ class StateSpace:
 
     def _keep_new(self, slot: int, anchor: Anchor, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
         made = Checkpoint(anchor, prefix.tail, prefix.num_tokens, slot, prefix.kind, prefix.priority)
+        made.num_uses = self._use_rates[made.kind, False].count_one()
         anchor.tails[prefix.tail] = made
         self.device.keep(made)
         self.counts["kept"] += 1
         if parent is not None and not parent.is_dropped:
             made.go_on_from(parent)
+            if parent.is_passed_by:
+                parent.num_uses = self._use_rates[parent.kind, True].count_one()
             self._tier(parent).rank(parent)
         return made
 
@@ -295,9 +307,10 @@ class StateSpace:
 
     def _evict(self, checkpoint: Checkpoint, besides: Checkpoint | None = None) -> None:
         """Free the slot of a device checkpoint. It goes to the host where that has a slot for it."""
+        self._floor = max(self._floor, checkpoint.worth)
         self.counts["evicted"] += 1
         if not self._may_demote(checkpoint, besides):
-            self.drop(checkpoint)
+            self._drop_for_room(checkpoint)
             return
         slot, host_slot = checkpoint.slot, self.take_host(besides)
         self.add_move("swap_out", slot, host_slot)
@@ -309,6 +322,10 @@ class StateSpace:
         self.host.keep(checkpoint)
         self.host.rank(checkpoint)
         self.counts["demoted"] += 1
+
+    def _drop_for_room(self, checkpoint: Checkpoint) -> None:
+        self.evicted.add(checkpoint)
+        self.drop(checkpoint)
 
     def _may_demote(self, checkpoint: Checkpoint, besides: Checkpoint | None) -> bool:
         """Return whether the host has a slot for a checkpoint: a free one, or one that is worth less."""
