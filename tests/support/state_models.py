@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "olmo_hybrid": {},
     "zaya": {},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 6},
     "inkling_text": {},
     "inkling2_text": {},
 }

@@ -17,7 +17,7 @@ from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.states.model_states import ModelStates
 
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16))
-STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}
+STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_states_in_another_dtype_than_the_model(kind: str) -> None:
     assert relative_error(torch.cat(parts), own_logits(model, tokens)) < 0.05
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "mamba2", "recurrent_gemma"])
 def test_the_model_does_not_change(kind: str) -> None:
     model = make_state_model(kind)
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    config, weights = copy.deepcopy(model.config), {name: one.clone() for name, one in model.state_dict().items()}
     (tokens,) = random_tokens(9)
     expected = own_logits(model, tokens)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    config, weights = copy.deepcopy(model.config), {name: one.clone() for name, one in model.state_dict().items()}
     loop = StateLoop(model, [tokens], num_slots=2)
     loop.step([Portion(0, 0, 9, 1)])
     for name, module in model.named_modules():
