@@ -1,12 +1,14 @@
 """ModelStates: what is found in a model, and what is refused by name. The model of the caller does not change."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from support.models import make_model
 from support.state_loop import Portion, StateLoop, own_logits, random_tokens
-from support.state_models import REFUSED, SERVED, make_state_model
+from support.state_models import REFUSED, SERVED, STEPWISE, make_state_model
 
 from kvpage import CacheConfig
 from kvpage.layout.groups import GroupKind
@@ -16,8 +18,8 @@ from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.states.model_states import ModelStates
 
+PAGE = Path(__file__).parents[3] / "docs" / "hybrid.md"
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16))
-STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,12 @@ def test_groups(kind: str, attends: tuple[int, ...], states: tuple[int, ...], nu
 def test_mixers_that_read_their_state_for_one_token_alone(kind: str) -> None:
     mixers = ModelStates.of_model(make_state_model(kind)).mixers
     assert {mixer.is_stepwise for mixer in mixers} == {kind in STEPWISE}
+
+
+def test_the_page_lists_what_is_tried() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (at once|one by one) \|", PAGE.read_text(), re.MULTILINE)
+    assert [kind for kind, _ in rows] == list(SERVED)
+    assert {kind for kind, how in rows if how == "one by one"} == STEPWISE
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "zamba2"])

@@ -18,11 +18,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.layout.groups import StatePart
+from kvpage.serving.model.attribute_patch import AttributePatch
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 CACHE_NAME = "past_key_values"
-UNIT = "rg_lru"
+UNIT, CONV, RECURRENT = "rg_lru", "conv1d_state", "recurrent_states"
 NO_PLACE = 1_000  # the cache is given by name
 
 
@@ -42,20 +43,16 @@ def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, Sta
 @contextmanager
 def kept_states(model: PreTrainedModel) -> Iterator[None]:
     """Give a model's own attributes back, after forwards of the model that have set them."""
-    blocks = [module for module in model.modules() if _holds_states(module)]
-    attributes = [(block, "conv1d_state") for block in blocks]
-    attributes += [(block.get_submodule(UNIT), "recurrent_states") for block in blocks]
-    before = [(module, name, getattr(module, name)) for module, name in attributes]
-    try:
+    blocks: list[Any] = [module for module in model.modules() if _holds_states(module)]
+    convolutions = {block: block.conv1d_state for block in blocks}
+    recurrences = {block.get_submodule(UNIT): getattr(block, UNIT).recurrent_states for block in blocks}
+    with AttributePatch(CONV, convolutions), AttributePatch(RECURRENT, recurrences):
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def _holds_states(module: nn.Module) -> bool:
     unit = module._modules.get(UNIT)
-    return hasattr(module, "conv1d_state") and hasattr(module, "conv1d_width") and hasattr(unit, "recurrent_states")
+    return hasattr(module, CONV) and hasattr(module, "conv1d_width") and hasattr(unit, RECURRENT)
 
 
 def _parts(block: Any, layer_id: int) -> tuple[StatePart, StatePart]:
@@ -78,11 +75,9 @@ def _compute(mixer: StateMixer, block: Any, own: Callable[..., Any], *args: Any,
     cache: PieceCache = kwargs.pop(CACHE_NAME)
     conv, recurrent = sorted(mixer.keys)
     unit = getattr(block, UNIT)
-    block.conv1d_state, unit.recurrent_states = cache.get_conv_state(conv[0]), cache.get_recurrent_state(recurrent[0])
-    try:
+    before = {block: cache.get_conv_state(conv[0])}, {unit: cache.get_recurrent_state(recurrent[0])}
+    with AttributePatch(CONV, before[0]), AttributePatch(RECURRENT, before[1]):
         output = own(*args, **{**kwargs, "use_cache": True})
         cache.put(conv, block.conv1d_state)
         cache.put(recurrent, unit.recurrent_states)
-    finally:
-        block.conv1d_state = unit.recurrent_states = None
     return output
