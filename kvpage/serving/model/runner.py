@@ -3,7 +3,6 @@
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.native.layers import NativeLayers
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer_forward import view_forwards
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
 from kvpage.serving.model.view import ModelView
@@ -44,7 +43,7 @@ class ModelRunner:
         self.model = model
         self._holds_interrupts = holds_interrupts
         self.state_layout = None if states is None else states.layout
-        forwards = {} if states is None else {mixer.module: partial(MixerForward, mixer) for mixer in states.mixers}
+        forwards = {} if states is None else view_forwards(states.mixers)
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads

@@ -35,7 +35,7 @@ class ModelView:
     native: makes the layers that compute with kvpage's operations; None to leave all layers as they are.
     implementation: the name of kvpage's attention.
     forwards: for some modules of the model, what makes the forward of the copy. It gets the copy, and takes the place
-        of the forward that this has.
+        of the forward that this has. None for a module that must only be a copy.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ModelView:
         model: PreTrainedModel,
         native: NativeLayers | None = None,
         implementation: str = IMPLEMENTATION,
-        forwards: Mapping[nn.Module, Callable[[nn.Module], object]] | None = None,
+        forwards: Mapping[nn.Module, Callable[[nn.Module], object] | None] | None = None,
     ) -> None:
         if not model._can_set_attn_implementation():
             raise _bypasses_interface(model)
@@ -117,7 +117,7 @@ class ModelView:
         """Give the copies of some modules a forward that others make. Modules that the model lost have no copy."""
         for module, make in self._forwards.items():
             copy_of_module = self._copies.get(module)
-            if copy_of_module is not None:
+            if make is not None and copy_of_module is not None:
                 vars(copy_of_module)["forward"] = make(copy_of_module)
 
     def _of_view(self, module: Any) -> Any:

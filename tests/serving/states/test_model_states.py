@@ -1,12 +1,14 @@
 """ModelStates: what is found in a model, and what is refused by name. The model of the caller does not change."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from support.models import make_model
 from support.state_loop import Portion, StateLoop, own_logits, random_tokens
-from support.state_models import REFUSED, SERVED, make_state_model
+from support.state_models import REFUSED, SERVED, STEPWISE, make_state_model
 
 from kvpage import CacheConfig
 from kvpage.layout.groups import GroupKind
@@ -16,8 +18,8 @@ from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.states.model_states import ModelStates
 
+PAGE = Path(__file__).parents[3] / "docs" / "hybrid.md"
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16))
-STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,12 @@ def test_mixers_that_read_their_state_for_one_token_alone(kind: str) -> None:
     assert {mixer.is_stepwise for mixer in mixers} == {kind in STEPWISE}
 
 
+def test_the_page_lists_what_is_tried() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (at once|one by one) \|", PAGE.read_text(), re.MULTILINE)
+    assert [kind for kind, _ in rows] == list(SERVED)
+    assert {kind for kind, how in rows if how == "one by one"} == STEPWISE
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "zamba2"])
 def test_states_in_another_dtype_than_the_model(kind: str) -> None:
     model = make_state_model(kind).bfloat16()
@@ -59,13 +67,13 @@ def test_states_in_another_dtype_than_the_model(kind: str) -> None:
     assert relative_error(torch.cat(parts), own_logits(model, tokens)) < 0.05
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "mamba2", "recurrent_gemma"])
 def test_the_model_does_not_change(kind: str) -> None:
     model = make_state_model(kind)
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    config, weights = copy.deepcopy(model.config), {name: one.clone() for name, one in model.state_dict().items()}
     (tokens,) = random_tokens(9)
     expected = own_logits(model, tokens)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    config, weights = copy.deepcopy(model.config), {name: one.clone() for name, one in model.state_dict().items()}
     loop = StateLoop(model, [tokens], num_slots=2)
     loop.step([Portion(0, 0, 9, 1)])
     for name, module in model.named_modules():

@@ -77,7 +77,7 @@ def greedy(loop: StateLoop, prompts: Sequence[list[int]], num_tokens: int) -> li
     return [tokens[len(prompt) :] for tokens, prompt in zip(loop.sequences, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2", "jamba", "mamba2", "zamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2", "jamba", "mamba2", "zamba2", "recurrent_gemma"])
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     model, prompts = make_state_model(kind), random_tokens(12, 1, 5)
     found = greedy(StateLoop(model, prompts, num_slots=6), prompts, 32)

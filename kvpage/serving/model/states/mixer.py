@@ -15,6 +15,7 @@ class StateMixer:
     cache_name: the argument of its forward that is the cache. cache_place: its place among the positional ones.
     keys: the parts that it reads and writes.
     is_stepwise: whether it reads its state only where it computes one token.
+    holds: submodules that hold states as the module itself does, in attributes; empty where states are in the cache.
     """
 
     module: nn.Module
@@ -22,3 +23,4 @@ class StateMixer:
     cache_place: int
     keys: frozenset[StateKey]
     is_stepwise: bool = False
+    holds: tuple[str, ...] = ()

@@ -1,12 +1,13 @@
 """MixerForward: the forward of a mixer's copy in a view of the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from kvpage.serving.model.attention import StepMissing, current_step
+from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
 
 
@@ -28,7 +29,8 @@ class MixerForward:
 
     def own(self) -> Callable[..., Any]:
         """Return the forward that computes: that of the class, or one that somebody gave to the module."""
-        return self._own or partial(type(self._copy).forward, self._copy)
+        own = self._own or partial(type(self._copy).forward, self._copy)
+        return with_held_states(self.mixer, self._copy, own) if self.mixer.holds else own
 
     def with_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: object
@@ -38,3 +40,12 @@ class MixerForward:
         if len(args) > place:
             return (*args[:place], cache, *args[place + 1 :]), kwargs
         return args, {**kwargs, self.mixer.cache_name: cache}
+
+
+def view_forwards(mixers: Iterable[StateMixer]) -> dict[nn.Module, Callable[[nn.Module], Any] | None]:
+    """Return what a view does with the modules of mixers: see ModelView."""
+    forwards: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
+    for mixer in mixers:
+        forwards[mixer.module] = partial(MixerForward, mixer)
+        forwards.update((mixer.module.get_submodule(name), None) for name in mixer.holds)
+    return forwards

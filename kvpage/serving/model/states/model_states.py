@@ -16,6 +16,7 @@ from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.states.continuation import with_continuation
+from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.window_check import cache_windows
 
@@ -40,16 +41,20 @@ class ModelStates:
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "ModelStates":
         """Compute two tokens. Raises ValueError, with the reason, for states that do not fit into slots."""
-        seen = _computed(model)
+        held = held_states(model)
+        seen = _computed(model, use_cache=not held)
         name = type(model).__name__
-        if not seen.states:
+        if not seen.states and not held:
             raise ValueError(f"states must be written into the cache, {name} writes none there")
-        groups = (*_attention_groups(model, seen), _state_group(name, seen.states))
+        parts = [*_parts(name, seen.states), *(part for parts in held.values() for part in parts)]
+        groups = (*_attention_groups(model, seen), _state_group(parts))
         layout = StateLayout.of_groups(groups)
         assert layout is not None
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
-        mixers = with_continuation(model, _cache_argument(model), _mixers(seen.states))
-        return cls(groups, layout, mixers, kv_shape, _model_config(model, kv_shape, len(seen.layers)))
+        mixers = _mixers(seen.states)
+        if mixers:
+            mixers = with_continuation(model, _cache_argument(model), mixers)
+        return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
@@ -78,11 +83,11 @@ def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: 
     return ModelConfig(max(kv_shape.key_size, kv_shape.value_size), kv_shape.num_heads, layer_types, model.dtype)
 
 
-def _computed(model: PreTrainedModel) -> SeenCache:
+def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
     seen, argument = SeenCache(model.config), _cache_argument(model)
     tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model(input_ids=tokens, use_cache=True, **{argument: seen})
+        model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
     return seen
 
 
@@ -98,14 +103,17 @@ def _attention_groups(model: PreTrainedModel, seen: SeenCache) -> list[CacheGrou
     ]
 
 
-def _state_group(name: str, states: list[SeenState]) -> CacheGroup:
+def _parts(name: str, states: list[SeenState]) -> list[StatePart]:
     for seen in states:
         if seen.state.shape[0] != 1:
             raise ValueError(f"states must have one row a sequence, those of {name} are {list(seen.state.shape)}")
     keys = [seen.key for seen in states]
     if len(set(keys)) < len(keys):
         raise ValueError(f"each state must be written once in a forward pass, {name} writes some again")
-    parts = [StatePart(*seen.key, tuple(seen.state.shape[1:]), seen.state.dtype) for seen in states]
+    return [StatePart(*seen.key, tuple(seen.state.shape[1:]), seen.state.dtype) for seen in states]
+
+
+def _state_group(parts: list[StatePart]) -> CacheGroup:
     parts.sort(key=lambda part: part.key)
     return CacheGroup(GroupKind.STATE, tuple(sorted({part.layer_id for part in parts})), None, tuple(parts))
 

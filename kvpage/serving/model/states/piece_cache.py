@@ -68,14 +68,14 @@ class PieceCache:
             full = torch.cat([before, conv_states], dim=-1)
         else:
             full = torch.nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-        self._set(key, full[..., -size:])
+        self.put(key, full[..., -size:])
         return full
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Keep `recurrent_states` [n, *shape], and return them."""
-        return self._set((layer_idx, "recurrent", state_idx), recurrent_states)
+        return self.put((layer_idx, "recurrent", state_idx), recurrent_states)
 
     def _known(self, key: StateKey) -> torch.Tensor | None:
         if key not in self._states:
@@ -84,7 +84,8 @@ class PieceCache:
             self._states[key] = self._in_slots(key)
         return self._states[key]
 
-    def _set(self, key: StateKey, states: torch.Tensor) -> torch.Tensor:
+    def put(self, key: StateKey, states: torch.Tensor) -> torch.Tensor:
+        """Keep the states [n, *shape] of a part, and return them. Raises ValueError for another shape."""
         if isinstance(self._slots, torch.Tensor):
             view = self._views[key]
             _check_shape(key, states, view[: len(self._slots)])
