@@ -99,7 +99,8 @@ class ByteStore(TieredStore):
                 the deadlines of its tiers. None for no limit.
 
         Returns:
-            A flag for each key: whether some tier has its record now.
+            A flag for each key: whether some tier has its record now. A record that is removed or replaced by another
+            call meanwhile, or cleared, is left to that call.
 
         Raises:
             ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
