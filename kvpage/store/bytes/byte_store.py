@@ -127,6 +127,22 @@ class ByteStore(TieredStore):
         return self._jobs.get_into(keys, buffers, deadline)()
 
     @gated
+    def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
+        """Note a use of records without reading them, so that others are evicted first. Memory and disk note it.
+
+        Args:
+            keys: of 1 to 65535 bytes each; one may come several times.
+            deadline: seconds of the call; a tier is not told afterwards. None for no limit.
+
+        Returns:
+            A flag for each key: whether a tier has its record, and has noted the use.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        return self._jobs.touch(keys, deadline)()
+
+    @gated
     def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
         """Remove records from every tier. A tier that is out of reach keeps them.
 
