@@ -8,7 +8,6 @@ EngineCore ─► Intake: prompts are checked, and become requests
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,10 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
-from kvpage.checks.values import check_at_least
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops import attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
-from kvpage.ops.cuda.libraries.rules import OURS
+from kvpage.serving.assembly.numbers import EngineNumbers
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -50,11 +48,9 @@ from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.serving.stats import EngineStats
-from kvpage.serving.stats.request_state import RequestState, request_states
 
 
-class EngineCore:
+class EngineCore(EngineNumbers):
     """The parts of an engine, and the calls that concern the engine as a whole. See Engine."""
 
     def __init__(
@@ -242,48 +238,6 @@ class EngineCore:
         """
         return self._connectors.store.saves.futures if self._connectors.store else []
 
-    # --- numbers -----------------------------------------------------------------------------------------------------
-
-    @property
-    def store(self) -> BlockStore | None:
-        """The store that is asked; None without one."""
-        return None if self._connectors.store is None else self._connectors.store.store
-
-    @property
-    def attention_backend(self) -> str:
-        """What attends over the blocks: the library that the engine has chosen, or "kvpage"."""
-        library = next(iter(self.cache.bound_layers.values())).library
-        return OURS if library is None else library.name
-
-    def stats(self) -> EngineStats:
-        """Return counters and the state now.
-
-        Returns:
-            The numbers. Another thread may ask while the engine works; then they are not all of one moment.
-        """
-        loop, scheduler, connectors = self._loop, self.scheduler, self._connectors
-        return EngineStats(
-            num_steps=self._batch_runner.num_passes,
-            num_computed_tokens=self._batch_runner.num_computed_tokens,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_generated_tokens=loop.num_generated_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_swaps=scheduler.num_swaps,
-            num_finished=loop.num_finished,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_used_blocks=self.manager.num_blocks - self.manager.num_free_blocks,
-            num_blocks=self.manager.num_blocks,
-            blocks=self.manager.stats(),
-            transfers=self._transfers.stats(),
-            residency=self.telemetry.residency(),
-            num_lost_events=self.telemetry.num_lost_events,
-            store=replace(connectors.store.stats) if connectors.store else None,
-            blend=replace(connectors.blend.stats) if connectors.blend else None,
-            graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
-        )
-
     # --- for an AsyncEngine ------------------------------------------------------------------------------------------
 
     def prepare(self, prompt: Prompt, request_id: str) -> Request:
@@ -312,21 +266,6 @@ class EngineCore:
     def _blend_config(self) -> BlendConfig | None:
         blender = self._connectors.blender
         return None if blender is None else blender.config
-
-    def request_states(self, limit: int) -> list[RequestState]:
-        """Return how far the unfinished requests are: those that run first, then those that wait.
-
-        Args:
-            limit: The largest number of states. A long queue is not read to its end.
-
-        Returns:
-            The states. Ask between two steps, as by `AsyncEngine.call`.
-
-        Raises:
-            ValueError: `limit` is negative.
-        """
-        check_at_least("limit", limit, 0)
-        return request_states(self.scheduler, self._connectors, limit)
 
     # --- for Branches, and other owners of sequences -----------------------------------------------------------------
 
