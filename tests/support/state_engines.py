@@ -9,8 +9,7 @@ from support.state_loop import POISON
 
 from kvpage import CacheConfig
 from kvpage.blocks.hybrid.manager import HybridManager
-from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
-from kvpage.serving.params.states import StateConfig
+from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams, StateConfig
 
 B = 4
 

@@ -21,8 +21,7 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.params.states import StateConfig
+from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
 from kvpage.serving.steer.branches import Branches
 
 KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
