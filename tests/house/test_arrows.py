@@ -12,7 +12,8 @@ MORE_ENTRIES = {
     "kvpage": (len(ROOMS) + 1, "the rooms, and source_folder, which runs before any of them can be found"),
     "kvpage.serving": (13, "each thing that an engine does has a folder"),
     "kvpage.store": (20, "a store is one noun with many parts"),
-    "kvpage.serving.model": (20, "each feature of a model family has a file"),
+    "kvpage.layout": (13, "each part of a cache's description has a file"),
+    "kvpage.serving.model": (22, "each feature of a model family has a file"),
     "kvpage.kernels": (24, "Triton finds helpers only by their module's globals; folders would hide them"),
 }
 NO_ENTRY = (INIT, "__main__")

@@ -46,8 +46,17 @@ SMALL: dict[str, Any] = {
 TWO_KINDS = ["sliding_attention", "full_attention"]
 SHARING = {"num_hidden_layers": 4, "layer_types": TWO_KINDS * 2, "num_kv_shared_layers": 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ATTENDS_IN_THE_MIDDLE = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": ATTENDS_IN_THE_MIDDLE,
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {"rope_parameters": {kind: ROPE for kind in TWO_KINDS}},
     "dbrx": {
@@ -71,11 +80,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": SHARING,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
+    "granitemoehybrid": ATTENDS_IN_THE_MIDDLE,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "mamba_d_conv": 4},
+    "kimi_linear": ATTENDS_IN_THE_MIDDLE,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "moshi": {"audio_vocab_size": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": {**DELTA, "decoder_sparse_step": 1},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW},
     "reformer": {
         "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 16), "attention_head_size": 8, "num_buckets": 4,
         "attn_layers": ["local", "lsh", "local"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
@@ -84,7 +100,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "pronunciation_embed_dim": 8, "pronunciation_vocab_size": 20, "shape_embed_dim": 8, "shape_vocab_size": 20,
     },
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_key_value_heads": 4},
+    "zamba": {
+        "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "num_key_value_heads": 4,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4,
+    },
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip

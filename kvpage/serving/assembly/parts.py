@@ -17,11 +17,14 @@ from kvpage.blend.stored_segments import StoredSegments
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
-from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, candidates
+from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
+from kvpage.serving.assembly.found_states import found_states
+from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
@@ -36,6 +39,8 @@ from kvpage.serving.model.limits import limited_model_len
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.held_states import kept_states
+from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.store import KVStore
 
@@ -49,6 +54,7 @@ class EngineParts:
     max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
     rule: whether blocks of the host are loaded or computed; None for always loaded.
     store_rule: the same of a store, whose speed differs. blender: None without blending.
+    states: the slots of a model that keeps states; None for another. The manager is a HybridManager then.
     """
 
     runner: ModelRunner
@@ -61,6 +67,7 @@ class EngineParts:
     rule: LoadOrCompute | None
     store_rule: LoadOrCompute | None
     blender: Blender | None
+    states: StateCache | None = None
 
 
 class ChosenAttention(NamedTuple):
@@ -76,12 +83,14 @@ class ServableModel:
 
     config: with the KV heads of this rank. num_all_heads: those of all ranks.
     attention: what attends over blocks, and the window of all layers' attention; None if one sees everything.
+    states: what it keeps besides K and V; None for nothing.
     """
 
     runner: ModelRunner
     config: ModelConfig
     attention: ChosenAttention
     num_all_heads: int
+    states: ModelStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +123,28 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
-    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
-    with without_autocast(model.device):
-        return _tried_out(model, config)
+def check_servable(model: PreTrainedModel, config: EngineConfig, takes_states: bool = False) -> ServableModel:
+    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks.
+
+    takes_states: whether there will be state slots, for models whose layers keep states. Others are served as without.
+    """
+    with without_autocast(model.device), kept_states(model):
+        return _tried_out(model, config, found_states(model, config) if takes_states else None)
 
 
-def _tried_out(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
+def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ServableModel:
     cache_config = config.cache_config
-    of_all = _model_config(model, cache_config)
+    of_all = _model_config(model, cache_config) if states is None else states.model_config
     size, compiles = config.tensor_parallel_size, config.compile_model
-    runner = ModelRunner(model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1)
+    runner = ModelRunner(
+        model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1, states=states
+    )
     model_config = of_this_rank(runner, cache_config, of_all, size)
     with _names_compiler() if compiles else nullcontext():
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
         attention = choose_attention(runner, cache_config, model_config, config.attention_backend, size)
-    return ServableModel(runner, model_config, attention, of_all.num_kv_heads)
+    return ServableModel(runner, model_config, attention, of_all.num_kv_heads, states)
 
 
 @contextmanager
@@ -163,8 +177,7 @@ def choose_attention(
         ValueError: The model cannot be served, or not by the named library, or not by the first one on several ranks.
         RankLost: Another rank is gone. It says nothing of the library.
     """
-    layout = cache_config.layout(model_config, ParallelConfig())
-    for make in candidates(name, layout, runner.model.device):
+    for make in _candidates(name, cache_config, model_config, runner.model.device):
         try:
             library = make()
             return ChosenAttention(library, verify_model(runner, cache_config, model_config, library))
@@ -180,6 +193,15 @@ def choose_attention(
     return ChosenAttention(None, verify_model(runner, cache_config, model_config))
 
 
+def _candidates(
+    name: str, cache_config: CacheConfig, model_config: ModelConfig, device: torch.device
+) -> list[Candidate]:
+    """Return the libraries to try: none for a model without attention."""
+    if model_config.is_attention_free:
+        return []
+    return candidates(name, cache_config.layout(model_config, ParallelConfig()), device)
+
+
 def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
     """Let `library` attend over the blocks of all layers."""
     for layer in cache.bound_layers.values():
@@ -189,9 +211,12 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     """Make the parts. Raises as Engine.from_model does."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    parts = assemble_rank(servable, config)
+    found = servable.states
+    counts = None if found is None else SlotCounts.of(config, found)
+    parts = assemble_rank(servable, config, counts)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    manager = make_manager(config, rule)
+    manager = make_manager(config, rule) if counts is None else counts.manager(config, rule)
+    states = None if counts is None or found is None else counts.slots(found, runner.model.device)
     blender = None
     if config.blend is not None:
         with without_autocast(runner.model.device):
@@ -209,16 +234,20 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         rule,
         store_rule,
         blender,
+        states,
     )
 
 
-def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
-    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
+def assemble_rank(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> RankParts:
+    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does.
+
+    counts: of state slots, whose tail blocks the cache has, too; None for a model without states.
+    """
     model = servable.runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
     with without_autocast(model.device):
-        return RankParts(make_cache(servable, config), defaults, max_model_len)
+        return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
@@ -234,9 +263,13 @@ def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCon
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
 
 
-def make_cache(servable: ServableModel, config: EngineConfig) -> CacheEngine:
+def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
+    if counts is not None:
+        cache_config = counts.with_tails(cache_config)
+    if model_config.is_attention_free:
+        return CacheEngine(cache_config, model_config, device_config=DeviceConfig(runner.model.device))
     given = scales_of_this_rank(config.kv_scales, model_config.num_kv_heads, servable.num_all_heads)
     scales = choose_scales(runner, cache_config, model_config, given, config.calibration_tokens)
     device_config = DeviceConfig(runner.model.device)
@@ -249,7 +282,7 @@ def make_cache(servable: ServableModel, config: EngineConfig) -> CacheEngine:
 
 def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
     """Return the rule by which blocks of one tier are loaded or computed; None if they are always loaded."""
-    if not config.load_or_compute:
+    if not config.load_or_compute or model_config.is_attention_free:
         return None
     block_bytes = CacheEngine.get_cache_block_size(config.cache_config, model_config)
     return LoadOrCompute(block_bytes, config.cache_config.block_size)

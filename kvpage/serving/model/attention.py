@@ -55,6 +55,8 @@ def paged_attention(
     if step is None:
         raise StepMissing(f"{type(module).__name__} was called with the implementation 'kvpage' outside Engine.step()")
     layer = getattr(module, "layer_idx", None)
+    if layer not in step.caches and step.states is not None:
+        layer = step.next_layer()
     if layer not in step.caches:
         raise ValueError(f"{type(module).__name__} must be of a layer with a cache, got layer_idx {layer!r}")
     if not getattr(module, "is_causal", True):

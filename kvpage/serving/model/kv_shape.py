@@ -4,13 +4,14 @@ The config does not always say it. Some layers have no K and V of their own. Dee
 expanded K and V, by the version of transformers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
+from kvpage.serving.model.seen_cache import SeenCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,26 @@ class KVShape:
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "KVShape":
         """Compute two tokens. Raises ValueError, with the reason, if K and V do not fit into blocks of one shape."""
-        name, seen = type(model).__name__, _Seen()
+        seen = SeenCache()
         with torch.no_grad():
             model(
                 input_ids=torch.ones(1, 2, dtype=torch.long, device=model.device), past_key_values=seen, use_cache=True
             )
-        if not seen.calls:
+        return cls.of_rows(model, seen.rows)
+
+    @classmethod
+    def of_rows(cls, model: PreTrainedModel, rows: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> "KVShape":
+        """Return the shape of what the layers of a model have written, for two tokens. Raises as `of_model` does.
+
+        rows: (layer, K, V) of each write, in any order. Layers without any have states, or nothing.
+        """
+        name = type(model).__name__
+        if not rows:
             raise ValueError(f"model must write its K and V into past_key_values, {name} does not")
-        layer_ids = [layer for layer, _, _ in seen.calls]
+        layer_ids = [layer for layer, _, _ in rows]
         if len(set(layer_ids)) != len(layer_ids):
             raise ValueError(f"each layer must write to its cache once, those of {name} wrote in the order {layer_ids}")
-        tensors = [tensor for _, key, value in seen.calls for tensor in (key, value)]
+        tensors = [tensor for _, key, value in rows for tensor in (key, value)]
         for noun, kinds in (
             ("shape [rows, heads, tokens, size]", {(x.dim(), x.shape[0], x.shape[2]) for x in tensors} | {(4, 1, 2)}),
             ("number of KV heads", {x.shape[1] for x in tensors}),
@@ -55,7 +65,7 @@ class KVShape:
                 raise ValueError(
                     f"K and V of all layers must have one {noun}, those of {name} have {sorted(map(str, kinds))}"
                 )
-        sizes = {(key.shape[3], value.shape[3]) for _, key, value in seen.calls}
+        sizes = {(key.shape[3], value.shape[3]) for _, key, value in rows}
         num_heads = tensors[0].shape[1]
         return cls(
             tuple(sorted(layer_ids)),
@@ -64,7 +74,7 @@ class KVShape:
             max(value for _, value in sizes),
             tensors[0].dtype,
             num_heads == 1 and sizes == {_latent_sizes(model)},
-            tuple((key.shape[3], value.shape[3]) for _, key, value in sorted(seen.calls, key=lambda call: call[0])),
+            tuple((key.shape[3], value.shape[3]) for _, key, value in sorted(rows, key=lambda call: call[0])),
         )
 
     def model_config(self) -> ModelConfig:
@@ -78,20 +88,3 @@ class KVShape:
 def _latent_sizes(model: PreTrainedModel) -> tuple[int | None, int | None]:
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-
-
-class _Seen(DynamicCache):
-    """Keep the K and V of each `update`, and return them: enough for one forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append((layer_idx, key_states, value_states))
-        return key_states, value_states
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        raise ValueError(f"layers must cache K and V alone, layer {layer_idx} has an indexer's keys too")

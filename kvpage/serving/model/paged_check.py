@@ -7,6 +7,9 @@ sequences are computed over blocks, packed, in two steps. The logits are compare
     step 1   [ a0 a1 a2 a3 a4 a5 | b0 b1 b2 b3 ]
     step 2   [ a6 a7 a8 | b4 ]
 
+A model with mixers has three steps, the last one of decodes. Each step goes on from the snapshots of the one before.
+Slots hold NaN where nothing was written.
+
 For this, blocks have the model's dtype. Blocks that quantise are checked apart: their logits may differ, and must not
 be nowhere near.
 """
@@ -20,6 +23,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.args.bound_cache import AttentionOfOthers
@@ -33,9 +37,12 @@ from kvpage.serving.model.probe import (
     unquantized,
 )
 from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.state_pass import StatePass, StateRow
 from kvpage.serving.model.step import PackedTokens, Step
 
+_NUM_SLOTS = 3  # of each sequence, with states: the working slot, and those of two marks
 _BOUNDS = tuple((0, cut, length) for cut, length in zip((6, 4), PROBE_LENGTHS, strict=True))  # of each sequence's steps
+_BOUNDS_OF_STATES = (0, 6, 8, 9), (0, 3, 4, 5)  # the last step is of decodes alone
 
 
 def verify_model(
@@ -51,10 +58,11 @@ def verify_model(
     Returns how many tokens, the newest included, the widest window of any layer holds; None if one has no window.
     """
     name = type(runner.model).__name__
-    error, dtype, windows = _paged_error(runner, unquantized(cache_config, model_config), model_config, None, library)
+    config = unquantized(cache_config, model_config)
+    error, dtype, windows = _paged_error(runner, config, model_config, None, library)
     if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
-    return None if None in windows else max(window for window in windows if window is not None)
+    return None if None in windows or not windows else max(window for window in windows if window is not None)
 
 
 def verify_quantized(
@@ -89,8 +97,11 @@ def _paged_error(
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)
     for layer in engine.bound_layers.values():
         layer.use_library(library)
-    found, windows = paged_logits(runner, engine, sequences, blocks_each)
-    return relative_error(found, expected), engine.layout.dtype, windows
+    layout = runner.state_layout
+    slots = None if layout is None else StateCache(layout, _NUM_SLOTS * len(sequences), device=model.device)
+    found, windows = paged_logits(runner, engine, sequences, blocks_each, slots)
+    dtype = engine.layout.dtype if engine.layer_ids else model.dtype
+    return relative_error(found, expected), dtype, windows
 
 
 def _own_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -101,27 +112,46 @@ def _own_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int32]) -> torch.
 
 
 def paged_logits(
-    runner: ModelRunner, engine: CacheEngine, sequences: Sequence[npt.NDArray[np.int32]], blocks_each: int
+    runner: ModelRunner,
+    engine: CacheEngine,
+    sequences: Sequence[npt.NDArray[np.int32]],
+    blocks_each: int,
+    states: StateCache | None = None,
 ) -> tuple[torch.Tensor, list[int | None]]:
     """Return the logits of the probe's tokens, one sequence after the other, and the window of each layer.
 
     engine: with `blocks_each` blocks for each sequence, which are overwritten.
+    states: with three slots for each sequence, likewise; None for a model without states.
     """
     tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     windows: list[int | None] = []
-    for number in range(len(_BOUNDS[0]) - 1):
-        starts, ends = [list(column) for column in zip(*(each[number : number + 2] for each in _BOUNDS), strict=True)]
+    block_size = engine.layout.block_size if engine.layer_ids else max(PROBE_LENGTHS)
+    if states is not None:
+        states.slots.fill_(0xFF)  # NaN in each float dtype
+    bounds = _BOUNDS if states is None else _BOUNDS_OF_STATES
+    for number in range(len(bounds[0]) - 1):
+        starts, ends = [list(column) for column in zip(*(each[number : number + 2] for each in bounds), strict=True)]
         parts = [tokens[start:end] for tokens, start, end in zip(sequences, starts, ends, strict=True)]
         token_ids = np.concatenate(parts)
         packed = PackedTokens(token_ids, starts, ends, np.arange(len(token_ids)))
-        step = Step.make(engine, _slots(tables, starts, ends, engine.layout.block_size), tables, starts, ends)
+        step = Step.make(engine, _slots(tables, starts, ends, block_size), tables, starts, ends)
+        step.use_states(None if states is None else _states_of(states, number, starts, ends))
         logits = runner.forward(packed, step)
         _check_calls(runner.model, engine, step)
         windows = [window for _, window in step.calls]
         for kept, part in zip(rows, torch.split(logits, [len(tokens) for tokens in parts]), strict=True):
             kept.append(part)
     return torch.cat([part for parts in rows for part in parts]), windows
+
+
+def _states_of(states: StateCache, number: int, starts: Sequence[int], ends: Sequence[int]) -> StatePass:
+    """Return the states of one step. Its working slots are those of the marks at the end of the step before."""
+    rows = []
+    for seq, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        slot, at_end, inside = (_NUM_SLOTS * seq + (number + turn) % _NUM_SLOTS for turn in range(_NUM_SLOTS))
+        rows.append(StateRow(slot, start, end, [(start + 1, inside), (end, at_end)]))
+    return StatePass(states, rows)
 
 
 def _slots(
@@ -154,4 +184,4 @@ def _windowed_layers(config: PretrainedConfig, layer_ids: Sequence[int]) -> list
     if not getattr(text, "sliding_window", None) or getattr(text, "use_sliding_window", True) is False:
         return []
     kinds = getattr(text, "layer_types", None)
-    return [layer for layer in layer_ids if kinds is None or kinds[layer] == "sliding_attention"]
+    return [layer for layer in layer_ids if kinds is None or kinds[layer] in ("sliding_attention", "hybrid_sliding")]

@@ -34,5 +34,7 @@ def max_error(*dtypes: torch.dtype) -> float:
 
 def unquantized(cache_config: CacheConfig, model_config: ModelConfig) -> CacheConfig:
     """Return the config, with a cache of the model's dtype in place of one that quantises."""
+    if model_config.is_attention_free:
+        return replace(cache_config, cache_dtype="auto")
     is_quantized = cache_config.layout(model_config, ParallelConfig()).is_quantized
     return replace(cache_config, cache_dtype="auto") if is_quantized else cache_config

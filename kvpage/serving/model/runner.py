@@ -12,6 +12,8 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latent_attention import LatentPass
 from kvpage.serving.model.native.layers import NativeLayers
+from kvpage.serving.model.states.mixer_forward import view_forwards
+from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
 from kvpage.serving.model.view import ModelView
 
@@ -24,7 +26,9 @@ class ModelRunner:
 
     native: see ModelView. compiles: call torch.compile of the view.
     holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
+    states: what the model keeps besides K and V; each step then needs `Step.states`.
     Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
+    A model without attention needs neither.
     """
 
     def __init__(
@@ -34,20 +38,28 @@ class ModelRunner:
         *,
         compiles: bool = False,
         holds_interrupts: bool = False,
+        states: ModelStates | None = None,
     ) -> None:
         self.model = model
         self._holds_interrupts = holds_interrupts
-        self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION)
+        self.state_layout = None if states is None else states.layout
+        forwards = {} if states is None else view_forwards(states.mixers)
+        self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads
         self._no_grad = torch.no_grad()
         parameters = inspect.signature(model.forward).parameters
-        if "position_ids" not in parameters:
+        self._gives_positions = "position_ids" in parameters
+        attends = states is None or states.kv_shape is not None
+        if attends and not self._gives_positions:
             raise ValueError(f"forward must take position_ids, that of {type(model).__name__} does not")
         self._selects_logits = "logits_to_keep" in parameters
         # Compiled code would depend on all of the step: it reaches attention on another way.
-        self._passes_step = not compiles and any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        # Mixers hand keywords on to functions of their own, which would not know it.
+        self._passes_step = (
+            not compiles
+            and states is None
+            and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         )
 
     @property
@@ -72,9 +84,12 @@ class ModelRunner:
     def compute(self, step: Step, given: ModelInputs) -> torch.Tensor:
         """Do the same for inputs that are on the model's device. Nothing is copied from the host then."""
         self.check()
+        self._check_states(step)
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step))
-        inputs = {"input_ids": given.token_ids, "position_ids": given.positions, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": given.token_ids, "use_cache": False}
+        if self._gives_positions:
+            inputs["position_ids"] = given.positions
         if self._selects_logits:
             inputs["logits_to_keep"] = 0 if given.wanted is None else given.wanted  # 0: all, without a copy
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
@@ -82,12 +97,21 @@ class ModelRunner:
         with self._no_grad, self._hooks(step), self._view.one_thread_in_torch():
             logits = self._call(inputs, step)[0]
         self._check_calls(step)
+        if step.states is not None:
+            step.states.check_done()
         return logits if given.wanted is None or self._selects_logits else logits[given.wanted]
 
     def check(self) -> None:
         """Raise ValueError if the model is in training mode."""
         if self.model.training:
             raise ValueError(f"model must be in eval mode, {type(self.model).__name__} is in training mode")
+
+    def _check_states(self, step: Step) -> None:
+        if (step.states is not None) != (self.state_layout is not None):
+            rule = "must not" if self.state_layout is None else "must"
+            raise ValueError(f"step {rule} have states for {type(self.model).__name__}")
+        if step.states is not None:
+            step.states.check(step.query_lens, step.seq_lens)
 
     def _hooks(self, step: Step) -> AbstractContextManager[object]:
         """Return the patches of a step that needs more than the arguments of the attention function."""

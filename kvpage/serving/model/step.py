@@ -7,6 +7,7 @@
 It is made once a step and read by every layer.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
 """A position in each of several sequences."""
+
+
+_NO_LAYOUT = CacheLayout(1, 1, 1, torch.float32)
+"""The layout of a step in which no layer attends. Nothing is of this layout."""
 
 
 class PackedTokens(NamedTuple):
@@ -132,9 +137,22 @@ class StepLatents(Protocol):
         """Write the latents of a layer's rows, and attend over the blocks: [rows, heads, value size]."""
 
 
+class StepStates(Protocol):
+    """The states of a step whose model has mixers, such as Mamba's."""
+
+    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Raise ValueError unless the states are for a step with these lengths."""
+
+    def compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the packed row that a mixer was called with, and return what the mixer gives."""
+
+    def check_done(self) -> None:
+        """Raise ValueError if a state was not computed."""
+
+
 @dataclass(slots=True)
 class Step:
-    """One forward pass over `caches`, one cache by layer_idx, all of one layout.
+    """One forward pass over `caches`, one cache by layer_idx, all of one layout. Where no layer attends there are none.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
@@ -146,6 +164,7 @@ class Step:
     inputs: the model's arguments, where these came to the device with the step's own; else None.
     arrival: the moves under way, for which each layer waits before it touches a block; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
+    states: the work on states; None where the model has none.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     sequences: block tables and lengths, made once for all layers.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
@@ -169,6 +188,7 @@ class Step:
     inputs: ModelInputs | None = None
     arrival: StepArrival | None = None
     latents: StepLatents | None = None
+    states: StepStates | None = None
     threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
     takes_all_rows: bool = field(init=False)
@@ -219,11 +239,9 @@ class Step:
         """
         num_seqs, on_host = len(slot_mapping), engine.device.type == "cpu"
         lengths: list[int] = device_seq_lens.clamp(min=1).tolist() if on_host else [max_seq_len] * num_seqs
-        queries, caches = [1] * num_seqs, engine.bound_layers
+        queries, caches, layout = [1] * num_seqs, engine.bound_layers, _layout(engine)
         sequences = _sequences(caches, block_tables, device_seq_lens, None, queries, lengths)
-        return cls(
-            caches, engine.layout, slot_mapping, block_tables, None, device_seq_lens, queries, lengths, sequences
-        )
+        return cls(caches, layout, slot_mapping, block_tables, None, device_seq_lens, queries, lengths, sequences)
 
     @classmethod
     def _of_arrays(
@@ -244,7 +262,8 @@ class Step:
         slots, tables, device_lens, *others = upload([*arrays, *sent], device)
         device_queries = None if query_lens is None else others.pop(0)
         sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
-        step = cls(caches, engine.layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
+        layout = _layout(engine)
+        step = cls(caches, layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
         if sent:
             step.inputs = ModelInputs(*others)
         return step
@@ -252,6 +271,14 @@ class Step:
     def expect(self, arrival: StepArrival | None) -> None:
         """Let each layer wait for these moves before it touches a block; None if there are none."""
         self.arrival = arrival
+
+    def next_layer(self) -> int | None:
+        """Return the layer that attends next, for a module that several layers share; None after the last one."""
+        return next((layer for layer in self.caches if layer not in {called for called, _ in self.calls}), None)
+
+    def use_states(self, states: StepStates | None) -> None:
+        """Let the model's mixers compute with these states; None if it has none."""
+        self.states = states
 
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""
@@ -296,6 +323,17 @@ class Step:
         )
 
 
+def _layout(engine: CacheEngine) -> CacheLayout:
+    return engine.layout if engine.layer_ids else _NO_LAYOUT
+
+
+@functools.cache
+def _no_cache(device: torch.device) -> BoundCache:
+    """Return an empty cache, for the lengths of a step in which no layer attends."""
+    (empty,) = _NO_LAYOUT.allocate(0, 1, device)
+    return BoundCache(empty, _NO_LAYOUT)
+
+
 def _sequences(
     caches: dict[int, BoundCache],
     block_tables: torch.Tensor,
@@ -305,7 +343,7 @@ def _sequences(
     seq_lens: list[int],
 ) -> Sequences:
     """Return block tables and lengths as the operations take them: lengths on the device of the caches."""
-    cache = next(iter(caches.values()))
+    cache = next(iter(caches.values()), None) or _no_cache(block_tables.device)
     is_decode = device_query_lens is None
     longest = 1 if is_decode else max(query_lens), max(seq_lens)
     num_tokens = len(query_lens) if is_decode else sum(query_lens)

@@ -11,7 +11,7 @@ while another uses the view. A view takes some hundred bytes a module, and no te
 NativeLayers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
@@ -34,16 +34,23 @@ class ModelView:
 
     native: makes the layers that compute with kvpage's operations; None to leave all layers as they are.
     implementation: the name of kvpage's attention.
+    forwards: for some modules of the model, what makes the forward of the copy. It gets the copy, and takes the place
+        of the forward that this has. None for a module that must only be a copy.
     """
 
     def __init__(
-        self, model: PreTrainedModel, native: NativeLayers | None = None, implementation: str = IMPLEMENTATION
+        self,
+        model: PreTrainedModel,
+        native: NativeLayers | None = None,
+        implementation: str = IMPLEMENTATION,
+        forwards: Mapping[nn.Module, Callable[[nn.Module], object] | None] | None = None,
     ) -> None:
         if not model._can_set_attn_implementation():
             raise _bypasses_interface(model)
         register()
         self._model: nn.Module = model
         self._native = native
+        self._forwards = dict(forwards or {})
         self._implementation = implementation
         self._is_wholly_native = False
         self._num_builds = 0
@@ -80,7 +87,7 @@ class ModelView:
 
     def _build(self) -> None:
         """Copy the modules that need it. Earlier copies stay, and get the state that their modules have now."""
-        modules = _modules_to_copy(self._model)
+        modules = _modules_to_copy(self._model, self._forwards.keys())
         if self._native is not None:
             modules += self._native.containers(modules)
             self._layers = self._native.stand_ins(modules)
@@ -91,6 +98,8 @@ class ModelView:
             held.update(self._state(module))
         if self._native is not None:
             self._fuse(modules, self._native)
+        self._replace_forwards()
+        if self._native is not None:
             self._is_wholly_native = is_wholly_native(self._copies[self._model])
         self._modules_now = [module._modules for module in modules]
         self._modules_before = [dict(module._modules) for module in modules]
@@ -103,6 +112,13 @@ class ModelView:
             forward = native.fused_forward(module, self._copies[module])
             if forward is not None:
                 vars(self._copies[module])["forward"] = forward
+
+    def _replace_forwards(self) -> None:
+        """Give the copies of some modules a forward that others make. Modules that the model lost have no copy."""
+        for module, make in self._forwards.items():
+            copy_of_module = self._copies.get(module)
+            if make is not None and copy_of_module is not None:
+                vars(copy_of_module)["forward"] = make(copy_of_module)
 
     def _of_view(self, module: Any) -> Any:
         """Return what the view has in place of a module of the model: a copy, a native layer, or the same."""
@@ -155,14 +171,15 @@ class ModelView:
         return self._configs[id(config)][1]
 
 
-def _modules_to_copy(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a config or with tables, and those that contain such modules."""
+def _modules_to_copy(model: nn.Module, named: Container[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are named, that have a config or tables, and those that contain such modules."""
     found: dict[nn.Module, bool] = {}
 
     def visit(module: nn.Module) -> bool:
         if module not in found:
             inside = [visit(child) for child in [*module._modules.values()] if child is not None]
-            found[module] = any(inside) or _has_config(vars(module).values()) or _keeps_tables(module)
+            is_special = module in named or _has_config(vars(module).values()) or _keeps_tables(module)
+            found[module] = any(inside) or is_special
         return found[module]
 
     visit(model)

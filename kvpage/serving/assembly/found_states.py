@@ -1,0 +1,36 @@
+"""The states of a model that is to be served: found by computing a little, or refused with the reason."""
+
+from transformers import PreTrainedModel
+
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.model.config_check import check_config
+from kvpage.serving.model.states.model_states import ModelStates, keeps_states
+
+
+def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | None:
+    """Return what the layers of a model keep besides K and V.
+
+    Args:
+        model: A decoder. It computes two tokens, where its cache has layers with states.
+        config: Of the engine that is to serve it.
+
+    Returns:
+        The states, or None for a model that keeps K and V alone.
+
+    Raises:
+        ValueError: The model has layers of unknown types, states that do not fit into slots, or an option that does
+            not go with states.
+    """
+    check_config(model, takes_states=True)
+    if not keeps_states(model.config):
+        return None
+    name = type(model).__name__
+    for option, is_given, value in (
+        ("compile_model", config.compile_model, "False"),
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "1"),
+        ("backend", config.cache_config.backend == "mla", "another than 'mla'"),
+        ("blend", config.blend is not None, "None"),
+    ):
+        if is_given:
+            raise ValueError(f"{option} must be {value} for a model whose layers keep states, {name} does")
+    return ModelStates.of_model(model)

@@ -1,0 +1,51 @@
+"""MixerForward: the forward of a mixer's copy in a view of the model."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from kvpage.serving.model.attention import StepMissing, current_step
+from kvpage.serving.model.states.held_states import with_held_states
+from kvpage.serving.model.states.mixer import StateMixer
+
+
+class MixerForward:
+    """The forward of one copy: it computes the packed row of the current step, with the step's states.
+
+    It takes the place of the forward that the copy has when it is made, and calls that one for each piece.
+    """
+
+    def __init__(self, mixer: StateMixer, copy: nn.Module) -> None:
+        self.mixer, self._copy = mixer, copy
+        self._own: Any = vars(copy).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = current_step.get()
+        if step is None or step.states is None:
+            raise StepMissing(f"{type(self._copy).__name__} was called without states, outside Engine.step()")
+        return step.states.compute(self, args, kwargs)
+
+    def own(self) -> Callable[..., Any]:
+        """Return the forward that computes: that of the class, or one that somebody gave to the module."""
+        own = self._own or partial(type(self._copy).forward, self._copy)
+        return with_held_states(self.mixer, self._copy, own) if self.mixer.holds else own
+
+    def with_cache(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: object
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call, with this cache among them."""
+        place = self.mixer.cache_place
+        if len(args) > place:
+            return (*args[:place], cache, *args[place + 1 :]), kwargs
+        return args, {**kwargs, self.mixer.cache_name: cache}
+
+
+def view_forwards(mixers: Iterable[StateMixer]) -> dict[nn.Module, Callable[[nn.Module], Any] | None]:
+    """Return what a view does with the modules of mixers: see ModelView."""
+    forwards: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
+    for mixer in mixers:
+        forwards[mixer.module] = partial(MixerForward, mixer)
+        forwards.update((mixer.module.get_submodule(name), None) for name in mixer.holds)
+    return forwards

@@ -1,0 +1,131 @@
+"""ModelStates: the groups of a model's cache and the modules that keep its states, found by computing two tokens.
+
+The config does not say it all: a layer may have attention and a state, several states, or none. States may be of
+another dtype than the model.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+from kvpage.layout.config import ModelConfig
+from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
+from kvpage.serving.model.kv_shape import KVShape
+from kvpage.serving.model.seen_cache import SeenCache, SeenState
+from kvpage.serving.model.states.continuation import with_continuation
+from kvpage.serving.model.states.held_states import held_states
+from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.window_check import cache_windows
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""The argument of a model's forward that is its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """What one model keeps for each sequence, where that is more than K and V.
+
+    groups: of all layers. layout: of a state slot. mixers: the modules that read and write states.
+    kv_shape: of the layers with attention; None where none has. model_config: of the blocks of those layers.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    layout: StateLayout
+    mixers: tuple[StateMixer, ...]
+    kv_shape: KVShape | None
+    model_config: ModelConfig
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> "ModelStates":
+        """Compute two tokens. Raises ValueError, with the reason, for states that do not fit into slots."""
+        held = held_states(model)
+        seen = _computed(model, use_cache=not held)
+        name = type(model).__name__
+        if not seen.states and not held:
+            raise ValueError(f"states must be written into the cache, {name} writes none there")
+        parts = [*_parts(name, seen.states), *(part for parts in held.values() for part in parts)]
+        groups = (*_attention_groups(model, seen), _state_group(parts))
+        layout = StateLayout.of_groups(groups)
+        assert layout is not None
+        kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
+        mixers = _mixers(seen.states)
+        if mixers:
+            mixers = with_continuation(model, _cache_argument(model), mixers)
+        return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
+
+
+def keeps_states(config: PretrainedConfig) -> bool:
+    """Return whether layers of transformers' cache for this config keep states."""
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    if argument is None:
+        words = " or ".join(CACHE_ARGUMENTS)
+        raise ValueError(f"forward must take {words}, that of {type(model).__name__} does not")
+    return argument
+
+
+def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: int) -> ModelConfig:
+    """Return a config with the model's layers, of which those with attention have blocks."""
+    attends = () if kv_shape is None else kv_shape.layer_ids
+    layer_types = tuple("full_attention" if layer in attends else "linear_attention" for layer in range(num_layers))
+    if kv_shape is None:
+        return ModelConfig(0, 0, layer_types, model.dtype)
+    if kv_shape.is_latent:  # its attention gets heads, which it makes of the latents
+        return replace(ModelConfig.from_hf(model.config, model.dtype), layer_types=layer_types)
+    return ModelConfig(max(kv_shape.key_size, kv_shape.value_size), kv_shape.num_heads, layer_types, model.dtype)
+
+
+def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
+    seen, argument = SeenCache(model.config), _cache_argument(model)
+    tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
+    return seen
+
+
+def _attention_groups(model: PreTrainedModel, seen: SeenCache) -> list[CacheGroup]:
+    """Return a group for each window, and one for attention over everything."""
+    windows = cache_windows(model)
+    layers: dict[int | None, list[int]] = {}
+    for layer in sorted({layer for layer, _, _ in seen.rows}):
+        layers.setdefault(windows.get(layer), []).append(layer)
+    return [
+        CacheGroup(GroupKind.FULL if window is None else GroupKind.WINDOW, tuple(layers[window]), window)
+        for window in sorted(layers, key=lambda window: window or 0)
+    ]
+
+
+def _parts(name: str, states: list[SeenState]) -> list[StatePart]:
+    for seen in states:
+        if seen.state.shape[0] != 1:
+            raise ValueError(f"states must have one row a sequence, those of {name} are {list(seen.state.shape)}")
+    keys = [seen.key for seen in states]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"each state must be written once in a forward pass, {name} writes some again")
+    return [StatePart(*seen.key, tuple(seen.state.shape[1:]), seen.state.dtype) for seen in states]
+
+
+def _state_group(parts: list[StatePart]) -> CacheGroup:
+    parts.sort(key=lambda part: part.key)
+    return CacheGroup(GroupKind.STATE, tuple(sorted({part.layer_id for part in parts})), None, tuple(parts))
+
+
+def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
+    by_module: dict[nn.Module, list[SeenState]] = {}
+    for seen in states:
+        by_module.setdefault(seen.module, []).append(seen)
+    return tuple(_mixer(module, own) for module, own in by_module.items())
+
+
+def _mixer(module: nn.Module, states: list[SeenState]) -> StateMixer:
+    name = states[0].cache_name
+    place = list(inspect.signature(module.forward).parameters).index(name)
+    return StateMixer(module, name, place, frozenset(seen.key for seen in states))

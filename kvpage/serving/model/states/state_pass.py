@@ -1,0 +1,192 @@
+"""StatePass: the states of one forward pass. Each mixer computes its packed row piece by piece.
+
+    packed row        [ a17 | b5 | c0 c1 c2 c3 c4 | d8 d9 ]        c has a mark at 3
+    decodes           [ a17 | b5 ]                                 one call, over gathered states
+    pieces            [ c0 c1 c2 ] ─► mark ─► [ c3 c4 ]            a call each, over a view of the slot
+                      [ d8 d9 ]
+
+Marks do not cut the row for other layers: attention computes all of a portion at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage.cache.state_cache import StateCache, StateKey
+from kvpage.ops.cuda.uploads import upload
+from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.piece_cache import PieceCache, Slots
+from kvpage.serving.model.states.row_cuts import Cut, cut, join
+
+
+class StateRow(NamedTuple):
+    """The positions [start, end) of one sequence, in a forward pass.
+
+    slot: the sequence's working slot, whose state is that after `start` tokens, and becomes that after `end` tokens.
+    start: with 0 there is no state before, whatever the slot's bytes are.
+    marks: positions in (start, end], ascending, each with the slot that gets the state after so many tokens.
+    """
+
+    slot: int
+    start: int
+    end: int
+    marks: Sequence[tuple[int, int]] = ()
+
+
+class _Piece(NamedTuple):
+    """Tokens that a mixer computes in one call. snapshots: (from, to) slots, to be copied after it."""
+
+    cut: Cut
+    slots: Slots
+    has_previous: bool
+    snapshots: list[tuple[int, int]]
+
+
+class StatePass:
+    """What `Step.states` holds: slots for the sequences of one step, in the step's order.
+
+    After an error in the forward pass, the states in the rows' slots and in their marks' slots are undefined.
+
+    Args:
+        states: The slots.
+        rows: One for each sequence of the step.
+
+    Raises:
+        ValueError: A slot is out of range, or named twice; a position or a mark is out of range, or marks descend.
+    """
+
+    def __init__(self, states: StateCache, rows: Sequence[StateRow]) -> None:
+        _check_rows(rows, states.num_slots)
+        self._states, self._rows = states, list(rows)
+        self._num_tokens = sum(row.end - row.start for row in rows)
+        self._pieces = list(self._cut_row())
+        self._steps: list[_Piece] | None = None  # the pieces for stepwise mixers
+        self._computed: set[StateKey] = set()
+
+    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Raise ValueError unless the rows are those of a step with these lengths, and nothing is computed yet."""
+        of_rows = [(row.end - row.start, row.end) for row in self._rows]
+        of_step = list(zip(query_lens, seq_lens, strict=True))
+        if of_rows != of_step:
+            raise ValueError(f"rows must have the step's tokens and lengths, {of_step}, got {of_rows}")
+        if self._computed:
+            raise ValueError("states must be those of one forward pass, these were computed before")
+
+    def check_done(self) -> None:
+        """Raise ValueError if a state was not computed: a mixer was replaced since the check at load."""
+        missing = sorted(self._states.views.keys() - self._computed)
+        if missing:
+            raise ValueError(f"each state must be computed once in a step, {missing} were not")
+
+    def compute(self, forward: MixerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a mixer gives for the packed row, and write its states.
+
+        forward: of the mixer. args, kwargs: of the call, with the packed row; a cache among them is not used.
+        Raises ValueError if the mixer has other states than at load, or its output is not of its tokens.
+        """
+        again = forward.mixer.keys & self._computed
+        if again:
+            raise ValueError(f"each state must be computed once in a step, {sorted(again)} were computed again")
+        self._computed |= forward.mixer.keys
+        own, outputs = forward.own(), []
+        pieces = self._pieces_of(forward)
+        for piece in pieces:
+            cache = PieceCache(self._states.views, piece.slots, piece.has_previous)
+            given, named = forward.with_cache(args, kwargs, cache)
+            of_piece = cut(given, self._num_tokens, piece.cut), cut(named, self._num_tokens, piece.cut)
+            outputs.append(own(*of_piece[0], **of_piece[1]))
+            self._keep(forward, cache, piece)
+        return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
+
+    def _pieces_of(self, forward: MixerForward) -> list[_Piece]:
+        """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
+        if not forward.mixer.is_stepwise:
+            return self._pieces
+        if self._steps is None:
+            self._steps = [step for piece in self._pieces for step in _tokens_of(piece)]
+        return self._steps
+
+    def _keep(self, forward: MixerForward, cache: PieceCache, piece: _Piece) -> None:
+        keys = forward.mixer.keys
+        if cache.touched != keys:
+            name = type(forward.mixer.module).__name__
+            raise ValueError(f"{name} must use its states {sorted(keys)}, it used {sorted(cache.touched)}")
+        cache.write_back()
+        for slot, mark in piece.snapshots:
+            for key in keys:
+                view = self._states.views[key]
+                view[mark].copy_(view[slot])
+
+    def _cut_row(self) -> Iterator[_Piece]:
+        """Yield the decodes, and then the pieces of all other sequences."""
+        firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
+        each = list(zip(self._rows, firsts, strict=False))
+        decodes = [(row, first) for row, first in each if _is_decode(row)]
+        if decodes:
+            yield self._decodes(decodes)
+        for row, first in each:
+            if not _is_decode(row):
+                yield from _pieces(row, first)
+
+    def _decodes(self, decodes: list[tuple[StateRow, int]]) -> _Piece:
+        slots, rows = [row.slot for row, _ in decodes], [first for _, first in decodes]
+        snapshots = [(row.slot, mark) for row, _ in decodes for _, mark in row.marks]
+        device = self._states.device
+        return _Piece(Cut(_indices(rows, device), True), _indices(slots, device), True, snapshots)
+
+
+def _is_decode(row: StateRow) -> bool:
+    return row.start > 0 and row.end - row.start == 1
+
+
+def _pieces(row: StateRow, first: int) -> Iterator[_Piece]:
+    """Yield the pieces of one sequence, whose tokens begin at `first` in the packed row."""
+    ends = sorted({position for position, _ in row.marks} | {row.end})
+    for start, end in pairwise([row.start, *ends]):
+        rows = slice(first + start - row.start, first + end - row.start)
+        snapshots = [(row.slot, mark) for position, mark in row.marks if position == end]
+        yield _Piece(Cut(rows, False), slice(row.slot, row.slot + 1), start > 0, snapshots)
+
+
+def _tokens_of(piece: _Piece) -> Iterator[_Piece]:
+    """Yield the tokens of a piece that goes on from a state, one by one; any other piece as it is."""
+    rows = piece.cut.rows
+    if piece.cut.is_batch or not piece.has_previous or isinstance(rows, torch.Tensor):
+        yield piece
+        return
+    for row in range(rows.start, rows.stop):
+        is_last = row + 1 == rows.stop
+        yield piece._replace(cut=Cut(slice(row, row + 1), False), snapshots=piece.snapshots if is_last else [])
+
+
+def _indices(values: list[int], device: torch.device) -> slice | torch.Tensor:
+    """Return a slice for neighbours, which costs no copy, and else a tensor on the device."""
+    if values == list(range(values[0], values[0] + len(values))):
+        return slice(values[0], values[0] + len(values))
+    return upload([np.array(values, np.int64)], device)[0]
+
+
+def _check_rows(rows: Sequence[StateRow], num_slots: int) -> None:
+    if not rows:
+        raise ValueError("rows must be one or more, got 0")
+    for row in rows:
+        if not 0 <= row.start < row.end:
+            raise ValueError(f"start must be in [0, end), got start {row.start} and end {row.end}")
+        _check_marks(row)
+    slots = [slot for row in rows for slot in (row.slot, *(mark for _, mark in row.marks))]
+    wrong = [slot for slot in slots if not 0 <= slot < num_slots]
+    if wrong:
+        raise ValueError(f"slots must be in [0, {num_slots}), got {wrong}")
+    if len(set(slots)) < len(slots):
+        raise ValueError(f"slots must be named once in a step, got {sorted(slots)}")
+
+
+def _check_marks(row: StateRow) -> None:
+    positions = [position for position, _ in row.marks]
+    if positions != sorted(positions):
+        raise ValueError(f"marks must be in ascending order, got {positions}")
+    if positions and not row.start < positions[0] <= positions[-1] <= row.end:
+        raise ValueError(f"marks must be in ({row.start}, {row.end}], got {positions}")

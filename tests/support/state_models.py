@@ -1,0 +1,32 @@
+"""Tiny models whose layers keep states, one of each family, with random weights."""
+
+import torch
+import transformers as tf
+from support.family_configs import small_fields
+from support.models import spread_sinks
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SERVED = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
+"""Those whose mixers read a state only where they compute one token."""
+REFUSED = ("inkling_text", "inkling2_text")
+"""Types with states in their cache, that are refused because of their attention."""
+FIELDS: dict[str, dict[str, object]] = {"lfm2": {"layer_types": ["conv", "full_attention", "conv"]}}
+"""By type: fields beside those of all families."""
+
+
+def make_state_model(kind: str, weight_std: float = 0.1) -> tf.PreTrainedModel:
+    """A tiny random model in fp32 and eval mode."""
+    config_class = CONFIG_MAPPING[kind]
+    config = config_class(**{**small_fields(config_class, kind), **FIELDS.get(kind, {})})
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=weight_std)
+    spread_sinks(model)
+    return model
