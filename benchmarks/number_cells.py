@@ -84,6 +84,20 @@ def store_bound(*operations: str) -> Callable[[Result], str]:
     return beside
 
 
+def paged(operation: str, num_tokens: int) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
+    """Return the cells of bench_bytes, for records of so many tokens."""
+
+    def row(result: Result) -> Result:
+        return row_of(result, "results", operation=operation, tokens=num_tokens)
+
+    def beside(result: Result) -> str:
+        found = row(result)
+        blocks = f"{text(found['of blocks'])} of the same blocks through a `KVStore`"
+        return f"{blocks}; {text(found['bound GB/s'], 1)}: {found['bound']}"
+
+    return lambda result: f"{text(row(result)['GB/s'], 1)} GB/s", beside
+
+
 def manager(what: str) -> tuple[Callable[[Result], str], Callable[[Result], str]]:
     """Return the cells of bench_block_manager."""
     beside = {"numpy copy": "a copy of the arrays", "numpy's conversion": "numpy's conversion of the list"}

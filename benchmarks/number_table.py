@@ -22,10 +22,10 @@ from kvpage.benchmarks.number_cells import (
     lost,
     manager,
     mixed,
+    paged,
     peers,
     pool_beside,
     pool_cell,
-    right,
     row_of,
     sampled,
     served,
@@ -42,7 +42,7 @@ from kvpage.benchmarks.number_cells import (
     us,
 )
 from kvpage.benchmarks.runs import RUNS
-from kvpage.benchmarks.server_cells import handed_over, over_http
+from kvpage.benchmarks.server_cells import handed_over, over_http, rolled_out
 
 Results = dict[str, Result]
 NOT_MEASURED = "not measured yet"
@@ -106,27 +106,6 @@ def _short_row(number: Number, results: Results) -> str:
     result, beside = results[number.run], number.headline_beside or number.beside
     return f"| {number.headline} | {number.measured(result)} | {beside(result)} |"
 
-
-def answers_table(results: Results) -> str:
-    """Return the share of right answers after blending, by method and ratio.
-
-    Args:
-        results: the line of JSON of each run, by name.
-    """
-    result = results["blend_quality"]
-    lines = ["| method | right answers at 15 % | at 30 % |", "|---|---|---|"]
-    for what, method, check in BLENDING:
-        lines.append(f"| {what} | {' | '.join(right(method, ratio, check)(result) for ratio in (0.15, 0.3))} |")
-    full, plain = right("v", 1.0)(result), right("v", 0.0)(result)
-    return "\n".join([*lines, f"| a full prefill | {full} | {full} |", f"| plain reuse | {plain} | {plain} |"])
-
-
-BLENDING = [
-    ("tokens chosen by warmed segments", "behind itself", (0,)),
-    ("tokens chosen as if the outcome were known", "oracle deviation", (1,)),
-    ("tokens chosen by a check layer", "v at seams", (1,)),
-    ("the same without `seam`, as in the paper", "v", (1,)),
-]
 
 NUMBERS: list[Number] = [
     Number(
@@ -248,6 +227,16 @@ NUMBERS: list[Number] = [
             ("the first into a tier that was just opened", "first store"),
         )
     ),
+    *(
+        Number(f"records of {num_tokens} tokens as pages of an engine, {what}", *paged(operation, num_tokens), "bytes")
+        for num_tokens in (16, 256)
+        for what, operation in (
+            ("into the memory tier", "memory store"),
+            ("and back", "memory load"),
+            ("into the disk tier, in the page cache", "disk store"),
+            ("and back from disk", "disk load"),
+        )
+    ),
     Number(
         "a decode step of 256 sequences, greedy, the model left out; CPU time of one thread",
         step(seqs=256, mode="greedy"),
@@ -340,6 +329,7 @@ NUMBERS: list[Number] = [
             ("the longest gap of the others", "gap ms"),
         )
     ),
+    Number("GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", *rolled_out(), "rollouts"),
     Number(
         "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
         generated(1024, "prefix found"),

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
+from kvpage.benchmarks.answers_table import answers_table
 from kvpage.benchmarks.engine_cells import parts_table, step_parts_table
-from kvpage.benchmarks.number_table import Results, answers_table, full_table, short_table
+from kvpage.benchmarks.number_table import Results, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -61,6 +61,7 @@ RUNS = {
         _run("store_tensors", "bench_store --threads 1 --parts tensors"),
         _run("store_tensors_two_threads", "bench_store --threads 2 --parts tensors"),
         _run("store_redis", "bench_store_redis"),
+        _run("bytes", "bench_bytes --threads 2"),
         _run("engine_overhead", "bench_engine_overhead"),
         # Measured once, while the model's own modules computed every product and norm: nothing makes it out of date.
         _run("step_parts_before", "bench_step_parts --threads 2", sources=()),
@@ -92,6 +93,7 @@ RUNS = {
         ),
         _run("prefill_decode", "bench_prefill_decode --rounds 5"),
         _run("generate_cache", "bench_generate_cache"),
+        _run("rollouts", "bench_rollouts --threads 2 --rounds 5"),
         _run("linear", "bench_linear --threads 1 --rounds 5 --rows 1 8 32 256"),
         _run("linear_two_threads", "bench_linear --threads 2 --rounds 5 --rows 1 8 32 256"),
         _run("blend_ops_one_thread", "bench_blend_ops --threads 1"),

@@ -1,4 +1,4 @@
-"""Cells of the tables of numbers about servers: see number_cells.py for the others."""
+"""Cells of the tables of numbers about servers and rollouts: see number_cells.py for the others."""
 
 from collections.abc import Callable
 
@@ -33,3 +33,19 @@ def handed_over(column: str) -> tuple[Cell, Cell]:
         return f"{one}: one worker with one thread; {two}: with both threads"
 
     return lambda result: cell(result, "apart"), beside
+
+
+def rolled_out() -> tuple[Cell, Cell]:
+    """Return the cells of bench_rollouts: tokens a second by kvpage, and those of transformers and of the bound."""
+    names = {
+        "generate": "one `generate` over the padded batch, as TRL calls it",
+        "generate_batch": "`generate_batch`",
+        "bound": "the model's matrix products alone",
+    }
+
+    def beside(result: Result) -> str:
+        speeds, share = result["tokens_per_s"], result["kvpage_over"]["generate"]
+        found = [f"{text(speeds[name], 0)}: {what}" for name, what in names.items() if name in speeds]
+        return "; ".join([*found, f"kvpage has {text(share, 1)} times that of `generate`"])
+
+    return lambda result: f"{text(result['tokens_per_s']['kvpage'], 0)} tokens/s", beside

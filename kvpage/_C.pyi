@@ -860,6 +860,20 @@ class BlockPool:
         Raises:
             ValueError: The id is out of range.
         """
+    def generations(self, block_ids: _Integers) -> npt.NDArray[np.uint32]:
+        """Return each block's generation, which grows when the block is handed out and when it becomes free.
+
+        It is odd while the block is in use. An id with its generation names one use of the block.
+
+        Args:
+            block_ids: Block ids.
+
+        Returns:
+            uint32 [number of ids], in a new array. A generation begins again at 0 after 2**32 changes.
+
+        Raises:
+            ValueError: An id is out of range.
+        """
     @property
     def num_free(self) -> int:
         """Number of blocks without a reference, which `allocate` can hand out."""
@@ -917,6 +931,18 @@ class Match:
 
         Raises:
             ValueError: `start_block` is out of range, or the match is released or not wholly on the device.
+        """
+    def tier_block_ids(self, start_block: int = 0) -> npt.NDArray[np.int32]:
+        """Return the ids of the path's blocks in both tiers, from one block on.
+
+        Args:
+            start_block: Index of the first block in the path, 0 to num_blocks.
+
+        Returns:
+            int32 [2, num_blocks - start_block]: device ids, then host ids. -1 stands where a tier lacks the block.
+
+        Raises:
+            ValueError: `start_block` is out of range, or the match is released.
         """
     @property
     def is_released(self) -> bool:
@@ -1181,6 +1207,16 @@ class PrefixTree:
         Raises:
             ValueError: `match` is released or belongs to another tree.
         """
+    def shorten(self, match: Match, num_blocks: int) -> None:
+        """Shorten a match to its first blocks. The blocks that it gives up become the most recently used ones.
+
+        Args:
+            match: A live match of this tree.
+            num_blocks: How many blocks it keeps, 0 to match.num_blocks.
+
+        Raises:
+            ValueError: The match is released, another tree's, or has fewer blocks.
+        """
     def promote(self, match: Match, block_ids: _Integers) -> npt.NDArray[np.int64]:
         """Give device blocks to the first host-only blocks of the path.
 
@@ -1281,6 +1317,26 @@ class PrefixTree:
 
         Raises:
             ValueError: `limit` is negative.
+        """
+    def look(self, tokens: _Integers, namespace: bytes = b"") -> tuple[npt.NDArray[np.int32], int, int | None]:
+        """Return how far tokens are cached. Nothing is pinned, and nothing counts as used.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to look.
+
+        Returns:
+            The ids of the cached whole blocks, int32 [2, num_blocks], as Match.tier_block_ids. How many tokens a cached
+            path shares. The path's next token, where it goes on after them; otherwise None.
+        """
+    def names(self, limit: int) -> list[bytes]:
+        """Return the namespaces that have cached blocks, in order.
+
+        Args:
+            limit: How many of them at most.
+
+        Raises:
+            ValueError: The limit is negative.
         """
     def hottest(self, limit: int, max_tokens: int = 16, namespace: bytes | None = None) -> list[HotPrefix]:
         """Return the runs of blocks that most matches have found.

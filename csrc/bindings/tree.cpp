@@ -34,6 +34,18 @@ py::array_t<int32_t> block_ids_from(const Match& match, int64_t start_block) {
   return ids;
 }
 
+py::array_t<int32_t> tier_block_ids(const Match& match, int64_t start_block) {
+  check(start_block >= 0 && start_block <= match.num_blocks(),
+        "start_block must be between 0 and num_blocks = ", match.num_blocks(), ", got ", start_block);
+  const int64_t num_ids = match.num_blocks() - start_block;
+  py::array_t<int32_t> ids({py::ssize_t{2}, py::ssize_t{num_ids}});
+  const std::span<int32_t> out(ids.mutable_data(), static_cast<size_t>(2 * num_ids));
+  SharedTree& tree = tree_of(match);
+  const auto half = static_cast<size_t>(num_ids);
+  tree.run(kQuick, [&] { tree.copy_tier_ids(match, start_block, out.first(half), out.last(half)); });
+  return ids;
+}
+
 void check_tree(SharedTree& tree, const py::object& owned_ids, const py::object& owned_host_ids) {
   std::optional<Integers> integers, host_integers;
   std::optional<std::span<const int32_t>> owned, host_owned;
@@ -139,6 +151,24 @@ py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>
   return list;
 }
 
+py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  const PathLook look = tree.walk(view.size(), [&] { return tree.look(view, space); });
+  const auto num_blocks = static_cast<py::ssize_t>(look.device_ids.size());
+  py::array_t<int32_t> ids({py::ssize_t{2}, num_blocks});
+  std::copy(look.host_ids.begin(), look.host_ids.end(),
+            std::copy(look.device_ids.begin(), look.device_ids.end(), ids.mutable_data()));
+  return py::make_tuple(ids, look.num_common, look.cached_token);
+}
+
+py::list names(SharedTree& tree, int64_t limit) {
+  py::list list;
+  for (const std::string& name : tree.run(kLong, [&] { return tree.names(limit); })) list.append(py::bytes(name));
+  return list;
+}
+
 py::list hottest(SharedTree& tree, int64_t limit, int64_t max_tokens, const std::optional<py::bytes>& name) {
   std::optional<std::string_view> space;
   if (name) space = std::string_view(*name);
@@ -177,7 +207,8 @@ void bind_match(py::module_& m) {
           doc("Match.is_released"))
       .def_property_readonly(
           "block_ids", [](const Match& match) { return block_ids_from(match, 0); }, doc("Match.block_ids"))
-      .def("block_ids_from", &block_ids_from, py::arg("start_block"), doc("Match.block_ids_from"));
+      .def("block_ids_from", &block_ids_from, py::arg("start_block"), doc("Match.block_ids_from"))
+      .def("tier_block_ids", &tier_block_ids, py::arg("start_block") = 0, doc("Match.tier_block_ids"));
   py::class_<PartMatch>(m, "PartMatch", doc("PartMatch"))
       .def_readonly("match", &PartMatch::match, doc("PartMatch.match"))
       .def_readonly("num_tokens", &PartMatch::num_tokens, doc("PartMatch.num_tokens"))
@@ -247,6 +278,10 @@ static void bind_questions(TreeClass& tree) {
 static void bind_tiers(const Methods& def) {
   const auto trim = [](SharedTree& t, Match& match) { t.run(kQuick, [&] { t.trim(match); }); };
   def("trim", trim, doc("PrefixTree.trim"), py::arg("match"));
+  const auto shorten = [](SharedTree& t, Match& match, int64_t num_blocks) {
+    t.run(kQuick, [&] { t.shorten(match, num_blocks); });
+  };
+  def("shorten", shorten, doc("PrefixTree.shorten"), py::arg("match"), py::arg("num_blocks"));
   def("promote", &promote, doc("PrefixTree.promote"), py::arg("match"), py::arg("block_ids"));
   def("write_out", &write_out, doc("PrefixTree.write_out"), py::arg("match"), py::arg("min_hits") = 0);
   const auto evict = [](SharedTree& t, int64_t num_blocks) {
@@ -294,6 +329,8 @@ void bind_tree(py::module_& m) {
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
+  def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);
+  def("names", &names, doc("PrefixTree.names"), py::arg("limit"));
   def("hottest", &hottest, doc("PrefixTree.hottest"), py::arg("limit"), py::arg("max_tokens") = 16,
       py::arg("namespace") = py::none());
   bind_tiers(def);

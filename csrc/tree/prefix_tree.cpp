@@ -162,6 +162,29 @@ void PrefixTree::copy_block_ids(const Match& match, int64_t start, std::span<int
   }
 }
 
+void PrefixTree::copy_tier_ids(const Match& match, int64_t start, std::span<int32_t> device_ids,
+                               std::span<int32_t> host_ids) const {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  copy_path_ids(match.end_, match.num_blocks_, start, device_ids, host_ids);
+}
+
+// `num_blocks` counts up to the end of the node.
+void PrefixTree::copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
+                               std::span<int32_t> host_ids) {
+  const auto num_wanted = static_cast<int64_t>(device_ids.size());
+  for (const TreeNode* node = end; num_blocks > start; node = node->parent) {
+    const int64_t first = num_blocks - node->num_blocks;
+    for (int64_t block = std::max<int64_t>(start - first, 0); block < node->num_blocks; ++block) {
+      const int64_t place = first + block - start;
+      if (place >= num_wanted) break;
+      device_ids[place] = block < node->num_device_blocks() ? node->device_ids.data()[block] : kNoBlock;
+      host_ids[place] = node->has_host_block(block) ? node->host_ids.data()[block] : kNoBlock;
+    }
+    num_blocks = first;
+  }
+}
+
 Match PrefixTree::pinned(TreeNode* end, int64_t num_blocks, int priority) {
   Match match(shared_from_this(), end, num_blocks, priority);
   pin_path(end, nullptr, priority);

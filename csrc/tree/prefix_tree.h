@@ -141,6 +141,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // Shortens the match to its part on the device; the rest becomes the most recently used.
   void trim(Match& match);
 
+  // Shortens the match to its first `num_blocks` blocks; the rest becomes the most recently used. InvalidArgument for
+  // more than it has.
+  void shorten(Match& match, int64_t num_blocks);
+
   // Gives host blocks to device blocks of the path, from its start on, as far as there is room or unpinned blocks on
   // the host make some: the (device, host) pairs to copy. Only of nodes that `min_hits` matches have found.
   std::vector<TierPair> write_out(const Match& match, int64_t min_hits);
@@ -176,9 +180,20 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // if `match` is released or not wholly on the device.
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
+  // The ids of the path's blocks in each tier, from the block at `start` on, with kNoBlock where a tier lacks one; both
+  // have room for num_blocks() - start. InvalidArgument if `match` is released.
+  void copy_tier_ids(const Match& match, int64_t start, std::span<int32_t> device_ids,
+                     std::span<int32_t> host_ids) const;
+
   // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after the
   // edge that it goes on from. InvalidArgument if the limit is negative.
   std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
+
+  // How far `tokens` are cached. Nothing is pinned, and nothing counts as used.
+  PathLook look(const TokenView& tokens, std::string_view name) const;
+
+  // The namespaces, `limit` at most, in order.
+  std::vector<std::string> names(int64_t limit) const;
 
   // The edges that most matches have found, `limit` at most, of all namespaces or of one, the hottest first: each comes
   // after the edge that it goes on from. Of each, the first `max_tokens` of its own tokens. A tree of more than
@@ -215,6 +230,9 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   class Demotions;
 
   void check_live(const Match& match, const char* name) const;
+  static void copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
+                            std::span<int32_t> host_ids);
+  void shorten_locked(Match& match, int64_t num_blocks);
   static void check_priority(int priority);
   static void check_left_over(int64_t num_left_over);
   TreeNode* find_root(std::string_view name) const;
@@ -256,6 +274,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 
+  void look_on(const Place& place, const TokenView& tokens, PathLook* look) const;
   std::vector<const TreeNode*> tops(std::optional<std::string_view> name) const;
   void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
 

@@ -62,4 +62,48 @@ void PrefixTree::add_entries(const TreeNode* root, int64_t limit, std::vector<Tr
   }
 }
 
+PathLook PrefixTree::look(const TokenView& tokens, std::string_view name) const {
+  std::lock_guard lock(mutex_);
+  PathLook look;
+  const TreeNode* root = find_root(name);
+  if (!root) return look;
+  const Place place = walk(const_cast<TreeNode*>(root), tokens, tokens.size() / block_size_);
+  look.device_ids.resize(static_cast<size_t>(place.num_blocks));
+  look.host_ids.resize(look.device_ids.size());
+  copy_path_ids(place.node, place.num_blocks - place.in_edge + place.node->num_blocks, 0, look.device_ids,
+                look.host_ids);
+  look.num_common = place.num_blocks * block_size_;
+  look_on(place, tokens, &look);
+  return look;
+}
+
+// Finds the tokens that the next block shares: of the same edge, or of a child. Where none shares a token, any child
+// shows that the path goes on.
+void PrefixTree::look_on(const Place& place, const TokenView& tokens, PathLook* look) const {
+  const int64_t start = look->num_common, count = std::min(block_size_, tokens.size() - start);
+  const int32_t* next = nullptr;
+  int64_t num_common = 0;
+  if (place.in_edge < place.node->num_blocks) {
+    next = place.node->tokens.data() + place.in_edge * block_size_;
+    num_common = tokens.common_prefix(start, next, count);
+  } else if (const TreeNode* top = place.node->children) {
+    const auto [child, num_tokens] = siblings_.longest_common(place.node, tokens, start, count);
+    next = (child ? child : top)->tokens.data();
+    num_common = num_tokens;
+  }
+  look->num_common += num_common;
+  if (next && num_common < block_size_) look->cached_token = next[num_common];
+}
+
+std::vector<std::string> PrefixTree::names(int64_t limit) const {
+  std::lock_guard lock(mutex_);
+  check(limit >= 0, "limit must not be negative, got ", limit);
+  std::vector<std::string> found;
+  for (const auto& [name, root] : roots_) {
+    if (static_cast<int64_t>(found.size()) == limit) break;
+    if (root->num_children > 0) found.push_back(name);
+  }
+  return found;
+}
+
 }  // namespace kvpage

@@ -82,13 +82,26 @@ std::vector<TierPair> PrefixTree::promote(const Match& match, std::span<const in
 void PrefixTree::trim(Match& match) {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  TreeNode* end = match.end_;
   int64_t num_blocks = match.num_blocks_;
-  for (; !end->is_root() && end->num_device_blocks() == 0; end = end->parent) num_blocks -= end->num_blocks;
-  if (!end->is_on_device()) {
-    num_blocks -= end->num_blocks - end->num_device_blocks();
-    end = split(end, end->num_device_blocks());
-  }
+  for (const TreeNode* node = match.end_; !node->is_on_device(); node = node->parent)
+    num_blocks -= node->num_blocks - node->num_device_blocks();
+  shorten_locked(match, num_blocks);
+}
+
+void PrefixTree::shorten(Match& match, int64_t num_blocks) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  check(num_blocks >= 0 && num_blocks <= match.num_blocks_, "num_blocks must be between 0 and the match's ",
+        match.num_blocks_, ", got ", num_blocks);
+  shorten_locked(match, num_blocks);
+}
+
+void PrefixTree::shorten_locked(Match& match, int64_t num_blocks) {
+  TreeNode* end = match.end_;
+  int64_t num_left = match.num_blocks_;
+  for (; num_left > num_blocks && num_left - end->num_blocks >= num_blocks; end = end->parent)
+    num_left -= end->num_blocks;
+  if (num_left > num_blocks) end = split(end, end->num_blocks - (num_left - num_blocks));
   unpin_path(std::exchange(match.end_, end), end);
   match.num_blocks_ = num_blocks;
 }

@@ -1,8 +1,10 @@
 // TreeEntry: an edge of the prefix tree, as a copy for an onlooker. It holds no block.
+// PathLook: how far a prompt is cached, and how what is cached goes on.
 // HotPrefix: a short description of an edge that was found often.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,13 @@ struct TreeEntry {
   std::vector<int32_t> tokens;
   std::vector<int32_t> device_ids;  // of the first blocks
   std::vector<int32_t> host_ids;    // of every block; kNoBlock where there is none. Empty without a host tier
+};
+
+struct PathLook {
+  std::vector<int32_t> device_ids;  // of the cached blocks of a prompt; kNoBlock where a tier lacks one
+  std::vector<int32_t> host_ids;
+  int64_t num_common = 0;               // tokens of the prompt that a cached path begins with
+  std::optional<int32_t> cached_token;  // the path's token after them, where it has one
 };
 
 struct HotPrefix {

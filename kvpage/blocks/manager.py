@@ -19,12 +19,13 @@ step:
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvpage.blocks import swaps
-from kvpage.blocks.growth import append, begin, tokens_left_over
+from kvpage.blocks.explain import Explanation, explain_attention
+from kvpage.blocks.lives import swaps
+from kvpage.blocks.lives.growth import append, begin, tokens_left_over
+from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
-from kvpage.blocks.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
 from kvpage.blocks.stats import BlockStats
@@ -133,7 +134,7 @@ class BlockManager:
         """
         check_namespace(namespace)
         self._sequences.check_new(seq_id)
-        tokens = _some_tokens(tokens)
+        tokens = some_tokens(tokens)
         is_caching, parts = self.enable_prefix_caching, self.share_parts
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
@@ -294,7 +295,7 @@ class BlockManager:
             ValueError: There are fewer tokens than committed ones.
         """
         swapped = self._sequences.swapped[seq_id]
-        tokens = _some_tokens(tokens)
+        tokens = some_tokens(tokens)
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         # A prefix of whole blocks may have been committed to its last token: none is left over then.
@@ -353,6 +354,20 @@ class BlockManager:
         """The part of the device's blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far cached blocks reach into a prompt, and why not further. Nothing is changed.
+
+        Whether a block that is not there was evicted or never computed is not known: the tree keeps no record of it.
+
+        Args:
+            tokens: A prompt, at least one token.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        tree = self.tree if self.enable_prefix_caching else None
+        return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+
     def is_swapped(self, seq_id: SeqId) -> bool:
         """Return whether the sequence is off the device."""
         return seq_id in self._sequences.swapped
@@ -376,7 +391,8 @@ class BlockManager:
             raise RuntimeError("do_moves must be called before a step")
 
 
-def _some_tokens(tokens: Tokens) -> Ids:
+def some_tokens(tokens: Tokens) -> Ids:
+    """Return tokens as an int32 array. Raise ValueError if there are none."""
     array = as_tokens(tokens)
     if len(array) == 0:
         raise ValueError("tokens must hold at least one token, got none")

@@ -29,6 +29,11 @@ class UserPins:
         pins = list(self._pins.values())  # all at once: statistics may be asked for in another thread
         return sum(match.num_blocks for match, _ in pins)
 
+    @property
+    def matches(self) -> list[Match]:
+        """The matches of all pins, which stay theirs."""
+        return [match for match, _ in self._pins.values()]
+
     def __len__(self) -> int:
         return len(self._pins)
 

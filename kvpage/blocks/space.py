@@ -6,6 +6,7 @@ give(m)   a match's blocks come back from the host, the rest is free blocks
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -37,6 +38,19 @@ class HostPolicy:
             raise ValueError(f"after_hits must be None or an integer of at least 0, got {hits!r}")
 
 
+class SpaceWatcher(Protocol):
+    """What is told of cached blocks that move, right after the tree has changed."""
+
+    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
+        """Cached blocks have got a copy in the other tier. pairs: (from, to)."""
+
+    def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
+        """The blocks of tokens were dropped, where nothing else shares them."""
+
+    def blocks_cleared(self) -> None:
+        """All cached blocks were dropped."""
+
+
 class BlockSpace:
     """The pools and the prefix tree of both tiers. Each method gives all or nothing. Not thread-safe."""
 
@@ -59,8 +73,13 @@ class BlockSpace:
         self.rule = rule
         self.pins = UserPins(self.tree, pin_quota)
         self._moves = BlockMoves()
+        self._watcher: SpaceWatcher | None = None
         self._counts = dict.fromkeys(("query", "device_hit", "host_hit", "part_hit", "refused"), 0)
         self._blocks = dict.fromkeys(("evicted", "demoted", "written", "promoted"), 0)
+
+    def watch(self, watcher: SpaceWatcher) -> None:
+        """Tell a watcher of all changes from now on."""
+        self._watcher = watcher
 
     # --- moves ---
 
@@ -175,10 +194,16 @@ class BlockSpace:
         """
         match = self.tree.match(tokens, namespace, priority, num_left_over)
         num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
-        if num_host and self.rule is not None and not self.rule.should_load(num_host):
+        if num_host and not self.should_load(num_host):
             self.tree.trim(match)
-            self._counts["refused"] += num_host * self.block_size
         return match
+
+    def should_load(self, num_host: int) -> bool:
+        """Return whether so many host blocks are worth their way back. Those that are not are counted as refused."""
+        if self.rule is None or self.rule.should_load(num_host):
+            return True
+        self._counts["refused"] += num_host * self.block_size
+        return False
 
     @property
     def writes_at_once(self) -> bool:
@@ -253,7 +278,11 @@ class BlockSpace:
         Returns:
             The number of tokens in these blocks.
         """
-        return self.tree.drop(as_tokens(tokens), namespace)
+        tokens = as_tokens(tokens)
+        num_dropped = self.tree.drop(tokens, namespace)
+        if self._watcher is not None:
+            self._watcher.blocks_dropped(tokens, namespace)
+        return num_dropped
 
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins.
@@ -266,6 +295,8 @@ class BlockSpace:
             raise RuntimeError(f"clear needs all matches to be released, {num_held} are not")
         self.pins.clear()
         self.tree.clear()
+        if self._watcher is not None:
+            self._watcher.blocks_cleared()
 
     # --- questions ---
 
@@ -312,15 +343,24 @@ class BlockSpace:
         if self.rule is not None and not self.rule.should_store():
             self.tree.evict(num_blocks)
             return
-        self._blocks["demoted"] += self._moves.add_from("swap_out", lambda: self.tree.demote(num_blocks)[1])
+        self._blocks["demoted"] += self._moves.add_from("swap_out", lambda: self._told(self.tree.demote(num_blocks)[1]))
 
     def _write_out(self, match: Match, min_hits: int) -> None:
         if not self.tree.has_host_tier or (self.rule is not None and not self.rule.should_store()):
             return
-        self._blocks["written"] += self._moves.add_from("swap_out", lambda: self.tree.write_out(match, min_hits))
+        self._blocks["written"] += self._moves.add_from(
+            "swap_out", lambda: self._told(self.tree.write_out(match, min_hits))
+        )
 
     def _promote(self, match: Match, block_ids: Ids) -> None:
-        self._blocks["promoted"] += self._moves.add_from("swap_in", lambda: self.tree.promote(match, block_ids))
+        self._blocks["promoted"] += self._moves.add_from(
+            "swap_in", lambda: self._told(self.tree.promote(match, block_ids), to_host=False)
+        )
+
+    def _told(self, pairs: Pairs, to_host: bool = True) -> Pairs:
+        if self._watcher is not None:
+            self._watcher.blocks_moved(pairs, to_host)
+        return pairs
 
     def _count_hits(self, num_on_device: int, num_host: int) -> None:
         self._counts["device_hit"] += num_on_device * self.block_size

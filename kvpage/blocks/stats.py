@@ -52,6 +52,37 @@ class SpaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotStats:
+    """State slots of a hybrid model in both tiers now, and counters since the manager was made.
+
+    Attributes:
+        num_slots: Slots of the device tier.
+        num_free_slots: Those without contents.
+        num_checkpoints: Those that are checkpoints.
+        num_host_slots: Slots of the host tier.
+        num_free_host_slots: Those without contents.
+        num_host_checkpoints: Those that are checkpoints.
+        kept: Checkpoints that were taken.
+        restored: Sequences that began at a checkpoint.
+        evicted: Checkpoints that have left the device for another's sake.
+        demoted: Those of them that went to the host.
+        lost: Checkpoints that were dropped since their K and V were.
+    """
+
+    num_slots: int
+    num_free_slots: int
+    num_checkpoints: int
+    num_host_slots: int
+    num_free_host_slots: int
+    num_host_checkpoints: int
+    kept: int
+    restored: int
+    evicted: int
+    demoted: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockStats:
     """Counters since the manager was made, and the state of the device blocks now.
 
@@ -65,6 +96,7 @@ class BlockStats:
         hit_tokens: Prompt tokens found on either tier.
         evicted_blocks: Cached blocks that have left the device.
         space: The same of both tiers, in more detail.
+        slots: The state slots of a hybrid model; None for other models.
     """
 
     num_blocks: int
@@ -76,6 +108,7 @@ class BlockStats:
     hit_tokens: int
     evicted_blocks: int
     space: SpaceStats
+    slots: SlotStats | None = None
 
     @classmethod
     def of(cls, pool: BlockPool, tree: PrefixTree, space: SpaceStats, num_sequences: int) -> "BlockStats":

@@ -1,4 +1,7 @@
-"""OutOfBlocks: the one error of the domain. Every other misuse is a ValueError or a TypeError."""
+"""OutOfBlocks: the one error of the domain. Every other misuse is a ValueError or a TypeError.
+
+OutOfSlots is the same of state slots. Who waits for blocks waits for slots, too.
+"""
 
 
 class OutOfBlocks(RuntimeError):
@@ -16,3 +19,10 @@ class OutOfBlocks(RuntimeError):
 
     def __str__(self) -> str:
         return f"needed {self.needed} blocks, {self.free} are free"
+
+
+class OutOfSlots(OutOfBlocks):
+    """No state slot is free, and no checkpoint can be evicted. The call has changed nothing."""
+
+    def __str__(self) -> str:
+        return f"needed {self.needed} state slots, {self.free} are free"

@@ -5,7 +5,7 @@ EngineConfig(CacheConfig(block_size=16, num_gpu_blocks=256), max_num_seqs=8) ─
 
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvpage.blend.config import BlendConfig
@@ -16,6 +16,7 @@ from kvpage.layout.config import CacheConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
+from kvpage.serving.params.states import StateConfig
 
 FLAGS = (
     "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
@@ -76,6 +77,7 @@ class EngineConfig:
             calls `Engine.follow`. It excludes `blend` and `compile_model`; decode steps are neither captured nor begun
             ahead.
         rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
+        states: The budget and the positions of kept states, for models with recurrent layers.
 
     Raises:
         TypeError: A value is of another type.
@@ -109,12 +111,14 @@ class EngineConfig:
     attention_backend: AttentionBackendName = "auto"
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
+    states: StateConfig = field(default_factory=StateConfig)
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
         for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), kind)
+        _check_type("states", self.states, StateConfig)
         self._check_flags()
         self._check_numbers()
         self._check_scales()

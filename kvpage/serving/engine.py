@@ -16,14 +16,14 @@ from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
 from kvpage.serving.assembly.core import EngineCore
-from kvpage.serving.assembly.parts import assemble, assemble_rank, check_arguments, check_servable, default_segments
+from kvpage.serving.assembly.following import follow
+from kvpage.serving.assembly.parts import assemble, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.ranks.follower import Follower
 from kvpage.serving.loop.ranks.lead import Lead
-from kvpage.serving.loop.ranks.ranked_store import RankedStore, StoreFollower
+from kvpage.serving.loop.ranks.ranked_store import RankedStore
 from kvpage.serving.loop.ranks.ranks import Ranks, Role
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import BlockStore
@@ -111,7 +111,7 @@ class Engine(EngineCore):
         """Make an engine. lead: the side of the other ranks; None where there are none."""
         # To name another way it computes, which ranks only do together.
         with names_alternative(model, config.cache_config) if lead is None else nullcontext():
-            servable = check_servable(model, config)
+            servable = check_servable(model, config, takes_states=lead is None)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")
@@ -127,6 +127,7 @@ class Engine(EngineCore):
             rule=parts.rule,
             lead=lead,
             tokenizer=tokenizer,
+            states=parts.states,
         )
         if store is not None:
             engine._connect_store(store, parts.store_rule)
@@ -153,14 +154,7 @@ class Engine(EngineCore):
             Exception: The model has failed on this rank alone. The process groups are closed then.
         """
         check_arguments(model, config)
-        ranks = Ranks.join(model, config, Role.FOLLOWS, store)
-        with HeldInterrupts():
-            with ranks.together(), ranks.watch.waiting():
-                servable = check_servable(model, config)
-                cache = assemble_rank(servable, config).cache
-                follower_store = None if store is None else StoreFollower(store, cache, ranks)
-                ranks.meet()
-            Follower(ranks, servable.runner, cache, follower_store).run()
+        follow(model, config, store)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +168,7 @@ class Engine(EngineCore):
         blend: bool = False,
         segments: Sequence[int] | None = None,
         priority: int = 0,
+        cache_at: Sequence[int] = (),
     ) -> str:
         """Queue a prompt. Its tokens come out of `step()`.
 
@@ -188,19 +183,22 @@ class Engine(EngineCore):
             segments: The lengths of the prompt's segments, from its first token on; the rest is in none. None means as
                 the BlendConfig says. Without `blend` the prompt is computed in full, and its segments are kept.
             priority: Requests with a lower number are scheduled first, and preempted last.
+            cache_at: Positions of the prompt, 1 to its length, at which other prompts may go on: the end of a system
+                prompt, for example. They matter for models with recurrent layers alone.
 
         Returns:
             The request's id.
 
         Raises:
             ValueError: The id is in use. There are no tokens, or ids outside of the vocabulary. The request is longer
-                than the model takes, or than all blocks. `blend` or `segments` is given to an engine without a
-                BlendConfig. The segments are no lengths, longer than the prompt, or not found. `stop` or a guide is
-                asked of an engine without a tokenizer. The guide cannot be compiled, with the reason.
+                than the model takes, or than all blocks. A position is out of range, or named twice. `blend` or
+                `segments` is given to an engine without a BlendConfig. The segments are no lengths, longer than the
+                prompt, or not found. `stop` or a guide is asked of an engine without a tokenizer. The guide cannot be
+                compiled, with the reason.
             ModuleNotFoundError: A guide needs the extra `guided`.
             TypeError: The tokens are text, or another argument has another type.
         """
-        prompt = Prompt(tokens, params, request_id, namespace, blend, segments, priority=priority)
+        prompt = Prompt(tokens, params, request_id, namespace, blend, segments, priority=priority, cache_at=cache_at)
         return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:

@@ -64,7 +64,7 @@ class KVStore(TieredStore):
     ) -> None:
         self.config, self.given_metadata = config, metadata
         self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
-        super().__init__(placed_tiers(config, tiers), config.num_threads)
+        super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
         self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
         kept = config.kept_result_bytes
         self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, kept)

@@ -21,15 +21,22 @@ class TieredStore:
     Args:
         tiers: the fastest first; the store closes them.
         num_threads: threads for one call; 0 or None for torch's number.
+        are_given: whether the tiers stay open where the store cannot be made, since its caller made them.
 
     Raises:
         ValueError: there is no tier.
+        RuntimeError: the threads cannot be started.
     """
 
-    def __init__(self, tiers: Sequence[Placed], num_threads: int | None) -> None:
+    def __init__(self, tiers: Sequence[Placed], num_threads: int | None, are_given: bool) -> None:
         if not tiers:
             raise ValueError("tiers must be at least one, got none")
-        self._tiers = TierStack(tiers, num_threads or torch.get_num_threads())
+        try:
+            self._tiers = TierStack(tiers, num_threads or torch.get_num_threads())
+        except BaseException:
+            for one in () if are_given else tiers:
+                one.tier.close()
+            raise
         self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
 
@@ -60,6 +67,7 @@ class TieredStore:
         Meanwhile and afterwards, every call but `stats` and `unpin` raises ValueError. A second call does nothing. In a
         forked process nothing happens: the tiers are the parent's.
         """
+        self._check_closable()
         if self.gate.close():
             with self._closing:
                 self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
@@ -73,6 +81,9 @@ class TieredStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check_closable(self) -> None:
+        """Raise RuntimeError where closing would wait for the caller itself."""
 
     def _flush_parts(self) -> None:
         """Wait for what a kind of store does in the background besides."""

@@ -12,7 +12,8 @@ from kvpage.benchmarks.engine_cells import (
     step_beside,
     step_parts_table,
 )
-from kvpage.benchmarks.number_cells import Result, manager, mixed, peers, sampled, served
+from kvpage.benchmarks.number_cells import Result, manager, mixed, paged, peers, sampled, served
+from kvpage.benchmarks.server_cells import rolled_out
 
 
 def figure(median: float) -> dict[str, float]:
@@ -120,6 +121,27 @@ def test_a_peers_error_is_shown_where_rounding_does_not_explain_it() -> None:
 def test_without_vllm_its_cell_is_left_out() -> None:
     alone = {name: speed for name, speed in SPEEDS.items() if name != "vllm"}
     assert "vLLM" not in peers("shared")({"results": [SERVED | {"tokens_per_s": alone}]})
+
+
+def test_pages_are_beside_blocks_and_the_bound() -> None:
+    row = {"operation": "disk load", "tokens": 16, "GB/s": figure(4), "of blocks": figure(1.5)}
+    others = [row | {"tokens": 256}, row | {"operation": "disk store"}]
+    result = {"results": [row | {"bound GB/s": figure(6), "bound": "preadv"}, *others]}
+    measured, beside = (cell(result) for cell in paged("disk load", 16))
+    assert measured == "4.0 (3.0-5.0) GB/s"
+    assert beside == "1.50 (0.50-2.50) of the same blocks through a `KVStore`; 6.0 (5.0-7.0): preadv"
+
+
+def test_rollouts_are_beside_generate_and_the_bound() -> None:
+    speeds = {"bound": figure(900), "kvpage": figure(600), "generate": figure(50)}
+    result = {"tokens_per_s": speeds, "kvpage_over": {"generate": figure(12)}}
+    measured, beside = (cell(result) for cell in rolled_out())
+    assert measured == "600 (599-601) tokens/s"
+    assert beside.split("; ") == [
+        "50 (49-51): one `generate` over the padded batch, as TRL calls it",
+        "900 (899-901): the model's matrix products alone",
+        "kvpage has 12.0 (11.0-13.0) times that of `generate`",
+    ]
 
 
 def test_parts_of_a_step_are_a_table() -> None:

@@ -18,6 +18,7 @@ MODULES = [
     "kvpage.blend",
     "kvpage.observe.events",
     "kvpage.integrations.lmcache",
+    "kvpage.integrations.mini_sglang",
     "kvpage.integrations.prometheus",
     "kvpage.integrations.routing",
     "kvpage.integrations.sglang",

@@ -5,18 +5,22 @@ What is stored afterwards must be what was computed, byte by byte. Dynamo, Ray a
 engine.
 """
 
+import ctypes
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import fake_vllm
+import torch
+from support import fake_sglang, fake_vllm
 from support.fake_tiering import Tiering, bytes_of
+from support.host_pools import PAGE, MadePool, PoolOfCopies, tokens_of
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store.bytes.pieces import pieces_of
 
 B, CHUNK, MAX_TOKENS = 4, 8, 6
 PROMPTS = make_prompts([5 * CHUNK + 3, 3 * CHUNK, CHUNK + 1])
@@ -92,6 +96,50 @@ def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
     assert tiering.tier._store.get_into(keys, rows) == [True] * 8
     assert [row.tobytes() for row in rows] == [bytes_of(key) for key in keys]
     tiering.close()
+
+
+@pytest.mark.parametrize("kind", ["addresses", "copies", "pools"])
+@pytest.mark.parametrize("pool_class", [MadePool, PoolOfCopies])
+def test_sglangs_backend_stores_what_sglang_has_computed(monkeypatch, pool_class, kind):
+    module, pool, keys = fake_sglang.installed(monkeypatch), pool_class(), [letter * 64 for letter in "abcd"]
+    settings = {"tiers": ["memory://?size=1MiB&prefault=no"], "interface_v1": int(kind != "copies"), "num_threads": 1}
+    backend = module.KVPageHiCache(fake_sglang.config(settings, enable_storage_metrics=False), {})
+    backend.register_mem_pool_host(pool)
+    store = backend._storage._store
+
+    def load(places) -> list[bool]:
+        if kind == "addresses":
+            return backend.batch_get_v1(keys, tokens_of(*places))
+        if kind == "pools":
+            move = fake_sglang.PoolTransfer(fake_sglang.PoolName.KV, tokens_of(*places), keys=keys)
+            return backend.batch_get_v2([move])[fake_sglang.PoolName.KV]
+        found = backend.batch_get(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+        for place, page in zip(places, found, strict=True):
+            if page is not None:
+                pool.set_from_flat_data_page(place * PAGE, page)
+        return [page is not None for page in found]
+
+    def spoil(names, buffers, deadline=None) -> list[bool]:
+        """Write garbage into all memory that the call was given, and miss."""
+        for buffer in buffers:
+            for address, num_bytes in pieces_of(buffer, writable=True)[0]:
+                ctypes.memset(int(address), GARBAGE, int(num_bytes))
+        return [False] * len(names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get_into", spoil)
+        patch.setattr(store._tiers, "locate", lambda names, *_: [0] * len(names))
+        assert backend.batch_exists(keys) == 4 and load(range(4)) == [False] * 4
+    assert backend.batch_exists(keys) == 0  # nothing was stored by the load
+    pool.fill(1)  # as the engine computes them
+    computed = [pool.page(page) for page in range(4)]
+    kept = [pool.get_data_page(page * PAGE) for page in range(4)]
+    assert backend.batch_set(keys, kept) if kind == "copies" else backend.batch_set_v1(keys, tokens_of(0, 1, 2, 3))
+    pool.fill(2)
+    assert load(range(4, 8)) == [True] * 4
+    for place, page in zip(range(4, 8), computed, strict=True):
+        assert torch.equal(pool.page(place).view(torch.uint8), page.view(torch.uint8))
+    backend.close()
 
 
 def made(folder: Path) -> Path:

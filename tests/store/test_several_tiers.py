@@ -183,6 +183,30 @@ def test_of_replacements_at_once_all_tiers_have_the_same() -> None:
     assert same(store.retrieve(tokens)[0], versions[1])
 
 
+@pytest.mark.parametrize("change", ["remove", "clear", "store"])
+@pytest.mark.parametrize("method", ["create", "commit"])
+def test_a_put_that_a_change_overtakes_leaves_no_tier_behind(change: str, method: str) -> None:
+    """It has written the first tier, and comes to the second one when all that it wrote was removed or replaced."""
+    fast, slow = MemoryTier(1 << 20, pin_memory=False), Between(method, after=False)
+    store, tokens = make(tiers=[fast, slow]), list(range(C))
+    versions = [kv_of(tokens, namespace=b"%d" % number) for number in range(2)]
+    changes = {
+        "remove": lambda: store.remove(tokens),
+        "clear": store.clear,
+        "store": lambda: store.store(tokens, versions[1], skip_existing=False),
+    }
+    changing = threading.Thread(target=changes[change])
+    slow.then = lambda: (changing.start(), changing.join(0.5))
+    slow.begin()
+    store.store(tokens, versions[0])
+    changing.join()
+    left = versions[1] if change == "store" else versions[1][:, :, :0]
+    for clear in (lambda: None, fast.clear):
+        clear()
+        assert same(store.retrieve(tokens)[0], left)
+    assert store._tiers.copies.num_under_way == 0
+
+
 @pytest.mark.parametrize("change", ["remove", "clear"])
 def test_what_is_removed_while_it_is_being_written_back_is_gone(change: str) -> None:
     fast, slow, at_work = MemoryTier(1 << 20, pin_memory=False), Between("commit", after=False), threading.Event()

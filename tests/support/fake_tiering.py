@@ -36,12 +36,19 @@ class Tiering:
     """Host memory and a tier."""
 
     def __init__(
-        self, model: Any, num_chunks: int = 8, num_bytes: int = NUM_BYTES, config: Any = None, **settings: Any
+        self,
+        model: Any,
+        num_chunks: int = 8,
+        num_bytes: int = NUM_BYTES,
+        config: Any = None,
+        publishes: bool = False,
+        **settings: Any,
     ):
         from kvpage.integrations.vllm import KVPageTier
 
         self.memory = np.full((num_chunks, num_bytes), POISON, np.uint8)
-        spec = SimpleNamespace(config=config or config_of(model))
+        events = SimpleNamespace(enable_kv_cache_events=publishes)
+        spec = SimpleNamespace(config=config or config_of(model), kv_events_config=events)
         self.view = memoryview(self.memory)
         self.tier = KVPageTier(spec, self.view, "KVPageTier", **settings)
         self.free, self.jobs, self.results = list(range(num_chunks)), {}, {}

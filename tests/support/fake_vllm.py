@@ -37,6 +37,20 @@ class LookupResult(Enum):
     RETRY = auto()
 
 
+@dataclass
+class OffloadingEvent:
+    keys: list[bytes]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+
+
+@dataclass(frozen=True)
+class OffloadingKVEventsConfig:
+    enable_kv_cache_events: bool
+    self_describing_kv_events: bool = False
+
+
 class OffloadPolicy(Enum):
     CHUNK_LEVEL = "chunk_level"
     REQUEST_LEVEL = "request_level"
@@ -216,7 +230,8 @@ class current_platform:  # noqa: N801  # vLLM's name
 MODULES: dict[str, tuple[Any, ...]] = {
     "vllm.platforms": (current_platform,),
     "vllm.v1.kv_offload.base": (
-        Locality, LookupResult, Medium, OffloadPolicy, OffloadingCounterMetadata, OffloadingGaugeMetadata, ReqContext,
+        Locality, LookupResult, Medium, OffloadPolicy, OffloadingCounterMetadata, OffloadingEvent,
+        OffloadingGaugeMetadata, OffloadingKVEventsConfig, ReqContext,
         RequestOffloadingContext, ScheduleEndContext,
     ),
     "vllm.v1.kv_offload.config": (

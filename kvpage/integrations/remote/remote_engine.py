@@ -4,6 +4,7 @@ A model without weights checks requests as the workers' own engines do.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,14 @@ class RemoteEngine:
             store=None,
             blend=None,
         )
+
+    def saves_under_way(self) -> "list[Future[int]]":
+        """Return nothing: the workers have the stores.
+
+        Returns:
+            An empty list.
+        """
+        return []
 
     def close(self) -> None:
         """End all streams. A second call does nothing."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvpage.checks.fields import flag
 from kvpage.checks.values import check_at_least
 from kvpage.store.bytes.config import ByteStoreConfig
 from kvpage.store.config import parse_size
@@ -30,6 +31,7 @@ class StoreTierConfig:
         max_pending: Bytes that wait to be stored at most; what comes beyond them is not stored. A text such as "256MiB"
             becomes a number.
         locality: "LOCAL" or "REMOTE", for vLLM's filters of tiers; None for neither.
+        enable_kv_events: Whether chunks that come and go are among vLLM's events. vLLM's own switch must be on, too.
 
     Raises:
         ValueError: A field breaks a rule.
@@ -45,11 +47,13 @@ class StoreTierConfig:
     store_patience: float = 30.0
     max_pending: int = 256 << 20
     locality: str | None = None
+    enable_kv_events: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", self.of_store().tiers)
         object.__setattr__(self, "max_pending", parse_size(self.max_pending))
         check_at_least("max_pending", self.max_pending, 1)
+        flag("enable_kv_events", self.enable_kv_events)
         if self.weights is not None and not isinstance(self.weights, str):
             raise TypeError(f"weights must be text or None, got {type(self.weights).__name__}")
         if self.weights == "":

@@ -34,12 +34,15 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "on_new_request": ("self", "req_context"),
         "on_request_finished": ("self", "req_context"),
         "on_schedule_end": ("self", "context"),
+        "touch": ("self", "keys", "req_context"),
     }
 )
 FIELDS: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
     {
         (TIERING, "TransferJob"): ("job_id", "keys", "chunk_ids", "is_promotion", "req_context"),
         (TIERING, "JobResult"): ("job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"),
+        (BASE, "OffloadingEvent"): ("keys", "medium", "removed", "locality"),
+        (BASE, "OffloadingKVEventsConfig"): ("enable_kv_cache_events",),
         (BASE, "ReqContext"): ("req_id",),
         (BASE, "OffloadingCounterMetadata"): ("documentation", "labelnames"),
         (BASE, "OffloadingGaugeMetadata"): ("documentation", "labelnames"),

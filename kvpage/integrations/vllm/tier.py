@@ -4,6 +4,8 @@ lookup           ─► Lookups ─► store.later.contains     a batch a step
 submit_load      ─► Jobs    ─► store.later.get_into     each chunk for itself
 submit_store     ─► Jobs    ─► store.later.put
 get_finished_jobs ◄─ Jobs                               failed chunks are misses for those who asked
+touch            ─► Touches ─► store.later.touch        a batch a step
+take_events      ◄─ BlockEvents ◄─ store.follow         chunks that came or left
 """
 
 import logging
@@ -18,11 +20,13 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
 from kvpage.integrations.vllm.device import device_kind
@@ -31,6 +35,7 @@ from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import Lookups
 from kvpage.integrations.vllm.metrics import MetricsWriter, TierCounts, definitions
+from kvpage.integrations.vllm.touches import Touches
 from kvpage.integrations.vllm.weights import weights_name
 from kvpage.store import ByteStore
 
@@ -76,6 +81,8 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self._store = ByteStore(config.of_store(), header)
         patience = config.lookup_patience
         self._lookups = Lookups(lambda keys: self._store.later.contains(keys, deadline=patience), patience)
+        self._touches = Touches(lambda keys: self._store.later.touch(keys, deadline=patience))
+        self._events = BlockEvents(self._store, config.tiers) if self._tells_events(config, offloading_spec) else None
         self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, config.max_pending)
         self._writer, self._told_at = MetricsWriter(), 0.0
         self._num_failed: Counter[str] = Counter()
@@ -99,8 +106,13 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self._lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the store for what the step wanted to know."""
+        """Ask the store for what the step wanted to know, and tell it what the step has used."""
         self._lookups.send()
+        self._touches.send()
+
+    def touch(self, keys: Any, req_context: Any) -> None:
+        """Note that a request uses chunks which it need not load."""
+        self._touches.add(bytes(key) for key in keys)
 
     # --- jobs ---
 
@@ -132,6 +144,8 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
             self._lookups.mark_failed(failed)
         else:
             self._lookups.mark_stored(job.done)
+            if self._events is not None:
+                self._events.stored(job.done)
         kind = "dropped_stores" if job.is_dropped else "failed_loads" if job.is_load else "failed_stores"
         self._num_failed[kind] += len(failed)
         return JobResult(
@@ -141,6 +155,20 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
             transfer_time=job.seconds,
             transfer_bytes=job.num_bytes,
         )
+
+    # --- events ---
+
+    def take_events(self) -> Iterable[Any]:
+        """Return vLLM's events of chunks that came into the store, or left its last place."""
+        changes = self._events.take() if self._events is not None else []
+        return [OffloadingEvent(keys, self.medium, is_removed, self.locality) for is_removed, keys in changes]
+
+    @staticmethod
+    def _tells_events(config: StoreTierConfig, offloading_spec: Any) -> bool:
+        is_on = config.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        if config.enable_kv_events and not is_on:
+            logger.warning("enable_kv_events tells nothing: vLLM publishes no events, its kv_events_config is off")
+        return bool(is_on)
 
     # --- metrics ---
 

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
+from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_at_least
@@ -32,6 +34,7 @@ from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
+from kvpage.serving.loop.batch.step_states import StepStates
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
 from kvpage.serving.loop.graphs.capture_sizes import default_sizes
@@ -68,8 +71,10 @@ class EngineCore:
         rule: LoadOrCompute | None,
         lead: Lead | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        states: StateCache | None = None,
     ) -> None:
         """Put the parts together; see EngineParts. lead: the side of other ranks; None where there are none."""
+        self.states = states
         self._lead = lead
         self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
         self.tokenizer = tokenizer
@@ -84,7 +89,8 @@ class EngineCore:
             is_held=self._connectors.holds,
             reclaimers=[self._connectors.reclaim],
         )
-        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead)
+        of_steps = StepStates(manager, states) if states and isinstance(manager, HybridManager) else None
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, of_steps)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
         self._connect_device()
         self._intake = Intake(runner.model, self.manager, defaults, max_model_len, tokenizer)
@@ -93,10 +99,10 @@ class EngineCore:
     def _connect_device(self) -> None:
         """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`.
 
-        Other ranks get the tokens of each step from the host, and begin it as it is.
+        Other ranks get the tokens of each step from the host, and begin it as it is. So does a model with states.
         """
         config, device = self.config, self.cache.device
-        if device.type != "cuda" or self._lead is not None:
+        if device.type != "cuda" or self._lead is not None or self.states is not None:
             return
         runs_ahead = config.async_scheduling is not False
         draws = attends_in_place(device) and self._runner.model.dtype in COMPUTE_DTYPES  # by kernels of kvpage's
@@ -128,6 +134,8 @@ class EngineCore:
         self._connect_store(store, rule)
 
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
+        if self.states is not None:
+            raise ValueError("store must be None for a model whose layers keep states: chunks hold K and V alone")
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
@@ -174,6 +182,8 @@ class EngineCore:
             ValueError: The model is in training mode.
         """
         cache, config = self.cache, self.config
+        if self.states is not None:
+            return  # a step of padding would need a state of its own, and nothing of the model is captured
         longest = min(self.max_model_len, cache.num_gpu_blocks * cache.layout.block_size)
         num_tokens = min(config.max_num_batched_tokens, longest)
         graphs = self._batch_runner.graphs

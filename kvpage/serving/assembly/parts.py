@@ -17,12 +17,14 @@ from kvpage.blend.stored_segments import StoredSegments
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.serving.assembly.found_states import found_states
+from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
@@ -52,6 +54,7 @@ class EngineParts:
     max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
     rule: whether blocks of the host are loaded or computed; None for always loaded.
     store_rule: the same of a store, whose speed differs. blender: None without blending.
+    states: the slots of a model that keeps states; None for another. The manager is a HybridManager then.
     """
 
     runner: ModelRunner
@@ -64,6 +67,7 @@ class EngineParts:
     rule: LoadOrCompute | None
     store_rule: LoadOrCompute | None
     blender: Blender | None
+    states: StateCache | None = None
 
 
 class ChosenAttention(NamedTuple):
@@ -207,9 +211,12 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     """Make the parts. Raises as Engine.from_model does."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    parts = assemble_rank(servable, config)
+    found = servable.states
+    counts = None if found is None else SlotCounts.of(config, found)
+    parts = assemble_rank(servable, config, counts)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    manager = make_manager(config, rule)
+    manager = make_manager(config, rule) if counts is None else counts.manager(config, rule)
+    states = None if counts is None or found is None else counts.slots(found, runner.model.device)
     blender = None
     if config.blend is not None:
         with without_autocast(runner.model.device):
@@ -227,16 +234,20 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         rule,
         store_rule,
         blender,
+        states,
     )
 
 
-def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
-    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
+def assemble_rank(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> RankParts:
+    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does.
+
+    counts: of state slots, whose tail blocks the cache has, too; None for a model without states.
+    """
     model = servable.runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
     with without_autocast(model.device):
-        return RankParts(make_cache(servable, config), defaults, max_model_len)
+        return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
@@ -252,9 +263,11 @@ def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelCon
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
 
 
-def make_cache(servable: ServableModel, config: EngineConfig) -> CacheEngine:
+def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
+    if counts is not None:
+        cache_config = counts.with_tails(cache_config)
     if model_config.is_attention_free:
         return CacheEngine(cache_config, model_config, device_config=DeviceConfig(runner.model.device))
     given = scales_of_this_rank(config.kv_scales, model_config.num_kv_heads, servable.num_all_heads)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpage._C import ids_below
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.spans import Span, spans_of_lengths
+from kvpage.blocks.hybrid.marks import as_cache_at
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens, as_tokens
@@ -34,8 +35,9 @@ MAX_SCORED_LOGITS = 2**26
 class Prompt(NamedTuple):
     """The arguments of a request.
 
-    tokens to segments, priority: see Engine.add_request. sink: where its outputs go; None for those that `step`
-    returns. copy_at: where its one segment is repeated, see Engine.warm_segments. is_warming: that call has made it.
+    tokens to segments, priority, cache_at: see Engine.add_request. sink: where its outputs go; None for those that
+    `step` returns. copy_at: where its one segment is repeated, see Engine.warm_segments. is_warming: that call has made
+    it.
     """
 
     tokens: Tokens
@@ -48,6 +50,7 @@ class Prompt(NamedTuple):
     copy_at: int | None = None
     is_warming: bool = False
     priority: int = 0
+    cache_at: Sequence[int] = ()
 
 
 class Intake:
@@ -118,7 +121,8 @@ class Intake:
             raise ValueError("prompt_logprobs must be None with blend, which does not compute all of the prompt")
         is_plain = not prompt.blend and prompt.segments is None
         blending = None if is_plain else _blending(prompt, request_id, tokens, blend_config)
-        about = prompt.namespace, prompt.sink, blending, prompt.priority, self._text_rules
+        marks = as_cache_at(prompt.cache_at, len(tokens)) if prompt.cache_at else ()
+        about = prompt.namespace, prompt.sink, blending, prompt.priority, self._text_rules, marks
         request = Request(request_id, tokens, params, 0, self.eos_token_ids, *about)
         if params.prompt_logprobs is not None:
             max_rows = max(MAX_SCORED_LOGITS // self.vocab_size, 1)

@@ -100,8 +100,10 @@ class Request:
         blending: BlendedPrompt | None = None,
         priority: int = 0,
         answer_rules: AnswerRules | None = None,
+        cache_at: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
+        self.cache_at = cache_at
         self.seq_id: Hashable = request_id  # in the block manager
         self.sample_index = 0
         self.group = SampleGroup(arrival, sink, [self], priority, answer_rules=answer_rules)

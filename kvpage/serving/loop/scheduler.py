@@ -25,8 +25,11 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
@@ -58,6 +61,7 @@ class Scheduler:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         self.manager = manager
+        self._states = manager if isinstance(manager, HybridManager) else None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
@@ -140,6 +144,8 @@ class Scheduler:
             request.set_computed(end)
             has_filled = end // block_size > request.num_committed // block_size
             self._commit(request)
+            if self._states is not None:
+                self._states.keep(request.seq_id)
             if has_filled:
                 self._leave_window(request)
 
@@ -156,17 +162,24 @@ class Scheduler:
         """Put the requests of a failed batch that run back into the queue, to compute again all that is not cached."""
         for request in requests:
             if request in self.running:
+                self.spoil(request)
                 self._stop(request)
                 self._queue(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is. Its committed tokens can still be found."""
         if request in self.running:
+            self._keep_state(request)
             self._stop(request)
         else:
             self.waiting.remove(request)
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
+
+    def spoil(self, request: Request) -> None:
+        """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
+        if self._states is not None and request in self.running:
+            self._states.give_up_marks(request.seq_id)
 
     def forget_cached(self, request: Request) -> None:
         """Forget the cached blocks of a request, but for those that others use or share."""
@@ -230,6 +243,7 @@ class Scheduler:
         """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
         self._commit(request)
         if request.scores_prompt or not self._swapped_out(request):
+            self._keep_state(request)
             self.manager.release(request.seq_id)
         request.leave_blocks()
 
@@ -244,6 +258,12 @@ class Scheduler:
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
         request.set_committed()
+
+    def _keep_state(self, request: Request) -> None:
+        """Leave its state, after all that is committed, to requests that go on from there."""
+        if self._states is not None:
+            self._commit(request)
+            self._states.keep_end(request.seq_id)
 
     def _make_private(self, request: Request) -> None:
         """Commit only the tokens before the first reused one: they were computed exactly, those after it were not."""
@@ -301,7 +321,7 @@ class Scheduler:
                 num_passed_over += 1
                 continue
             num_spare = num_seqs + num_more - 1 if self.running else 0
-            if _needs_a_step_of_its_own(request, batch, budget) or not self._allocated(request, num_spare):
+            if batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
                 break
             num_seqs += num_more
             budget -= min(add_portion(batch.prefills, request, budget), budget)
@@ -346,7 +366,7 @@ class Scheduler:
                 given = self.manager.swap_in(request.seq_id, tokens)
             else:
                 most = 0 if request.scores_prompt else None
-                given = self.manager.allocate(request.seq_id, tokens, request.namespace, request.params.priority, most)
+                given = self._given(request, tokens, most)
         except OutOfBlocks:
             return False
         if self.manager.num_free_blocks < num_spare:
@@ -362,6 +382,12 @@ class Scheduler:
         self.running.append(request)
         return True
 
+    def _given(self, request: Request, tokens: npt.NDArray[np.int32], most: int | None) -> Allocation:
+        about = request.seq_id, tokens, request.namespace, request.params.priority, most
+        if self._states is None:
+            return self.manager.allocate(*about)
+        return self._states.allocate(*about, cache_at=request.cache_at)
+
     def _refuse(self, request: Request, was_swapped: bool) -> None:
         """Take back the blocks that a waiting request has just been given."""
         if not was_swapped:
@@ -375,16 +401,6 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size)
-
-
-def _needs_a_step_of_its_own(request: Request, batch: Batch, budget: int) -> bool:
-    """Whether a request that may blend, and so is not computed in portions, is too long for the rest of the step.
-
-    It then goes with the next step's decodes, beside no other prefill.
-    """
-    return (
-        request.num_tokens > budget and request.may_blend and any(portion.num_tokens > 1 for portion in batch.prefills)
-    )
 
 
 def _order(request: Request) -> tuple[int, int, int]:

@@ -372,6 +372,7 @@ class ServingLoop:
     def _fail(self, request: Request, reason: str) -> None:
         """End it, and forget its cached blocks, but for those that others use or share."""
         request.end("error", reason)
+        self._scheduler.spoil(request)
         self._end(request)
         self._scheduler.forget_cached(request)
         self._tell(request, None)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
@@ -69,9 +70,14 @@ class Branches:
     Args:
         engine: The engine.
         reclaim: Asked first, where blocks are short, for blocks that the owner can do without; False if there are none.
+
+    Raises:
+        ValueError: The layers of the engine's model keep states.
     """
 
     def __init__(self, engine: SteerableEngine, reclaim: Callable[[], bool] | None = None) -> None:
+        if isinstance(engine.manager, HybridManager):
+            raise ValueError("branches need a model whose layers keep no states: these are not undone after an error")
         self.engine = engine
         self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager

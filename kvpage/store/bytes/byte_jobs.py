@@ -33,6 +33,10 @@ class ByteJobs:
         names, limit = self._names(checked_keys(keys)), limit_of(deadline)
         return lambda: [tier is not None for tier in self._tiers.locate(names, limit)]
 
+    def touch(self, keys: Sequence[bytes], deadline: float | None) -> Job:
+        names, limit = self._names(checked_keys(keys)), limit_of(deadline)
+        return lambda: self._tiers.touch(names, limit)
+
     def remove(self, keys: Sequence[bytes], deadline: float | None) -> Job:
         names, limit = self._names(checked_keys(keys)), limit_of(deadline)
         return lambda: self._tiers.remove_each(names, limit)

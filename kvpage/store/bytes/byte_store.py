@@ -55,7 +55,7 @@ class ByteStore(TieredStore):
         if not isinstance(config, ByteStoreConfig):
             raise TypeError(f"config must be a ByteStoreConfig, got {type(config).__name__}")
         meta = encode_header(header)
-        super().__init__(placed_tiers(config, tiers), config.num_threads)
+        super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
         self.config = config
         self._feed = TierFeed(self._tiers.tiers)
         self._events = ByteEvents(self._feed)
@@ -99,7 +99,8 @@ class ByteStore(TieredStore):
                 the deadlines of its tiers. None for no limit.
 
         Returns:
-            A flag for each key: whether some tier has its record now.
+            A flag for each key: whether some tier has its record now. A record that is removed or replaced by another
+            call meanwhile, or cleared, is left to that call.
 
         Raises:
             ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
@@ -126,6 +127,22 @@ class ByteStore(TieredStore):
         return self._jobs.get_into(keys, buffers, deadline)()
 
     @gated
+    def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
+        """Note a use of records without reading them, so that others are evicted first. Memory and disk note it.
+
+        Args:
+            keys: of 1 to 65535 bytes each; one may come several times.
+            deadline: seconds of the call; a tier is not told afterwards. None for no limit.
+
+        Returns:
+            A flag for each key: whether a tier has its record, and has noted the use.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        return self._jobs.touch(keys, deadline)()
+
+    @gated
     def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
         """Remove records from every tier. A tier that is out of reach keeps them.
 
@@ -144,10 +161,13 @@ class ByteStore(TieredStore):
     def follow(self, listener: Listener) -> Follow:
         """Tell the listener which records come into the tiers from now on, and leave them.
 
-        It is called in a thread of its own, with no lock held. So it may call the store, but neither close it nor wait
-        for its `flush`. The events of a tier come in the order in which they happen; `flush` waits until they were
-        told. An error that the listener raises is logged. Memory and disk tell everything, remote tiers and `disk-view`
-        nothing.
+        It is called in a thread of its own, with no lock held. So it may call the store. There `flush` does not wait
+        for events, and `close` raises RuntimeError. The events of a tier come in the order in which they happen;
+        `flush` waits until they were told. An error that the listener raises is logged. Memory and disk tell
+        everything, remote tiers and `disk-view` nothing.
+
+        Up to 65,536 events wait for listeners. Those that come while so many wait are lost, and `stats` counts them.
+        After a loss, ask `contains` for what you know.
 
         Args:
             listener: called with the events, at least one.
@@ -166,11 +186,16 @@ class ByteStore(TieredStore):
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         names = [one.tier.name for one in self._tiers.tiers]
-        return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts)
+        lost = self._feed.num_lost
+        return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts, lost)
 
     @gated
     def _follow(self, listener: Listener) -> Follow:
         return self._events.follow(listener)
+
+    def _check_closable(self) -> None:
+        if self._feed.is_telling_here:
+            raise RuntimeError("close must not be called by a listener of the store, which close waits for")
 
     def _flush_parts(self) -> None:
         self._feed.flush()

@@ -1,7 +1,7 @@
 """Later: the calls of a ByteStore as futures, in threads of its own.
 
-contains, get_into ─► several threads, in any order
-put, remove        ─► one thread, in the order of the calls
+contains, get_into, touch ─► several threads, in any order
+put, remove               ─► one thread, in the order of the calls
 """
 
 import threading
@@ -106,6 +106,21 @@ class Later:
         """End the threads. The store calls it when no call is under way."""
         for pool in self._pools.values():
             pool.shutdown(wait=False)  # it may be a thread of theirs that closes the store
+
+    def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Begin as `ByteStore.touch`. It waits for no put.
+
+        Args:
+            keys: as there.
+            deadline: as there.
+
+        Returns:
+            A future of its result.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        return self._start("reads", self._jobs.touch(keys, deadline))
 
     def _start(self, lane: str, job: Job) -> "Future[list[bool]]":
         with HeldInterrupts():

@@ -49,20 +49,28 @@ class ByteStoreStats:
         corrupt_records: records that were dropped, since their bytes were not right.
         tier_errors: calls of a tier that failed or ran out of time.
         promoted_records: records that were copied into a faster tier after a hit.
+        lost_events: events that no listener was told, since too many waited.
     """
 
     tiers: tuple[ByteTierStats, ...]
     corrupt_records: int
     tier_errors: int
     promoted_records: int
+    lost_events: int
 
 
 def stats_of(
-    names: Sequence[str], states: Sequence[TierStats | None], uses: Sequence[TierUse], counts: Mapping[str, int]
+    names: Sequence[str],
+    states: Sequence[TierStats | None],
+    uses: Sequence[TierUse],
+    counts: Mapping[str, int],
+    lost_events: int,
 ) -> ByteStoreStats:
-    """Return statistics of each tier's name, state (None in trouble) and use, and of counters by name."""
+    """Return statistics of each tier's name, state (None in trouble) and use, of counters by name, and of events."""
     tiers = tuple(_tier(*one) for one in zip(names, states, uses, strict=True))
-    return ByteStoreStats(tiers, counts["corrupt_records"], counts["tier_errors"], counts["promoted_chunks"])
+    return ByteStoreStats(
+        tiers, counts["corrupt_records"], counts["tier_errors"], counts["promoted_chunks"], lost_events
+    )
 
 
 def _tier(name: str, state: TierStats | None, use: TierUse) -> ByteTierStats:

@@ -100,6 +100,11 @@ class DiskTier(Tier):
             self._check_open()
             return self._index.has(keys)
 
+    def touch(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [self._index.touch(key) is not None for key in keys]
+
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         with self._lock:
             self._check_open()

@@ -44,11 +44,17 @@ class Index:
 
     def use(self, key: Key) -> Entry | None:
         """Return the entry, which has one user more now."""
+        entry = self.touch(key)
+        if entry is not None:
+            entry.num_users += 1
+        return entry
+
+    def touch(self, key: Key) -> Entry | None:
+        """Return the entry, which goes later now."""
         entry = self._entries.get(key)
         if entry is not None:
             self._policy.use(key)
             entry.last_used = time.time()
-            entry.num_users += 1
         return entry
 
     def next_generation(self) -> int:

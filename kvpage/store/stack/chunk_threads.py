@@ -17,7 +17,11 @@ class ChunkThreads:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._pool = started_pool(num_threads, "kvpage-chunk")
-        self._worker = started_pool(1, "kvpage-store")
+        try:
+            self._worker = started_pool(1, "kvpage-store")
+        except BaseException:
+            self._pool.shutdown()
+            raise
         self._lock = threading.Lock()
         self._pending: set[Future[int]] = set()
 

@@ -1,10 +1,11 @@
-"""RecordCopies: copies of records from one tier into another, which a removal or replacement of the record ends.
+"""RecordCopies: writes of records under way, which a removal or replacement of the record ends.
 
-    begin([key]) ─► open ─► verify, copy ─► finish(tier): commit, unless a change of the key has come between
-    change([key]) ─► copies under way, or begun meanwhile, are unwanted ─► settle(tier) ─► remove, or write anew
+    begin([key]) ─► open or encode, write ─► finish(tier): commit, unless a change of the key has come between
+    change([key]) ─► writes under way, or begun meanwhile, are unwanted ─► settle(tier) ─► remove, or write anew
 
-A copy begins before its reader is opened. Otherwise a removed record would come back out of a reader that was open
-then, and a replaced one would take its successor's place.
+A write is a copy of a record from one tier into another, or a record that a caller puts. It begins before its record is
+looked for. Otherwise a removed record would come back out of a reader that was open then, and a replaced one would
+take its successor's place in some tiers.
 """
 
 import threading
@@ -15,12 +16,15 @@ from kvpage.store.tiers.tier import Key
 
 
 class RecordCopy:
-    """A copy of the records of these keys, under way. unwanted: keys that were changed since."""
+    """A write of the records of these keys, under way.
 
-    __slots__ = ("keys", "unwanted")
+    change: the one that the write is part of, or None. unwanted: keys that others have changed since.
+    """
 
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self.keys = keys
+    __slots__ = ("change", "keys", "unwanted")
+
+    def __init__(self, keys: Sequence[Key], change: "Change | None") -> None:
+        self.keys, self.change = keys, change
         self.unwanted: set[Key] = set()
 
 
@@ -38,24 +42,25 @@ class Change:
 
 
 class RecordCopies:
-    """The copies and changes that are under way. Thread-safe.
+    """The writes and changes that are under way. Thread-safe.
 
-    While a tier works, only the lock of that tier is held. So only a change of a slow tier's records waits for it.
+    A change waits for a commit of its own keys alone, and for one tier at a time. Commits of others go on meanwhile.
     """
 
-    def __init__(self, num_tiers: int) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._committed = threading.Condition(self._lock)
         self._copies: set[RecordCopy] = set()
         self._changes: set[Change] = set()
-        self._committing = [threading.Lock() for _ in range(num_tiers)]
+        self._committing: set[tuple[int, RecordCopy, Key]] = set()
 
     @property
     def num_under_way(self) -> int:
         return len(self._copies)
 
     def begin(self, keys: Sequence[Key], change: Change | None = None) -> RecordCopy:
-        """Begin a copy before its records are opened; `end` it. change: the one that the copy is part of."""
-        copy = RecordCopy(keys)
+        """Begin a write before its records are opened; `end` it. change: the one that the write is part of."""
+        copy = RecordCopy(keys, change)
         with self._lock:
             for other in self._changes - {change}:
                 copy.unwanted |= other.of(copy)
@@ -67,10 +72,28 @@ class RecordCopies:
             self._copies.discard(copy)
 
     @contextmanager
+    def under_way(self, keys: Sequence[Key], change: Change | None = None) -> Iterator[RecordCopy]:
+        """Enter a block in which a write is under way; see `begin`."""
+        copy = self.begin(keys, change)
+        try:
+            yield copy
+        finally:
+            self.end(copy)
+
+    @contextmanager
     def finish(self, at: int, copy: RecordCopy, key: Key) -> Iterator[bool]:
         """Yield whether the record is still wanted. Inside, it can be committed to the tier of that number."""
-        with self._committing[at]:
-            yield self.is_wanted(copy, key)
+        commit = (at, copy, key)
+        with self._lock:
+            is_wanted = key not in copy.unwanted
+            if is_wanted:
+                self._committing.add(commit)
+        try:
+            yield is_wanted
+        finally:
+            with self._lock:
+                self._committing.discard(commit)
+                self._committed.notify_all()
 
     def is_wanted(self, copy: RecordCopy, key: Key) -> bool:
         with self._lock:
@@ -91,6 +114,11 @@ class RecordCopies:
                 self._changes.discard(change)
 
     def settle(self, at: int) -> None:
-        """Wait for the copy that is being committed to the tier. Later ones see the change."""
-        with self._committing[at]:
-            pass
+        """Wait for unwanted records that are being committed to the tier. Later ones see the change."""
+        with self._lock:
+            self._committed.wait_for(lambda: not any(self._is_late(at, commit) for commit in self._committing))
+
+    @staticmethod
+    def _is_late(at: int, commit: tuple[int, RecordCopy, Key]) -> bool:
+        tier, copy, key = commit
+        return tier == at and key in copy.unwanted

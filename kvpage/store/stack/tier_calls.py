@@ -41,6 +41,14 @@ class TierCalls:
         there = [] if limit.is_over else self.ask(one, one.tier.contains, keys, limit.timeout(one.deadline)) or []
         return there if len(there) == len(keys) else [False] * len(keys)
 
+    def touch(self, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
+        """Return for each key whether some tier noted a use of it."""
+        is_noted = [False] * len(keys)
+        for one in self.tiers:
+            noted = [] if limit.is_over else self.ask(one, one.tier.touch, keys, limit.timeout(one.deadline)) or []
+            is_noted = [before or now for before, now in zip(is_noted, noted or is_noted, strict=True)]
+        return is_noted
+
     def open(
         self, keys: Sequence[Key], located: Sequence[int | None], limit: TimeLimit = NO_LIMIT
     ) -> list[Reader | None]:

@@ -2,7 +2,8 @@
 
     a tier, with its lock held ─► note ─► queue ─► thread ─► listeners, with no lock of a tier or a call
 
-A tier notes a change while it makes it. So the notes of one tier are in the order of its changes.
+A tier notes a change while it makes it. So the notes of one tier are in the order of its changes. A tier never waits
+for a listener: a note that finds a full queue is lost, and counted.
 """
 
 import functools
@@ -16,6 +17,7 @@ from kvpage.store.stack.placed import Placed
 from kvpage.store.tiers.tier import Key
 
 MOST_AT_ONCE = 1024
+MAX_WAITING = 1 << 16  # notes; about 300 bytes each with their keys
 logger = logging.getLogger(__name__)
 
 
@@ -31,10 +33,14 @@ TierListener = Callable[[list[TierNote]], None]
 
 
 class TierFeed:
-    """Thread-safe. Until the first listener comes, no tier notes anything, and there is no thread."""
+    """Thread-safe. Until the first listener comes, no tier notes anything, and there is no thread.
 
-    def __init__(self, tiers: Sequence[Placed]) -> None:
-        self._tiers = tiers
+    num_lost: notes that no listener was told, since max_waiting others waited.
+    """
+
+    def __init__(self, tiers: Sequence[Placed], max_waiting: int = MAX_WAITING) -> None:
+        self._tiers, self._max_waiting, self.num_lost = tiers, max_waiting, 0
+        self._counting = threading.Lock()
         self._notes: SimpleQueue[TierNote | threading.Event | None] = SimpleQueue()
         self._listeners: list[TierListener] = []
         self._telling = threading.RLock()  # held while listeners are called
@@ -57,23 +63,32 @@ class TierFeed:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
+    @property
+    def is_telling_here(self) -> bool:
+        """Whether this is a listener's thread."""
+        return threading.current_thread() is self._thread
+
     def flush(self) -> None:
         """Wait until the listeners were told of everything that has happened; not in a listener itself."""
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if self._thread is not None and not self.is_telling_here:
             told = threading.Event()
             self._notes.put(told)
             told.wait()
 
     def close(self) -> None:
-        """Tell what is left, and end the thread."""
+        """Tell what is left, and end the thread; not in a listener itself."""
         for one in self._tiers if self._thread is not None else ():
             one.tier.watch(None)
         self._notes.put(None)
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if self._thread is not None:
             self._thread.join()
 
     def _note(self, at: int, key: Key, reason: str) -> None:
-        self._notes.put(TierNote(at, key, reason))
+        if self._notes.qsize() < self._max_waiting:
+            self._notes.put(TierNote(at, key, reason))
+        else:
+            with self._counting:
+                self.num_lost += 1
 
     def _run(self) -> None:
         is_open = True

@@ -55,7 +55,7 @@ class TierStack(TierCalls):
     def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
         super().__init__(tiers)
         self.threads = ChunkThreads(num_threads)
-        self.copies = RecordCopies(len(self.tiers))
+        self.copies = RecordCopies()
         self._replacing = threading.Lock()
         self._written = [at for at, one in enumerate(self.tiers) if not one.tier.is_read_only]
 
@@ -75,31 +75,41 @@ class TierStack(TierCalls):
         take a record forgets its old one, unless it is out of reach. After the limit no more records are begun.
         """
         if skip_existing:
+            return self._put_missing(keys, record, limit)
+        with self._replacing, self.copies.change(keys) as change, self.copies.under_way(keys, change) as copy:
+            is_new = self._put(keys, [self._written] * len(keys), record, copy, limit)
+        return Put(is_new, sum(is_new))
+
+    def _put_missing(
+        self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], limit: TimeLimit
+    ) -> Put:
+        """Write records into the tiers that lack them. One that is changed meanwhile is left to the change."""
+        with self.copies.under_way(keys) as copy:
             there = [self.contains(one, keys, limit) for one in self.tiers]
             lacking = [[at for at in self._written if not there[at][index]] for index in range(len(keys))]
-            is_new = self._put(keys, lacking, record, None, limit)
-            is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
-            return Put(is_there, sum(is_new))
-        with self._replacing, self.copies.change(keys) as change:
-            is_new = self._put(keys, [self._written] * len(keys), record, change, limit)
-        return Put(is_new, sum(is_new))
+            is_new = self._put(keys, lacking, record, copy, limit)
+        is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
+        changed = [index for index, key in enumerate(keys) if key in copy.unwanted]
+        for index, tier in zip(changed, self.locate([keys[index] for index in changed], limit), strict=True):
+            is_there[index] = tier is not None
+        return Put(is_there, sum(is_new))
 
     def _put(
         self,
         keys: Sequence[Key],
         lacking: Sequence[Sequence[int]],
         record: Callable[[int], tuple[RecordKind, Source]],
-        change: Change | None,
+        copy: RecordCopy,
         limit: TimeLimit,
     ) -> list[bool]:
         """Return for each record whether it was new to a tier.
 
-        lacking: the numbers of the tiers to write each into. change: of records that may be there.
+        lacking: the numbers of the tiers to write each into.
         """
         wanted = [index for index in range(len(keys)) if lacking[index]]
         num_threads = self.threads.each(len(wanted))
         backs: list[_Back] = []
-        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, change, limit)
+        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, copy, limit)
         is_new = [False] * len(keys)
         try:
             for index, is_written in zip(wanted, self.threads.map(put_one, wanted), strict=True):
@@ -150,8 +160,8 @@ class TierStack(TierCalls):
     ) -> list[bool]:
         """Return which of a few records were read. window: their indices; each has a tier."""
         mine, places = [keys[index] for index in window], [located[index] or 0 for index in window]
-        copy, num_threads = self.copies.begin(mine), self.threads.each(len(window))
-        try:
+        num_threads = self.threads.each(len(window))
+        with self.copies.under_way(mine) as copy:
             readers = self.open(mine, places, limit)
 
             def read_one(at: int) -> bool:
@@ -161,8 +171,6 @@ class TierStack(TierCalls):
                 return self._read_one(mine[at], places[at], readers[at], copy, take, limit)
 
             return self.threads.map(read_one, range(len(window)))
-        finally:
-            self.copies.end(copy)
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
         """Return the result of `read` for the first tier's record that is not corrupt; None if there is none."""
@@ -258,7 +266,7 @@ class TierStack(TierCalls):
         record: Callable[[int], tuple[RecordKind, Source]],
         num_threads: int,
         backs: list[_Back],
-        change: Change | None,
+        copy: RecordCopy,
         limit: TimeLimit,
         index: int,
     ) -> bool:
@@ -266,32 +274,35 @@ class TierStack(TierCalls):
         key, made, is_new = keys[index], None, False
         for at in lacking[index] if not limit.is_over else ():
             if self.tiers[at].is_written_back and at:
-                if change:
+                if copy.change:
                     self._remove(at, [key])
-                back = self._keep(at, key, change)
+                back = self._keep(at, key, copy.change)
                 if back is not None:
                     backs.append(back)
                     continue
             made = made or encoded(*record(index))
-            if change:
+            if copy.change:
                 self.copies.settle(at)
-            is_written = self._write(at, *made, num_threads, limit)
-            if change and not is_written:
+            is_written = self._write(at, *made, num_threads, copy, limit)
+            if copy.change and not is_written:
                 self._remove(at, [key])
             is_new = is_written or is_new
         return is_new
 
-    def _write(self, at: int, head: RecordHead, payload: Source, num_threads: int, limit: TimeLimit) -> bool:
+    def _write(
+        self, at: int, head: RecordHead, payload: Source, num_threads: int, under_way: RecordCopy, limit: TimeLimit
+    ) -> bool:
         """Return whether the tier took the record."""
         one = self.tiers[at]
 
         def write() -> bool:
-            writer = one.tier.create(head.key, head.num_bytes)
+            writer = one.tier.create(head.key, head.num_bytes) if self.copies.is_wanted(under_way, head.key) else None
             if writer is None:
                 return False
             with writer:
                 write_record(writer, head, payload, num_threads)
-                return one.tier.commit([writer], limit.timeout(one.deadline))[0]
+                with self.copies.finish(at, under_way, head.key) as is_wanted:
+                    return is_wanted and one.tier.commit([writer], limit.timeout(one.deadline))[0]
 
         began = time.perf_counter()
         is_written = self.ask(one, write) or False

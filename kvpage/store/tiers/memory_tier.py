@@ -133,6 +133,11 @@ class MemoryTier(Tier):
             self._check_open()
             return [key in self._entries for key in keys]
 
+    def touch(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [self._use(key) is not None for key in keys]
+
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         with self._lock:
             self._check_open()
@@ -206,13 +211,18 @@ class MemoryTier(Tier):
             raise TierError(f"{self.name} is closed")
 
     def _open(self, key: Key) -> Reader | None:
-        entry = self._entries.get(key)
+        entry = self._use(key)
         if entry is None:
             return None
         entry.num_readers += 1
-        entry.last_used = time.time()
-        self._policy.use(key)
         return _MemoryReader(self, entry)
+
+    def _use(self, key: Key) -> "_Entry | None":
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.last_used = time.time()
+            self._policy.use(key)
+        return entry
 
     def _make_room(self, num_units: int) -> int | None:
         """Evict until a run is free; return None, with nothing evicted, if that would not be enough."""

@@ -229,6 +229,18 @@ class Tier(ABC):
             A bool for each key.
         """
 
+    def touch(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
+        """Note a use of records that are not read. A tier that orders its records by use puts them last to go.
+
+        Args:
+            keys: of the records.
+            timeout: seconds of the call.
+
+        Returns:
+            Whether each record is there, and its use was noted. False of a tier that notes none.
+        """
+        return [False] * len(keys)
+
     @abstractmethod
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         """Open records, in one round trip if there is one. That is a use of each.

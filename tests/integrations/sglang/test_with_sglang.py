@@ -5,6 +5,7 @@
 
 import importlib.util
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -17,6 +18,7 @@ from integrations.sglang import real_pools
 from integrations.sglang.real_pools import EngineSide, filled, mamba_pool, mha_pool, mla_pool, page_of, tokens_of
 from support import fake_sglang
 from support.redis_server import RedisServer, needs_redis
+from support.waiting import until
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang: tests/integrations/run.sh sglang", allow_module_level=True)
@@ -224,6 +226,82 @@ def test_a_tier_that_is_not_there_costs_a_miss(engine: Callable[..., EngineSide]
     assert operation.storage_hit_count == 0
     assert side.keep([0, 1, 2], operation.all_hash_values) == 0
     assert side.hit(TOKENS[:12]).storage_hit_count == 0
+
+
+def after_a_failed_fetch(side: EngineSide, pool: Any, wanted: list[bytes], trouble: Callable[[], None]) -> int:
+    """Look three pages up, lose the store, and fetch them. What SGLang takes is right. It computes the rest.
+
+    Returns:
+        How many pages SGLang took.
+    """
+    operation = side.hit(TOKENS[:12])
+    assert operation.storage_hit_count == 12
+    trouble()
+    found = side.fetch(operation, [20, 21, 22]) // 4
+    assert [page_of(pool, page) for page in (20, 21, 22)][:found] == wanted[:found]
+    return found
+
+
+@needs_redis
+@pytest.mark.parametrize("trouble", ["kill", "pause"])
+def test_a_server_that_is_lost_between_look_up_and_fetch(
+    tmp_path: Path, engine: Callable[..., EngineSide], trouble: str
+):
+    server, pool = RedisServer(tmp_path), mha_pool("layer_first")
+    url, wanted = f"redis://127.0.0.1:{server.port}/0?deadline=1", [page_of(pool, page) for page in range(3)]
+    side = engine(pool, url)
+    keys = side.hit(TOKENS[:12]).all_hash_values
+    assert side.keep([0, 1, 2], keys) == 12
+    assert after_a_failed_fetch(side, pool, wanted, getattr(server, trouble)) == 0
+    server.kill()
+    server.start()  # empty; SGLang has computed the pages, and keeps them
+    until(lambda: side.keep([0, 1, 2], keys) == 12)
+    filled(pool, 9)
+    assert side.fetch(side.hit(TOKENS[:12]), [4, 5, 6]) == 12
+    assert [page_of(pool, page) for page in (4, 5, 6)] == wanted
+    server.kill()
+
+
+def test_a_disk_that_vanishes_between_look_up_and_fetch(tmp_path: Path, engine: Callable[..., EngineSide]):
+    pool, folder = mha_pool("layer_first"), tmp_path / "kv"
+    wanted, side = [page_of(pool, page) for page in range(3)], engine(pool, on_disk(folder))
+    keys = side.hit(TOKENS[:12]).all_hash_values
+    assert side.keep([0, 1, 2], keys) == 12
+    after_a_failed_fetch(side, pool, wanted, lambda: shutil.rmtree(folder))
+    filled(pool, 9)
+    found = side.fetch(side.hit(TOKENS[:12]), [4, 5, 6]) // 4
+    assert [page_of(pool, page) for page in (4, 5, 6)][:found] == wanted[:found]
+
+
+def test_a_disk_that_is_full(tmp_path: Path, engine: Callable[..., EngineSide]):
+    pool = mha_pool("layer_first")
+    side = engine(pool, f"disk://{tmp_path / 'kv'}?size=128KiB&segment=64KiB")
+    for at in range(20):
+        pages = list(range(3 * at % 60, 3 * at % 60 + 3))
+        tokens = list(range(5000 * at, 5000 * at + 12))
+        wanted = [page_of(pool, page) for page in pages]
+        assert side.keep(pages, side.hit(tokens).all_hash_values) == 12
+        assert side.fetch(side.hit(tokens), [70, 71, 72]) == 12
+        assert [page_of(pool, page) for page in (70, 71, 72)] == wanted
+    assert side.hit(list(range(12))).storage_hit_count < 12  # the first ones made place
+
+
+@pytest.mark.parametrize("name", ["heads, layer_first", "latents, page_first"])
+def test_what_is_kept_after_a_failed_fetch_is_what_was_computed(
+    tmp_path: Path, engine: Callable[..., EngineSide], name: str
+):
+    pool = POOLS[name]()
+    wanted = kept(tmp_path, pool, 3)
+    flip(tmp_path, wanted[0][:64])
+    side = engine(pool, on_disk(tmp_path))
+    operation = side.hit(TOKENS[:12])
+    assert side.fetch(operation, [20, 21, 22]) == 0
+    filled(pool, 7)  # as SGLang computes them anew
+    computed = [page_of(pool, page) for page in (20, 21, 22)]
+    side.keep([20], operation.all_hash_values[:1])  # the others are there
+    filled(pool, 8)
+    assert side.fetch(side.hit(TOKENS[:12]), [4, 5, 6]) == 12
+    assert [page_of(pool, page) for page in (4, 5, 6)] == [computed[0], *wanted[1:]]
 
 
 def test_sglangs_own_failures_in_front_of_the_backend_are_misses(

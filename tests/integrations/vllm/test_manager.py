@@ -34,10 +34,11 @@ MAX_STEPS = 20_000
 class Managed:
     """A manager, the rows of its host memory, and one request."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, publishes: bool = False) -> None:
         (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "config.json").write_text("{}")
         plugin = {"type": "KVPageTier", "module_path": "kvpage.integrations.vllm"}
-        tier = {**plugin, "tiers": [f"disk://{folder / 'kv'}?size=8MiB&segment=1MiB"]}
+        tier = {**plugin, "enable_kv_events": publishes, "tiers": [f"disk://{folder / 'kv'}?size=8MiB&segment=1MiB"]}
         parallel = OffloadingParallelConfig(
             rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
             data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
@@ -45,7 +46,7 @@ class Managed:
         config = OffloadingConfig(
             groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
             worker_kv_bytes_per_block=PAGE,
-            enable_kv_cache_events=False,
+            enable_kv_cache_events=publishes,
             extra_config={"cpu_bytes_to_use": 16 * PAGE, "secondary_tiers": [tier]},
             engine_id=f"kvpage-test-{os.getpid()}-{name}",
             model=OffloadingModelConfig(str(folder / "model"), "float32"),
@@ -96,4 +97,19 @@ def test_chunks_outlive_the_manager_and_no_shared_memory_does(tmp_path):
 def test_chunks_that_nobody_stored_are_misses(tmp_path):
     managed, miss = Managed(tmp_path, "only"), LookupResult.MISS
     managed.until(lambda: {managed.manager.lookup(key, managed.request) for key in KEYS} == {miss})
+    managed.close()
+
+
+def test_the_manager_passes_uses_on_and_takes_events(tmp_path):
+    managed = Managed(tmp_path, "only", publishes=True)
+    managed.manager.prepare_store(KEYS, managed.request)
+    managed.manager.complete_store(KEYS, managed.request)
+    managed.until(lambda: not managed.manager.has_pending_work())
+    (tier,) = managed.manager.secondary_tiers
+    tier._store.flush()
+    events = [event for event in managed.manager.take_events() if event.medium is tier.medium]
+    assert sorted(key for event in events for key in event.keys) == KEYS and not any(one.removed for one in events)
+    managed.manager.touch(KEYS[:2], managed.request)
+    managed.until(lambda: tier._touches._sent is not None and tier._touches._sent.done())
+    assert tier._touches._sent.result() == [True, True]
     managed.close()

@@ -4,12 +4,14 @@ import json
 import logging
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from support import fake_vllm
 from support.fake_tiering import NUM_BYTES, Tiering, bytes_of, config_of
 from support.redis_server import RedisServer, needs_redis
+from support.waiting import until
 
 KEYS = [bytes([number]) * 36 for number in range(1, 9)]
 MEMORY = "memory://?size=1MiB"
@@ -312,6 +314,108 @@ def test_nothing_is_remembered_of_requests_that_ended(model):
     for number in range(20):
         tiering.load(f"request {number}", KEYS)
     assert len(tiering.tier._lookups) == 0
+    tiering.close()
+
+
+# --- uses ---
+
+
+def test_chunks_that_the_device_has_stay_longer(model):
+    tiering = Tiering(model, tiers=["memory://?size=16KiB"])  # of four chunks
+    tiering.compute("first", KEYS[:4])
+    context = tiering.request("second")
+    tiering.tier.touch(KEYS[:2], context)
+    tiering.step()
+    until(lambda: tiering.tier._touches._sent.done())
+    tiering.compute("third", KEYS[4:6])
+    assert tiering.load("fourth", KEYS[:6]) == [True, True, False, False, True, True]
+    tiering.close()
+
+
+def test_a_store_that_is_slow_is_told_of_the_last_uses_alone(monkeypatch):
+    from kvpage.integrations.vllm import touches
+
+    monkeypatch.setattr(touches, "MAX_KEYS", 3)
+    told, futures = [], []
+
+    def touch(keys):
+        told.append(list(keys))
+        futures.append(Future())
+        return futures[-1]
+
+    uses = touches.Touches(touch)
+    uses.send()
+    uses.add(KEYS[:1])
+    uses.send()
+    for key in (*KEYS[1:5], KEYS[2]):
+        uses.add([key])
+        uses.send()
+    assert told == [KEYS[:1]]
+    futures[0].set_result([True])
+    uses.send()
+    uses.send()
+    assert told == [KEYS[:1], [KEYS[3], KEYS[4], KEYS[2]]]
+
+
+# --- events ---
+
+
+def taken(tiering: Tiering) -> list[tuple[bool, bytes]]:
+    """vLLM's events since the last call, a key each."""
+    tiering.tier._store.flush()
+    events = list(tiering.tier.take_events())
+    assert all(event.medium is tiering.tier.medium and event.locality is tiering.tier.locality for event in events)
+    return [(event.removed, key) for event in events for key in event.keys]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "both"])
+def test_events_tell_what_comes_and_what_leaves_the_last_place(kind, tmp_path, model):
+    places = {"memory": ["memory://?size=16KiB"], "disk": [disk(tmp_path)]}
+    places["both"] = places["memory"] + places["disk"]
+    events = {"publishes": True, "enable_kv_events": True, "locality": "LOCAL"}
+    tiering = Tiering(model, tiers=places[kind], **events)
+    assert taken(tiering) == []
+    tiering.compute("first", KEYS[:4])
+    assert sorted(taken(tiering)) == [(False, key) for key in KEYS[:4]] and taken(tiering) == []
+    tiering.compute("second", KEYS[:4])
+    tiering.compute("third", KEYS[4:6])
+    later = taken(tiering)
+    assert sorted(key for removed, key in later if not removed) == KEYS[4:6]
+    assert len([key for removed, key in later if removed]) == (2 if kind == "memory" else 0)
+    tiering.tier._store.remove(KEYS[5:6])
+    assert taken(tiering) == [(True, KEYS[5])]
+    tiering.close()
+
+
+@needs_redis
+def test_of_a_server_only_what_a_job_has_stored_is_told(tmp_path, model):
+    server = RedisServer(tmp_path / "redis")
+    url = f"redis://127.0.0.1:{server.port}/0?cooldown=0&deadline=60"
+    tiering = Tiering(model, tiers=["memory://?size=16KiB", url], publishes=True, enable_kv_events=True)
+    tiering.compute("first", KEYS)
+    assert sorted(taken(tiering)) == [(False, key) for key in KEYS]
+    server.kill()
+    tiering.close()
+
+
+@pytest.mark.parametrize(("publishes", "is_asked"), [(False, False), (True, False), (False, True)])
+def test_events_need_both_switches(publishes, is_asked, model, caplog):
+    with caplog.at_level(logging.WARNING):
+        tiering = Tiering(model, tiers=[MEMORY], publishes=publishes, enable_kv_events=is_asked)
+    tiering.compute("first", KEYS[:2])
+    assert taken(tiering) == [] and not tiering.tier._store._feed._tiers[0].tier._note
+    assert ("enable_kv_events tells nothing" in caplog.text) == is_asked
+    tiering.close()
+
+
+def test_events_that_vllm_does_not_take_are_bounded(model, monkeypatch):
+    from kvpage.integrations.vllm import block_events
+
+    monkeypatch.setattr(block_events, "MAX_WAITING", 3)
+    tiering = Tiering(model, tiers=[MEMORY], publishes=True, enable_kv_events=True)
+    for key in KEYS[:5]:
+        tiering.compute("r", [key])
+    assert taken(tiering) == [(False, key) for key in KEYS[2:5]]
     tiering.close()
 
 

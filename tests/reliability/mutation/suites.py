@@ -37,9 +37,9 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
-    "kvpage/blocks/growth.py": MANAGER,
-    "kvpage/blocks/swaps.py": MANAGER,
-    "kvpage/blocks/sequences.py": MANAGER,
+    "kvpage/blocks/lives/growth.py": MANAGER,
+    "kvpage/blocks/lives/swaps.py": MANAGER,
+    "kvpage/blocks/lives/sequences.py": MANAGER,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/kernels/attention_plan.py": LAUNCHES,
     "kvpage/kernels/attention_launch.py": LAUNCHES,

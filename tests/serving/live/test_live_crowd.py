@@ -187,6 +187,20 @@ class SlowStore:
         return 0
 
 
+class SlowSaves(SlowStore):
+    """A store that takes blocks once the gate is open."""
+
+    num_saves = 0
+
+    def lookup(self, tokens, *, namespace=b"") -> int:
+        return 0
+
+    def store_blocks(self, tokens, engine, block_table, *, namespace) -> int:
+        self.num_saves += 1
+        self.gate.wait()
+        return 0
+
+
 def test_a_store_that_is_slow_holds_up_its_request_alone():
     """All requests wait for the store: others come and go meanwhile, and the thread sleeps."""
     store, params = SlowStore(), SamplingParams(max_tokens=4)
@@ -209,6 +223,18 @@ def test_a_store_that_is_slow_holds_up_its_request_alone():
         assert sum(len(outputs) for outputs in held) == 4
         check_nothing_left(live)
     assert np.array_equal(held.output.prompt_token_ids, PROMPTS[-1])
+
+
+def test_an_idle_engine_lets_go_of_blocks_that_are_stored():
+    """The last request ends before its prompt is stored, and no other comes."""
+    store = SlowSaves()
+    with make_live() as live:
+        live.call(lambda engine: engine.use_store(store)).result()
+        assert len(list(live.submit(PROMPTS[-1], SamplingParams(max_tokens=1)))) == 1
+        until(lambda: store.num_saves == 1)
+        assert live.stats().num_unfinished == 0 and live.stats().engine.num_used_blocks > 0
+        store.gate.set()
+        check_nothing_left(live)
 
 
 def test_waiting_for_a_store_takes_no_turns():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 WORK = Path(__file__).resolve().parents[2] / "support" / "rank_faults.py"
-SECONDS = 120
+SECONDS = 300
 KILLED, ENDED_BY_WATCH = -9, 70
 
 

@@ -18,7 +18,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
 
 
 def make_request(num_generated: int = 0, **fields: object) -> Request:
-    request = Request("one", np.array([1], np.int32), SamplingParams(max_tokens=100_000, **fields), 0)
+    request = Request("one", np.array([1], np.int32), SamplingParams(max_tokens=num_generated + 100, **fields), 0)
     request.num_tokens += num_generated
     return request
 

@@ -6,8 +6,11 @@ import threading
 import pytest
 from support.byte_stores import MEMORY, data_of, disk, key_of, opened, room
 from support.store_kv import corrupt
+from support.waiting import until
 
 from kvpage.store import ByteEvent, ByteStore, Placed
+from kvpage.store.bytes.events import NAME_BYTES, KnownKeys
+from kvpage.store.stack.tier_feed import TierFeed, TierNote
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 
@@ -160,3 +163,76 @@ def test_a_listener_that_ends_its_thread_leaves_the_others(caplog: pytest.LogCap
             store.flush()
         assert plain(events) == [(b"a", 0, "written"), (b"b", 0, "written")]
     assert caplog.text.count("a listener of a store failed") == 2
+
+
+@pytest.mark.parametrize("is_closing", [False, True], ids=["alone", "while another thread closes"])
+def test_a_listener_cannot_close_the_store(is_closing: bool, caplog: pytest.LogCaptureFixture) -> None:
+    store, refused = opened(), []
+    closer = threading.Thread(target=store.close)
+
+    def listener(events: list[ByteEvent]) -> None:
+        if is_closing:
+            closer.start()
+            until(lambda: store.gate._is_closed)
+        with pytest.raises(RuntimeError, match="close must not be called by a listener") as error:
+            store.close()
+        refused.append(error)
+        store.close()
+
+    store.follow(listener)
+    store.put([b"a"], [b"1"])
+    until(lambda: refused)
+    if is_closing:
+        closer.join()
+    else:
+        assert store.contains([b"a"]) == [True]
+        store.close()
+    assert "close must not be called by a listener" in caplog.text
+
+
+@pytest.mark.parametrize("max_waiting", [1, 3, 4])
+def test_a_listener_that_waits_costs_no_more_than_so_many_events(max_waiting: int) -> None:
+    tier, go, is_blocked, told_keys = MemoryTier(1 << 20, pin_memory=False), threading.Event(), threading.Event(), []
+
+    def slow(notes: list[TierNote]) -> None:
+        is_blocked.set()
+        assert go.wait(20)
+        told_keys.extend(note.key for note in notes)
+
+    feed = TierFeed([Placed(tier)], max_waiting)
+    feed.add(slow)
+    feed._note(0, b"first", "written")
+    assert is_blocked.wait(20)
+    keys = [key_of(number) for number in range(4)]
+    for key in keys:
+        feed._note(0, key, "written")
+    assert feed.num_lost == 4 - max_waiting
+    go.set()
+    feed.flush()
+    assert told_keys == [b"first", *keys[:max_waiting]]
+    feed._note(0, b"last", "written")
+    feed.close()
+    assert told_keys[-1] == b"last" and feed.num_lost == 4 - max_waiting
+
+
+def test_lost_events_are_counted() -> None:
+    with opened() as store:
+        events = told(store)
+        store._feed._max_waiting = 0
+        store.put([b"a", b"b"], [b"1", b"2"])
+        store._feed._max_waiting = 2
+        store.put([b"c"], [b"3"])
+        store.flush()
+        assert plain(events) == [(b"c", 0, "written")]
+        assert store.stats().lost_events == 2
+
+
+def test_keys_are_known_up_to_so_many_bytes_and_the_last_named_stay() -> None:
+    known = KnownKeys(3 * (NAME_BYTES + 10))
+    known.learn([b"A", b"B", b"C"], [b"a" * 10, b"b" * 10, b"c" * 10])
+    known.learn([b"A", b"A"], [b"a" * 10] * 2)
+    assert known.of([b"A", b"B", b"C", b"D"]) == [b"a" * 10, b"b" * 10, b"c" * 10, None]
+    known.learn([b"D"], [b"d"])
+    assert known.of([b"A", b"B", b"C", b"D"]) == [b"a" * 10, None, b"c" * 10, b"d"]
+    known.learn([b"E"], [b"e" * 10000])
+    assert known.of([b"A", b"C", b"D", b"E"]) == [None] * 4 and known._num_bytes == 0

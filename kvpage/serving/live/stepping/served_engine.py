@@ -1,6 +1,7 @@
 """ServedEngine: the side of an engine that a Stepper, and the callers of an AsyncEngine, use."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from kvpage.blocks.manager import BlockManager
@@ -64,6 +65,9 @@ class ServedEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return counters and the state now. Any thread may call it."""
+
+    def saves_under_way(self) -> "list[Future[int]]":
+        """Return a future of each prompt that a store is being given."""
 
     def close(self) -> None:
         """Wait for all that is on its way to a store, and let go of it."""

@@ -156,6 +156,8 @@ class Stepper:
         self._end_late(time.monotonic())
         if self.engine.loop.requests:
             self._step()
+            if not self.engine.loop.requests:
+                self._watch_saves()
         self._deliver()
         self._wakeups.send()
         self._end_drains()
@@ -173,6 +175,11 @@ class Stepper:
             return
         if failure is not None:
             logger.warning("a step raised, and its requests are computed once more", exc_info=failure)
+
+    def _watch_saves(self) -> None:
+        """Have an idle engine step once more when something is stored: that step lets go of its blocks."""
+        for future in self.engine.saves_under_way():
+            future.add_done_callback(lambda _: self.inbox.put(self._step))
 
     def _deliver(self) -> None:
         """Put the outputs of the last step into the mailboxes, and wake their readers."""

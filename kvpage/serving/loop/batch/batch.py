@@ -221,6 +221,14 @@ class Batch:
         """How many tokens all portions have."""
         return len(self.decodes.requests) + sum([portion.end - portion.start for portion in self.prefills])
 
+    def is_too_full_for(self, request: Request, budget: int) -> bool:
+        """Whether a request that may blend, and so is not computed in portions, is too long for the rest of the step.
+
+        It then goes with the next step's decodes, beside no other prefill.
+        """
+        is_too_long = request.num_tokens > budget and request.may_blend
+        return is_too_long and any(portion.num_tokens > 1 for portion in self.prefills)
+
     def without(self, requests: Sequence[Request]) -> "Batch":
         """Return the portions of the other requests."""
         prefills = [portion for portion in self.prefills if portion.request not in requests]

@@ -19,6 +19,7 @@ from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch, Choose
+from kvpage.serving.loop.batch.step_states import StepStates
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
@@ -43,6 +44,7 @@ class BatchRunner:
     """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
 
     others: the ranks that compute with this one; None where it has the whole model.
+    states: of a model whose layers keep some; None for another.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class BatchRunner:
         manager: BlockManager,
         transfers: BlockTransfers,
         others: OtherRanks | None = None,
+        states: StepStates | None = None,
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
+        self._states = states
         self._others = others
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
         self.graphs: DecodeGraphs | None = None
-        self._reports = ErrorReports(cache.gpu_cache[0].device)
+        self._reports = ErrorReports(cache.device)
 
     def check(self) -> None:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
@@ -81,6 +85,8 @@ class BatchRunner:
         The logits are valid until the next pass.
         """
         packed = batch.packed()
+        if self._states is not None:
+            return self._with_states(self._states, batch, packed)
         if not batch.prefills:
             inputs = self._decode_inputs(batch.decodes.rows)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
@@ -91,6 +97,15 @@ class BatchRunner:
             self.graphs.miss("prompts are computed beside it")
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
+
+    def _with_states(self, states: StepStates, batch: Batch, packed: PackedTokens) -> torch.Tensor:
+        """Compute a forward pass over blocks and states."""
+        seq_ids = [request.seq_id for request in batch.requests]
+        starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
+        of_step = states.begin(seq_ids, starts, ends, len(batch.decodes))
+        step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
+        step.use_states(of_step)
+        return self._forward(step, packed, slots, tables)
 
     def decode(
         self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None

@@ -7,7 +7,7 @@ append    one native call where nothing is copied and there is room, else count 
 from collections.abc import Callable
 
 from kvpage._C import PartMatch
-from kvpage.blocks.sequences import Rows, Sequences
+from kvpage.blocks.lives.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks

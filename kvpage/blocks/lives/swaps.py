@@ -5,7 +5,7 @@ swap_in    the tree's blocks, as far as it still has them, then the own ones, fr
 """
 
 from kvpage._C import Match
-from kvpage.blocks.sequences import Sequences
+from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, SwappedState
 from kvpage.checks.interrupts import uninterrupted
@@ -57,6 +57,18 @@ def swap_in(
     except BaseException:
         space.tree.release(match)
         raise
+    return resume(space, sequences, seq_id, tokens, match, taken, is_caching)
+
+
+def resume(
+    space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, match: Match, taken: Ids, is_caching: bool
+) -> int:
+    """Make a sequence that is swapped out run in the blocks of a match, and in those taken for the rest.
+
+    Returns:
+        The number of leading tokens whose K and V are in the blocks once the moves are done.
+    """
+    swapped = sequences.swapped[seq_id]
     num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
     space.release_host(swapped.host_ids)
     sequences.rows.add(

@@ -1,0 +1,143 @@
+"""Explanation: how far each group of a cache reaches into a prompt, and why it ends there.
+
+    prompt       [ . . . . . . . . . . . . . . . . ]
+    attention    |----------------------x                token 23 differs from what is cached
+    state        |------------^         x                no checkpoint after token 14
+                              the prompt begins here
+
+Nothing is pinned by asking, and nothing counts as used.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvpage._C import PrefixTree
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.states import Ids
+
+MOST_NAMESPACES = 1024  # that are searched for a longer match
+
+
+class Ending(StrEnum):
+    """Why a group reaches no further."""
+
+    PROMPT = "the prompt ends"
+    DIFFERENT = "the prompt differs from what is cached"
+    NOT_CACHED = "nothing more is cached: it was never computed, or evicted"
+    NO_CHECKPOINT = "no checkpoint has been taken further on"
+    EVICTED = "a checkpoint further on was evicted"
+    NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
+    OFF = "prefix caching is off"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReach:
+    """How far one group reaches.
+
+    Attributes:
+        group: "attention" or "state".
+        num_tokens: Tokens that it has.
+        ending: Why not more.
+        differs_at: The first token of the prompt that differs from what is cached; None where none is known to.
+        token: That token.
+        cached_token: The cached one.
+        below: State: the last checkpoint's position, at which the prompt can begin; None without one.
+        above: State: the next position that has or had a checkpoint and cannot be used; None where none is known.
+    """
+
+    group: str
+    num_tokens: int
+    ending: Ending
+    differs_at: int | None = None
+    token: int | None = None
+    cached_token: int | None = None
+    below: int | None = None
+    above: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.group}: {self.num_tokens} tokens, then {self.ending}"
+        if self.ending is Ending.DIFFERENT:
+            text += f" (token {self.differs_at} is {self.token}, cached is {self.cached_token})"
+        if self.group == "state":
+            text += f" (nearest checkpoint below: {_or_none(self.below)}, above: {_or_none(self.above)})"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How much of a prompt is cached, and why not more.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        num_cached_tokens: Tokens that a request would not compute: those that every group has. One is left at least.
+        groups: What each group has.
+        elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
+    """
+
+    num_tokens: int
+    num_cached_tokens: int
+    groups: tuple[GroupReach, ...]
+    elsewhere: tuple[bytes, int] | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
+        if self.elsewhere is not None:
+            lines.append(f"another namespace, {self.elsewhere[0]!r}, has {self.elsewhere[1]} tokens")
+        return "\n  ".join(lines)
+
+
+def explain_attention(
+    tree: PrefixTree | None, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
+) -> Explanation:
+    """Return how much of a prompt is cached where attention is the only group.
+
+    Args:
+        tree: The tree; None where prefix caching is off.
+        tokens: The prompt.
+        namespace: Where to look.
+        shares_parts: Whether a part of a block counts.
+        rule: Whether host blocks are worth their way back.
+    """
+    if tree is None:
+        return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
+    reach = reach_of_attention(tree, tokens, namespace, shares_parts, rule)
+    most = len(tokens) - 1 if shares_parts else (len(tokens) - 1) // tree.block_size * tree.block_size
+    elsewhere = longest_elsewhere(tree, tokens, namespace, reach.num_tokens)
+    return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere)
+
+
+def reach_of_attention(
+    tree: PrefixTree, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
+) -> GroupReach:
+    """Return how far K and V are cached.
+
+    Args:
+        tree: The tree.
+        tokens: The prompt.
+        namespace: Where to look.
+        shares_parts: Whether a part of a block counts.
+        rule: Whether host blocks are worth their way back.
+    """
+    ids, num_common, cached = tree.look(tokens, namespace)
+    num_host = int((ids[0] < 0).sum())
+    if num_host and rule is not None and not rule.should_load(num_host):
+        num_tokens = (ids.shape[1] - num_host) * tree.block_size
+        return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
+    if num_common == len(tokens):
+        return GroupReach("attention", num_common, Ending.PROMPT)
+    reach = num_common if shares_parts else ids.shape[1] * tree.block_size
+    if cached is None:
+        return GroupReach("attention", reach, Ending.NOT_CACHED)
+    return GroupReach("attention", reach, Ending.DIFFERENT, num_common, int(tokens[num_common]), cached)
+
+
+def longest_elsewhere(tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:
+    """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`."""
+    names = [name for name in tree.names(MOST_NAMESPACES) if name != namespace]
+    found = [(tree.look(tokens, name)[1], name) for name in names]
+    most, name = max(found, default=(0, b""))
+    return (name, most) if most > num_tokens else None
+
+
+def _or_none(position: int | None) -> str:
+    return "none" if position is None else str(position)

@@ -1,0 +1,167 @@
+"""The beginning of a sequence of a hybrid model: at the longest position that has K and V in blocks, and a state.
+
+    cached blocks     [ . . . . | . . . . | . . . . | . . . . ]          how far K and V reach: the prompt diverges here
+    checkpoints            ^              | . . ^                 ^: an exact position, with the K and V of its tail
+                                                t: the sequence begins here
+
+The match is shortened to the blocks before t. The tokens of its last, not whole block come from the checkpoint's tail.
+"""
+
+from dataclasses import dataclass
+
+from kvpage._C import Match
+from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.checks.errors import OutOfSlots
+from kvpage.checks.interrupts import uninterrupted
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a sequence begins with.
+
+    Attributes:
+        tokens: Its tokens.
+        namespace: Where to search.
+        priority: 0 to 7.
+        num_left_over: At least so many tokens are left to compute.
+        is_private: Whether no other sequence finds its blocks.
+    """
+
+    tokens: Ids
+    namespace: bytes
+    priority: int
+    num_left_over: int
+    is_private: bool = False
+
+    @property
+    def most(self) -> int:
+        """The longest prefix to find, in tokens."""
+        return max(len(self.tokens) - self.num_left_over, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is cached of a prompt.
+
+    Attributes:
+        match: The blocks before the checkpoint.
+        checkpoint: The checkpoint to begin at; None to begin at the first token.
+        diverged_at: How many tokens have K and V in cached blocks.
+    """
+
+    match: Match
+    checkpoint: Checkpoint | None
+    diverged_at: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed again."""
+        return self.checkpoint.num_tokens if self.checkpoint else 0
+
+
+class Beginnings:
+    """Begins sequences. Each method gives all or nothing."""
+
+    def __init__(self, space: BlockSpace, sequences: Sequences, states: StateSpace) -> None:
+        self._space = space
+        self._sequences = sequences
+        self._states = states
+
+    @uninterrupted
+    def begin(self, seq_id: SeqId, prompt: Prompt) -> tuple[Allocation, Found, int]:
+        """Give blocks and a slot to a sequence.
+
+        Returns:
+            The blocks, what was found, and the slot. The moves that fill both are added.
+
+        Raises:
+            OutOfBlocks: The blocks do not fit, or there is no slot. Nothing is changed.
+        """
+        found = self.find(prompt)
+        num_blocks = self._sequences.blocks_for(len(prompt.tokens))
+        try:
+            takes_over = self._takes_over(found.checkpoint)
+            taken = self._space.give(found.match, num_blocks)
+        except BaseException:
+            self._space.tree.release(found.match)
+            raise
+        slot = self._restore(found.checkpoint, taken, takes_over)
+        block_ids = self._add(seq_id, prompt, found, taken)
+        self._space.count_query(len(prompt.tokens), found.num_tokens - found.match.num_tokens)
+        return Allocation(found.num_tokens, block_ids), found, slot
+
+    def find(self, prompt: Prompt) -> Found:
+        """Return what is cached of a prompt. The match pins its blocks until it is released."""
+        tree, size = self._space.tree, self._space.block_size
+        match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over)
+        try:
+            diverged_at = match.num_tokens + self._num_part_tokens(match, prompt)
+            checkpoint = self._checkpoint(match, prompt)
+            tree.shorten(match, checkpoint.num_tokens // size if checkpoint else 0)
+        except BaseException:
+            tree.release(match)
+            raise
+        return Found(match, checkpoint, diverged_at)
+
+    def _num_part_tokens(self, match: Match, prompt: Prompt) -> int:
+        part = self._space.tree.match_part(match, prompt.tokens, prompt.num_left_over)
+        if part is None:
+            return 0
+        self._space.tree.release(part.match)
+        return part.num_tokens
+
+    def _checkpoint(self, match: Match, prompt: Prompt) -> Checkpoint | None:
+        """Return the longest checkpoint whose host blocks are worth their way back."""
+        num_on_device = match.num_device_blocks
+        found = self._find(match, prompt, match.num_blocks)
+        num_host = 0 if found is None else found.num_tokens // self._space.block_size - num_on_device
+        if num_host > 0 and not self._space.should_load(num_host):
+            return self._find(match, prompt, num_on_device)
+        return found
+
+    def _find(self, match: Match, prompt: Prompt, num_blocks: int) -> Checkpoint | None:
+        return self._states.find(match, prompt.tokens, prompt.namespace, prompt.most, num_blocks)
+
+    def _takes_over(self, checkpoint: Checkpoint | None) -> bool:
+        """Return whether the checkpoint itself is the only slot that can be had.
+
+        Raises:
+            OutOfSlots: There is none at all.
+        """
+        if self._states.can_take(checkpoint):
+            return False
+        if checkpoint is None or checkpoint.is_on_host:
+            raise OutOfSlots(1, 0)
+        return True
+
+    def _restore(self, checkpoint: Checkpoint | None, taken: Ids, takes_over: bool) -> int:
+        if checkpoint is None:
+            return self._states.take()
+        tail_block = int(taken[0]) if checkpoint.tail else -1
+        self._states.touch(checkpoint)
+        self._states.counts["restored"] += 1
+        if takes_over:
+            return self._states.take_over(checkpoint, tail_block)
+        slot = self._states.take(checkpoint)
+        self._states.restore(checkpoint, slot, tail_block)
+        return slot
+
+    def _add(self, seq_id: SeqId, prompt: Prompt, found: Found, taken: Ids) -> Ids:
+        num_pending = 0 if prompt.is_private else found.num_tokens - found.match.num_tokens
+        row = self._sequences.rows.add(
+            self._sequences.on_device,
+            seq_id,
+            match=found.match,
+            own_ids=taken,
+            pending=prompt.tokens[found.num_tokens - num_pending : found.num_tokens],
+            num_left=0,
+            num_tokens=len(prompt.tokens),
+            num_written=found.num_tokens,
+            namespace=prompt.namespace,
+            is_private=prompt.is_private,
+        )
+        return self._sequences.rows.ids(row)

@@ -1,0 +1,64 @@
+"""EvictedCheckpoints: the last checkpoints that were evicted, so that `explain` can tell of them."""
+
+from collections import deque
+from typing import NamedTuple
+
+from kvpage.blocks.hybrid.anchors import Anchors
+from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.states import Ids
+
+MOST_REMEMBERED = 1024
+
+
+class Evicted(NamedTuple):
+    """What a checkpoint stood for, and (tier, id, generation) of its last whole block."""
+
+    namespace: bytes
+    num_blocks: int
+    tail: bytes
+    num_tokens: int
+    uses: list[tuple[int, int, int]]
+
+
+class EvictedCheckpoints:
+    """A bounded record. A checkpoint is recognised as long as its last whole block stays cached."""
+
+    def __init__(self, anchors: Anchors) -> None:
+        self._anchors = anchors
+        self._last: deque[Evicted] = deque(maxlen=MOST_REMEMBERED)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Remember a checkpoint that is about to be dropped for room."""
+        anchor = checkpoint.anchor
+        uses = self._anchors.uses_of(anchor)
+        self._last.append(Evicted(anchor.namespace, anchor.num_blocks, checkpoint.tail, checkpoint.num_tokens, uses))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._last.clear()
+
+    def positions(self, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
+        """Return the positions of a prompt's evicted checkpoints.
+
+        Args:
+            ids: The prompt's cached blocks, int32 [2, num_blocks].
+            tokens: The prompt.
+            namespace: Its namespace.
+            block_size: Tokens of a block.
+        """
+        return [
+            one.num_tokens
+            for one in self._last
+            if one.namespace == namespace
+            and tokens[one.num_blocks * block_size : one.num_tokens].tobytes() == one.tail
+            and self._is_on_path(one, ids)
+        ]
+
+    def _is_on_path(self, one: Evicted, ids: Ids) -> bool:
+        place = one.num_blocks - 1
+        if place < 0 or place >= ids.shape[1]:
+            return place < 0
+        return any(
+            ids[tier, place] == block_id and self._anchors.is_current(tier, block_id, generation)
+            for tier, block_id, generation in one.uses
+        )

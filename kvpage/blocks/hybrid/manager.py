@@ -1,0 +1,316 @@
+"""HybridManager: BlockManager for models with recurrent states. It also gives each sequence a state slot.
+
+    allocate ─► marks_of ─► do_moves, do_state_moves ─► the step: on its way, states go to the marks' slots
+                    ▲                                       │
+                    └────────────── keep ◄── commit ◄───────┤
+                                                            ├──► keep_end ──► release      at the end
+                                                            └──► give_up_marks, release    after a failed step
+
+A sequence begins at an exact position: where a checkpoint has its state, and blocks have its K and V. A checkpoint's
+state is copied to the sequence's working slot, never handed out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvpage.blocks.explain import Explanation
+from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
+from kvpage.blocks.hybrid.checkpoint import MarkKind
+from kvpage.blocks.hybrid.explaining import explain_hybrid
+from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
+from kvpage.blocks.hybrid.sequence_states import SequenceStates
+from kvpage.blocks.hybrid.state_check import check_slots
+from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.hybrid.swaps import SwapsIn
+from kvpage.blocks.lives.growth import tokens_left_over
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager, some_tokens
+from kvpage.blocks.moves import BlockMove
+from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.states import Allocation, SeqId
+from kvpage.blocks.stats import BlockStats
+from kvpage.checks.errors import OutOfSlots
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, check_at_least, check_namespace
+
+
+class HybridManager(BlockManager):
+    """Block tables and state slots of sequences, over the pools and the prefix tree of one rank.
+
+    Its rules are those of BlockManager. The slot of a sequence and each checkpoint's are of one budget. Slot i has a
+    tail block for the K and V after its last whole block: block num_blocks + i. So the cache needs num_blocks +
+    num_slots blocks on the device, and num_host_blocks + num_host_slots on the host.
+
+    Args:
+        num_blocks: Blocks of the device tier, without the tail blocks.
+        block_size: Tokens of a block.
+        enable_prefix_caching: Whether sequences share blocks and states.
+        num_slots: State slots of the device tier.
+        num_host_slots: State slots of the host tier.
+        checkpoint_every: A checkpoint is taken every so many tokens of a prompt, as far as slots are free; None: not.
+        num_host_blocks: Blocks of the host tier, without the tail blocks.
+        host_policy: When cached blocks are copied to the host.
+        rule: Whether cached blocks on the host are worth their way back; None loads all of them.
+        pin_quota: How many blocks `space.pin` may keep. Checkpoints on them are evicted last.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: An argument is of another type.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        num_slots: int,
+        num_host_slots: int = 0,
+        checkpoint_every: int | None = None,
+        num_host_blocks: int = 0,
+        host_policy: HostPolicy | None = None,
+        rule: LoadOrCompute | None = None,
+        pin_quota: int = 0,
+    ) -> None:
+        if checkpoint_every is not None:
+            check_at_least("checkpoint_every", checkpoint_every, 1)
+        super().__init__(
+            num_blocks,
+            block_size,
+            enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            share_parts=False,
+            host_policy=host_policy,
+            rule=rule,
+            pin_quota=pin_quota,
+        )
+        self.checkpoint_every = checkpoint_every
+        self.states = StateSpace(self.space, num_slots, num_host_slots)
+        self._states_of = SequenceStates(self.states, self._sequences, enable_prefix_caching)
+        self._beginnings = Beginnings(self.space, self._sequences, self.states)
+        self._swaps_in = SwapsIn(
+            self.space, self._sequences, self.states, self._states_of, self._beginnings, enable_prefix_caching
+        )
+
+    def do_state_moves(self, do_move: Callable[[BlockMove], object]) -> None:
+        """Make all moves of states in order, before the next step.
+
+        Args:
+            do_move: Makes one move of slots, such as StateCache's. If it raises, that move and those after it stay, and
+                come first in the next call.
+        """
+        self.states.moves.do(do_move)
+
+    # --- a sequence's life -------------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def allocate(
+        self,
+        seq_id: SeqId,
+        tokens: Tokens,
+        namespace: bytes = b"",
+        priority: int = 0,
+        max_cached_tokens: int | None = None,
+        num_left_over: int = 1,
+        cache_at: Sequence[int] = (),
+    ) -> Allocation:
+        """Give blocks and a state slot to a new sequence, which begins at the longest position with K, V and a state.
+
+        Args:
+            seq_id: An id that is not in use.
+            tokens: The prompt, at least one token.
+            namespace: Prefixes are shared within one namespace only.
+            priority: 0 to 7. Blocks and checkpoints of a sequence of higher priority are evicted later.
+            max_cached_tokens: The longest prefix to share; None for no limit.
+            num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+            cache_at: Positions of the prompt, 1 to its length, at which to keep the state for others.
+
+        Returns:
+            The exact number of tokens that need no computation once the moves are done, and the blocks of the prompt.
+
+        Raises:
+            OutOfBlocks: The blocks do not fit, or no slot can be had (OutOfSlots).
+            ValueError: The id is in use, there are no tokens, or a number is out of range.
+            TypeError: An argument is of another type.
+        """
+        check_namespace(namespace)
+        self._sequences.check_new(seq_id)
+        tokens = some_tokens(tokens)
+        named = as_cache_at(cache_at, len(tokens))
+        is_caching = self.enable_prefix_caching
+        left = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
+        prompt = Prompt(tokens, namespace, priority, left)
+        allocation, found, slot = self._beginnings.begin(seq_id, prompt)
+        marks = self._marks(prompt, found, named, int(num_left_over > 0)) if is_caching else {}
+        self._states_of.add(seq_id, slot, priority, found.checkpoint, marks)
+        return allocation
+
+    def slot_of(self, seq_id: SeqId) -> int:
+        """Return the working slot of a sequence on the device.
+
+        Raises:
+            ValueError: A checkpoint has it, since keep_end, or a failed step may have spoiled the state.
+        """
+        return self._states_of.slot("slot_of", seq_id)
+
+    @uninterrupted
+    def marks_of(self, seq_id: SeqId, start: int, end: int) -> list[tuple[int, int]]:
+        """Reserve slots for the marks of a portion that is computed next.
+
+        Checkpoints may be evicted for them: the moves come after this call, and before the step.
+
+        Args:
+            seq_id: The sequence.
+            start: Tokens that its state has seen.
+            end: Tokens that it will have seen.
+
+        Returns:
+            (position, slot) in order, with start < position <= end: the state after so many tokens goes to that slot.
+            Marks for which there is no slot are left out.
+
+        Raises:
+            ValueError: The positions are out of range.
+        """
+        num_tokens = self._sequences.state(seq_id).num_tokens
+        start, end = as_integer("start", start), as_integer("end", end)
+        if not 0 <= start <= end <= num_tokens:
+            raise ValueError(f"positions must be in [0, {num_tokens}], got ({start}, {end}]")
+        return self._states_of.reserve(seq_id, start, end)
+
+    @uninterrupted
+    def keep(self, seq_id: SeqId) -> None:
+        """Make the reserved slots checkpoints, once the step has filled them and its tokens are committed.
+
+        Those of positions that are not committed are freed.
+        """
+        self._sequences.on_device[seq_id]  # KeyError
+        self._states_of.keep(seq_id)
+
+    @uninterrupted
+    def give_up_marks(self, seq_id: SeqId) -> None:
+        """Free the reserved slots after a failed step, which may have spoiled the state.
+
+        The sequence is to be released. Until then its state can be neither forked, swapped out nor kept.
+        """
+        self._states_of.give_up(seq_id)
+
+    @uninterrupted
+    def keep_end(self, seq_id: SeqId) -> bool:
+        """Make the working slot a checkpoint at the committed tokens. The sequence is to be released next.
+
+        It is for a request's end, and for one that will be begun again. Nothing is copied but the tail.
+
+        Args:
+            seq_id: The sequence. Its state has seen its committed tokens, and no more.
+
+        Returns:
+            Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
+        """
+        return self._states_of.keep_end(seq_id)
+
+    @uninterrupted
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
+        """Make a second sequence with the same tokens, in the same blocks, with a copy of the state.
+
+        Args:
+            seq_id: A sequence whose tokens are all committed.
+            new_seq_id: An id that is not in use.
+            num_tokens: All tokens, or None: a state cannot be shortened.
+
+        Raises:
+            OutOfBlocks: No slot can be had (OutOfSlots).
+            ValueError: A token with room is not committed, num_tokens is another, or the state is gone.
+        """
+        num_all = self._sequences.state(seq_id).num_tokens
+        if num_tokens is not None and as_integer("num_tokens", num_tokens) != num_all:
+            raise ValueError(f"num_tokens must be all {num_all} of a hybrid model's sequence, got {num_tokens}")
+        slot = self._states_of.slot("fork", seq_id)
+        if not self.states.can_take():
+            raise OutOfSlots(1, 0)
+        super().fork(seq_id, new_seq_id)
+        copy, running = self.states.take(), self._states_of.running[seq_id]
+        self.states.add_move("copy", slot, copy)
+        self._states_of.add(new_seq_id, copy, running.priority, running.last, {})
+
+    @uninterrupted
+    def release(self, seq_id: SeqId) -> None:
+        """End a sequence, also one that is swapped out. Its slot is free, unless a checkpoint has it.
+
+        Its cached blocks and checkpoints can be found until they are evicted. Its other blocks are free.
+        """
+        super().release(seq_id)
+        self._states_of.remove(seq_id)
+
+    # --- off the device and back -------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Free the sequence's device blocks and its slot. The state goes to a host slot.
+
+        Raises:
+            OutOfBlocks: The host lacks room for the blocks, or for the state (OutOfSlots).
+            ValueError: The state is gone.
+        """
+        self._states_of.slot("swap_out", seq_id)
+        if not self.states.can_take_host():
+            raise OutOfSlots(1, 0)
+        super().swap_out(seq_id)
+        self._states_of.move(seq_id, self.states.take_host(), on_host=True)
+
+    @uninterrupted
+    def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
+        """Give device blocks and a slot to a sequence that is swapped out, with their contents.
+
+        Args:
+            seq_id: A sequence that is swapped out.
+            tokens: All of its tokens, at least the committed ones.
+
+        Returns:
+            The blocks. num_cached_tokens is the number of tokens committed before. Where cached blocks were evicted
+            meanwhile, the state is of no use, and it is the longest checkpoint's position. The rest has to be computed
+            again.
+
+        Raises:
+            OutOfBlocks: The device lacks room for the blocks, or for the state (OutOfSlots).
+            ValueError: There are fewer tokens than committed ones.
+        """
+        swapped, tokens = self._sequences.swapped[seq_id], some_tokens(tokens)
+        if len(tokens) < swapped.num_written:
+            raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
+        return self._swaps_in.swap_in(seq_id, tokens)
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far blocks and states reach into a prompt, and why not further. Nothing is changed.
+
+        Args:
+            tokens: A prompt.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        if not self.enable_prefix_caching:
+            return super().explain(tokens, namespace)
+        return explain_hybrid(self.space, self.states, tokens, namespace)
+
+    def stats(self) -> BlockStats:
+        """Return the counters, and the state of the blocks and slots now."""
+        return replace(super().stats(), slots=self.states.stats())
+
+    def check(self) -> None:
+        """Raise RuntimeError if an invariant is broken: of BlockManager, or of slots and checkpoints. For tests."""
+        super().check()
+        check_slots(self.states, self._states_of.running, self._sequences)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _marks(self, prompt: Prompt, found: Found, named: list[int], num_left_over: int) -> dict[int, Mark]:
+        every, num_tokens = self.checkpoint_every, len(prompt.tokens)
+        wanted = [(position, MarkKind.CALLER) for position in named]
+        wanted.append((found.diverged_at, MarkKind.SPLIT))
+        wanted.append((num_tokens - num_left_over, MarkKind.END))
+        if every is not None:
+            wanted += [(position, MarkKind.REGULAR) for position in range(every, num_tokens + 1, every)]
+        return marks_of_prompt(prompt.tokens, self.block_size, wanted, found.num_tokens)

@@ -1,0 +1,166 @@
+"""SequenceStates: the working slot of every sequence, and the slots that its marks have reserved.
+
+reserve(start, end) ─► the step writes these slots ─► keep: they become checkpoints
+                                                  └─► give_up: they are free
+"""
+
+from dataclasses import dataclass, field
+
+from kvpage.blocks.hybrid.checkpoint import Checkpoint, MarkKind, Prefix
+from kvpage.blocks.hybrid.marks import Mark
+from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.states import SeqId
+
+
+@dataclass(eq=False, slots=True)
+class RunningState:
+    """The state of one sequence.
+
+    Attributes:
+        slot: Its working slot: of the device, or of the host while it is swapped out. None once a checkpoint has it.
+        priority: 0 to 7, for its checkpoints.
+        last: The last checkpoint that it has gone through.
+        marks: Those that it has not passed yet, by position.
+        reserved: Device slots for the marks of the portion that is computed now, by position.
+        is_on_host: Whether it is swapped out.
+        is_spoiled: Whether a failed step may have written the slot.
+    """
+
+    slot: int | None
+    priority: int = 0
+    last: Checkpoint | None = None
+    marks: dict[int, Mark] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)
+    is_on_host: bool = False
+    is_spoiled: bool = False
+
+
+class SequenceStates:
+    """States of sequences by id, those that are swapped out included. Not thread-safe.
+
+    Args:
+        states: The slots of both tiers.
+        sequences: The sequences.
+        is_caching: Whether sequences find each other's states.
+    """
+
+    def __init__(self, states: StateSpace, sequences: Sequences, is_caching: bool) -> None:
+        self.running: dict[SeqId, RunningState] = {}
+        self._states = states
+        self._sequences = sequences
+        self._is_caching = is_caching
+
+    def add(self, seq_id: SeqId, slot: int, priority: int, last: Checkpoint | None, marks: dict[int, Mark]) -> None:
+        """Note the slot that a new sequence has."""
+        self.running[seq_id] = RunningState(slot, priority, last, marks)
+
+    def slot(self, verb: str, seq_id: SeqId) -> int:
+        """Return the device slot with the sequence's state.
+
+        Raises:
+            ValueError: The state is gone, or may be spoiled. The error names the verb.
+        """
+        self._sequences.on_device[seq_id]  # KeyError
+        running = self.running[seq_id]
+        if running.slot is None or running.is_spoiled:
+            why = "a failed step may have spoiled it" if running.is_spoiled else "a checkpoint has its slot"
+            raise ValueError(f"{verb} needs the state of {seq_id!r}, but {why}")
+        return running.slot
+
+    def reserve(self, seq_id: SeqId, start: int, end: int) -> list[tuple[int, int]]:
+        """Reserve slots for the marks in (start, end], those that matter most first; return (position, slot) each."""
+        running = self.running[seq_id]
+        marks = [mark for mark in running.marks.values() if start < mark.num_tokens <= end]
+        for mark in sorted(marks, key=lambda mark: (mark.kind, -mark.num_tokens)):
+            # A regular mark takes only a slot that is free, or of no more help.
+            is_regular = mark.kind is MarkKind.REGULAR
+            if mark.num_tokens not in running.reserved and self._states.can_take(only_passed=is_regular):
+                running.reserved[mark.num_tokens] = self._states.take()
+        return sorted(one for one in running.reserved.items() if start < one[0] <= end)
+
+    def keep(self, seq_id: SeqId) -> None:
+        """Make the reserved slots checkpoints, as far as their positions are committed. The others are free."""
+        running = self.running[seq_id]
+        num_written = self._sequences.state(seq_id).num_written if running.reserved else 0
+        for position, slot in sorted(running.reserved.items()):
+            mark = running.marks.pop(position)
+            del running.reserved[position]
+            if position <= num_written and self._can_keep(seq_id, position):
+                self._keep(seq_id, slot, mark)
+            else:
+                self._states.device.release(slot)
+
+    def keep_end(self, seq_id: SeqId) -> bool:
+        """Make the working slot a checkpoint at the committed tokens; return whether that could be done."""
+        seq, running = self._sequences.state(seq_id), self.running[seq_id]
+        self.free_reserved(running)
+        if running.slot is None or running.is_spoiled or not self._can_keep(seq_id, seq.num_written):
+            return False
+        slot, running.slot = running.slot, None
+        self._keep(seq_id, slot, Mark(seq.num_written, MarkKind.ANSWER, seq.pending.tobytes()))
+        return True
+
+    def give_up(self, seq_id: SeqId) -> None:
+        """Free the reserved slots, and note that the state may be spoiled."""
+        self._sequences.on_device[seq_id]  # KeyError
+        self.free_reserved(self.running[seq_id])
+        self.running[seq_id].is_spoiled = True
+
+    def remove(self, seq_id: SeqId) -> None:
+        """Free all slots of a sequence, and forget it."""
+        running = self.running.pop(seq_id)
+        self.free_reserved(running)
+        self.free(running)
+
+    def move(self, seq_id: SeqId, slot: int, on_host: bool) -> None:
+        """Move the state to a slot of the other tier."""
+        running = self.running[seq_id]
+        if running.slot is not None:
+            self._states.add_move("swap_out" if on_host else "swap_in", running.slot, slot)
+        self.replace(seq_id, slot, on_host)
+
+    def replace(self, seq_id: SeqId, slot: int, on_host: bool) -> None:
+        """Give a sequence another slot for its own."""
+        running = self.running[seq_id]
+        self.free_reserved(running)
+        self.free(running)
+        running.slot, running.is_on_host = slot, on_host
+
+    def free(self, running: RunningState) -> None:
+        """Free a sequence's own slot."""
+        if running.slot is not None:
+            (self._states.host if running.is_on_host else self._states.device).release(running.slot)
+        running.slot = None
+
+    def free_reserved(self, running: RunningState) -> None:
+        """Free the slots of a sequence's marks."""
+        for slot in running.reserved.values():
+            self._states.device.release(slot)
+        running.reserved.clear()
+
+    # --- inside ---
+
+    def _can_keep(self, seq_id: SeqId, position: int) -> bool:
+        """Return whether others may find a state of the sequence: the blocks before it are in the tree."""
+        seq = self._sequences.state(seq_id)
+        is_shared = self._is_caching and not seq.is_private
+        return is_shared and position > 0 and position // self._sequences.block_size <= seq.num_cached_blocks
+
+    def _keep(self, seq_id: SeqId, slot: int, mark: Mark) -> None:
+        running = self.running[seq_id]
+        running.last = self._states.keep(slot, self._prefix(seq_id, mark), running.last)
+
+    def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
+        ids, num_blocks = self._sequences.ids(seq_id), mark.num_tokens // self._sequences.block_size
+        return Prefix(
+            namespace=self._sequences.state(seq_id).namespace,
+            num_tokens=mark.num_tokens,
+            num_blocks=num_blocks,
+            tail=mark.tail,
+            tail_block=int(ids[num_blocks]) if mark.tail else -1,
+            device_id=int(ids[num_blocks - 1]) if num_blocks else -1,
+            host_id=self._states.host_id(self._sequences, seq_id, num_blocks - 1) if num_blocks else -1,
+            kind=mark.kind,
+            priority=self.running[seq_id].priority,
+        )

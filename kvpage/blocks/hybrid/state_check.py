@@ -1,0 +1,51 @@
+"""check_slots: that every state slot has one owner, and every checkpoint its place. For tests."""
+
+from collections.abc import Mapping
+
+from kvpage.blocks.hybrid.sequence_states import RunningState
+from kvpage.blocks.hybrid.slot_tier import SlotTier
+from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.states import SeqId
+
+
+def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], sequences: Sequences) -> None:
+    """Raise RuntimeError, with the numbers, if an invariant is broken."""
+    ids = {*sequences.on_device, *sequences.swapped}
+    if set(running) != ids:
+        raise RuntimeError(f"states are of {sorted(map(repr, running))}, sequences are {sorted(map(repr, ids))}")
+    for seq_id, one in running.items():
+        if one.slot is not None and one.is_on_host != (seq_id in sequences.swapped):
+            raise RuntimeError(f"the state of {seq_id!r} is in another tier than its sequence")
+    held = [slot for one in running.values() for slot in one.reserved.values()]
+    held_on_host: list[int] = []
+    for one in running.values():
+        if one.slot is not None:
+            (held_on_host if one.is_on_host else held).append(one.slot)
+    _check_tier("device", states.device, held)
+    _check_tier("host", states.host, held_on_host)
+    _check_checkpoints(states)
+
+
+def _check_tier(name: str, tier: SlotTier, held: list[int]) -> None:
+    kept = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
+    if sorted([*tier.free_slots, *held, *kept]) != list(range(tier.num_slots)):
+        raise RuntimeError(
+            f"{tier.num_free} free + {len(held)} held + {len(kept)} kept {name} slots is not each of {tier.num_slots}"
+        )
+
+
+def _check_checkpoints(states: StateSpace) -> None:
+    found = {id(one) for anchor in states.anchors for one in anchor.tails.values()}
+    for tier in (states.device, states.host):
+        for slot, checkpoint in enumerate(tier.checkpoints):
+            if checkpoint is None:
+                continue
+            if checkpoint.slot != slot or checkpoint.is_on_host != (tier is states.host) or checkpoint.is_dropped:
+                raise RuntimeError(f"the checkpoint in slot {slot} is of slot {checkpoint.slot}")
+            if id(checkpoint) not in found:
+                raise RuntimeError(f"the checkpoint in slot {slot} cannot be found")
+            if checkpoint.parent is not None and checkpoint not in checkpoint.parent.children:
+                raise RuntimeError(f"the checkpoint in slot {slot} is no child of its parent")
+    if len(found) != states.device.num_checkpoints + states.host.num_checkpoints:
+        raise RuntimeError(f"{len(found)} checkpoints can be found, not all of them in slots")

@@ -1,0 +1,337 @@
+"""StateSpace: the state slots of both tiers, their checkpoints, and the moves between them. It knows no sequences.
+
+    take()      free slot ◄── evict ◄── checkpoint ──► host slot ◄── evicted there, too
+    find(match) the longest checkpoint that a prompt goes on from
+    keep(slot)  a slot becomes a checkpoint
+
+A slot has a tail block: block `num_blocks + slot` of the device tier, `num_host_blocks + slot` of the host tier. It
+belongs to no pool. What happens to the slot happens to the tail block, by an ordinary move of blocks.
+"""
+
+from collections.abc import Iterator
+
+from kvpage._C import Match
+from kvpage.blocks.hybrid.anchors import Anchors
+from kvpage.blocks.hybrid.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
+from kvpage.blocks.hybrid.evicted import EvictedCheckpoints
+from kvpage.blocks.hybrid.slot_tier import SlotTier, rank_of
+from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.moves import BlockMoves, Kind, Pairs
+from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.states import Ids, SeqId
+from kvpage.blocks.stats import SlotStats
+from kvpage.checks.errors import OutOfSlots
+from kvpage.checks.values import check_at_least
+
+
+class StateSpace:
+    """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
+
+    Args:
+        space: The blocks that the checkpoints stand on. It tells of their moves from now on.
+        num_slots: State slots of the device tier.
+        num_host_slots: State slots of the host tier.
+    """
+
+    def __init__(self, space: BlockSpace, num_slots: int, num_host_slots: int = 0) -> None:
+        check_at_least("num_slots", num_slots, 1)
+        check_at_least("num_host_slots", num_host_slots, 0)
+        self.device, self.host = SlotTier(num_slots), SlotTier(num_host_slots)
+        self.moves = BlockMoves()
+        self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
+        self._space = space
+        self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
+        self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
+        self.evicted = EvictedCheckpoints(self.anchors)
+        self._floor = 0  # what the last evicted checkpoint was worth
+        space.watch(self)
+
+    # --- slots ---
+
+    def can_take(self, besides: Checkpoint | None = None, only_passed: bool = False) -> bool:
+        """Return whether a device slot is free or can be had.
+
+        besides: A checkpoint that is not to be evicted for it.
+        only_passed: Whether none is to be evicted for it that still helps.
+        """
+        if self.device.num_free:
+            return True
+        if only_passed:
+            self.drop_stale()
+        victim = self._victim(self.device, besides)
+        return self.device.num_free > 0 or (victim is not None and (victim.is_passed_by or not only_passed))
+
+    def take(self, besides: Checkpoint | None = None) -> int:
+        """Take a device slot. Where none is free, a checkpoint other than `besides` is evicted.
+
+        Raises:
+            OutOfSlots: There is no such checkpoint.
+        """
+        if not self.device.num_free:
+            self.drop_stale()
+        if not self.device.num_free:
+            victim = self._victim(self.device, besides)
+            if victim is None:
+                raise OutOfSlots(1, 0)
+            self._evict(victim, besides)
+        return self.device.take()
+
+    def can_take_host(self) -> bool:
+        """Return whether a host slot is free or can be had."""
+        return self.host.num_free > 0 or self._victim(self.host) is not None
+
+    def take_host(self, besides: Checkpoint | None = None) -> int:
+        """Do the same in the host tier. Raise as `take` does."""
+        if not self.host.num_free:
+            self.drop_stale()
+        if not self.host.num_free:
+            victim = self._victim(self.host, besides)
+            if victim is None:
+                raise OutOfSlots(1, 0)
+            self._drop_for_room(victim)
+        return self.host.take()
+
+    def add_move(self, kind: Kind, from_slot: int, to_slot: int) -> None:
+        """Add a move of a state."""
+        self.moves.add(kind, [(from_slot, to_slot)])
+
+    # --- checkpoints ---
+
+    def find(self, match: Match, tokens: Ids, namespace: bytes, most: int, num_blocks: int) -> Checkpoint | None:
+        """Return the longest checkpoint of a prompt.
+
+        Args:
+            match: The prompt's cached prefix.
+            tokens: The prompt.
+            namespace: Its namespace.
+            most: The longest prefix to return, in tokens.
+            num_blocks: How many blocks of the match may be used.
+        """
+        return next(self.all_of(match, tokens, namespace, most, num_blocks), None)
+
+    def all_of(self, match: Match, tokens: Ids, namespace: bytes, most: int, num_blocks: int) -> Iterator[Checkpoint]:
+        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
+        ids = match.tier_block_ids()[:, :num_blocks]
+        size = self._space.block_size
+        for place in self.anchors.places(ids):
+            anchor = self.anchors.find(*ids[:, place].tolist())
+            if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
+                yield found
+        anchor = self.anchors.root(namespace)
+        if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
+            yield found
+
+    def keep(self, slot: int, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
+        """Make a device slot with the state after a prefix a checkpoint.
+
+        Where there is one of this prefix already, the slot is freed, or takes the place of one on the host.
+
+        Args:
+            slot: The slot, which passes to the checkpoint.
+            prefix: What it stands for. Its blocks are in the tree.
+            parent: The checkpoint that the sequence had gone on from.
+        """
+        anchor = self._anchor_of(prefix)
+        found = anchor.tails.get(prefix.tail)
+        if found is not None and not found.is_on_host:
+            self.device.release(slot)
+        else:
+            found = self._keep_new(slot, anchor, prefix, parent) if found is None else self._bring_back(found, slot)
+            if prefix.tail:
+                self._space.add_move("copy", [(prefix.tail_block, self.tail_block(slot))])
+        self._refresh(found)
+        return found
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        """Count a use of a checkpoint."""
+        self._use_rates[checkpoint.kind, checkpoint.is_passed_by].count_use()
+        checkpoint.num_uses += PER_USE
+        self._refresh(checkpoint)
+
+    def _refresh(self, checkpoint: Checkpoint) -> None:
+        checkpoint.floor = self._floor
+        self._tier(checkpoint).rank(checkpoint)
+
+    def restore(self, checkpoint: Checkpoint, slot: int, block_id: int) -> None:
+        """Add the moves that copy a checkpoint to a sequence's slot, and its tail to a block of the sequence."""
+        kind: Kind = "swap_in" if checkpoint.is_on_host else "copy"
+        self.add_move(kind, checkpoint.slot, slot)
+        self._restore_tail(checkpoint, block_id)
+
+    def take_over(self, checkpoint: Checkpoint, block_id: int) -> int:
+        """Evict a device checkpoint, and return its slot with the state in it."""
+        self._restore_tail(checkpoint, block_id)
+        slot = checkpoint.slot
+        self._evict(checkpoint)
+        self.device.take_this(slot)
+        return slot
+
+    def tail_block(self, slot: int) -> int:
+        """Return the id of a device slot's tail block."""
+        return self._space.pool.num_blocks + slot
+
+    def host_tail_block(self, slot: int) -> int:
+        """Return the id of a host slot's tail block."""
+        return self._space.host_pool.num_blocks + slot
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """Forget a checkpoint. Its slot is free."""
+        self._tier(checkpoint).forget(checkpoint)
+        self._tier(checkpoint).release(checkpoint.slot)
+        del checkpoint.anchor.tails[checkpoint.tail]
+        if not checkpoint.anchor.tails:
+            self.anchors.remove(checkpoint.anchor)
+        checkpoint.is_dropped, changed = True, [*checkpoint.children]
+        if checkpoint.parent is not None:
+            changed.append(checkpoint.parent)
+        checkpoint.leave()
+        for one in changed:
+            self._tier(one).rank(one)
+
+    def drop_stale(self) -> None:
+        """Forget the checkpoints whose K and V are gone."""
+        for anchor in self.anchors.stale():
+            for checkpoint in list(anchor.tails.values()):
+                self.counts["lost"] += 1
+                self.drop(checkpoint)
+
+    # --- what BlockSpace tells ---
+
+    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
+        """Learn which blocks have got a copy in the other tier."""
+        self.anchors.moved(pairs, to_host)
+
+    def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
+        """Forget the checkpoints of tokens whose blocks were dropped, where no other prompt shares them."""
+        self.drop_stale()
+        match = self._space.tree.match(tokens, namespace, num_left_over=0)
+        try:
+            anchor, num_tokens = self._anchor_at_end(match, namespace), match.num_tokens
+        finally:
+            self._space.tree.release(match)
+        rest = tokens[num_tokens : num_tokens + self._space.block_size].tobytes()
+        for tail, checkpoint in list(anchor.tails.items() if anchor else ()):
+            if tail and rest.startswith(tail):
+                self.drop(checkpoint)
+
+    def blocks_cleared(self) -> None:
+        """Forget all checkpoints, also those that were evicted."""
+        self.evicted.clear()
+        for tier in (self.device, self.host):
+            for checkpoint in list(tier.checkpoints):
+                if checkpoint is not None:
+                    self.drop(checkpoint)
+
+    def stats(self) -> SlotStats:
+        """Return the counters, and the slots of both tiers now."""
+        self.drop_stale()
+        return SlotStats(
+            num_slots=self.device.num_slots,
+            num_free_slots=self.device.num_free,
+            num_checkpoints=self.device.num_checkpoints,
+            num_host_slots=self.host.num_slots,
+            num_free_host_slots=self.host.num_free,
+            num_host_checkpoints=self.host.num_checkpoints,
+            **self.counts,
+        )
+
+    def host_id(self, sequences: Sequences, seq_id: SeqId, block: int) -> int:
+        """Return the host id of a cached block of a sequence; -1 where the host has none."""
+        if not self._space.tree.has_host_tier:
+            return -1
+        match = sequences.rows.pin(sequences.on_device[seq_id])
+        try:
+            return int(match.tier_block_ids(block)[1, 0])
+        finally:
+            self._space.tree.release(match)
+
+    # --- inside ---
+
+    def _tier(self, checkpoint: Checkpoint) -> SlotTier:
+        return self.host if checkpoint.is_on_host else self.device
+
+    def _anchor_of(self, prefix: Prefix) -> Anchor:
+        if prefix.num_blocks == 0:
+            return self.anchors.at_root(prefix.namespace)
+        return self.anchors.at_block(prefix.namespace, prefix.num_blocks, prefix.device_id, prefix.host_id)
+
+    def _anchor_at_end(self, match: Match, namespace: bytes) -> Anchor | None:
+        if match.num_blocks == 0:
+            return self.anchors.root(namespace)
+        return self.anchors.find(*match.tier_block_ids(match.num_blocks - 1)[:, 0].tolist())
+
+    def _keep_new(self, slot: int, anchor: Anchor, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
+        made = Checkpoint(anchor, prefix.tail, prefix.num_tokens, slot, prefix.kind, prefix.priority)
+        made.num_uses = self._use_rates[made.kind, False].count_one()
+        anchor.tails[prefix.tail] = made
+        self.device.keep(made)
+        self.counts["kept"] += 1
+        if parent is not None and not parent.is_dropped:
+            made.go_on_from(parent)
+            if parent.is_passed_by:
+                parent.num_uses = self._use_rates[parent.kind, True].count_one()
+            self._tier(parent).rank(parent)
+        return made
+
+    def _bring_back(self, checkpoint: Checkpoint, slot: int) -> Checkpoint:
+        """Let a host checkpoint have a device slot in place of its own."""
+        self.host.forget(checkpoint)
+        self.host.release(checkpoint.slot)
+        checkpoint.slot, checkpoint.is_on_host = slot, False
+        self.device.keep(checkpoint)
+        return checkpoint
+
+    def _restore_tail(self, checkpoint: Checkpoint, block_id: int) -> None:
+        if not checkpoint.tail:
+            return
+        if checkpoint.is_on_host:
+            self._space.add_move("swap_in", [(self.host_tail_block(checkpoint.slot), block_id)])
+        else:
+            self._space.add_move("copy", [(self.tail_block(checkpoint.slot), block_id)])
+
+    def _victim(self, tier: SlotTier, besides: Checkpoint | None = None) -> Checkpoint | None:
+        """Return the checkpoint to evict first. Those on a prefix that a user has pinned come last."""
+        place = besides.slot if besides is not None and self._tier(besides) is tier else None
+        return tier.victim(place, self._kept_slots(tier) if len(self._space.pins) else ())
+
+    def _kept_slots(self, tier: SlotTier) -> list[int]:
+        matches = self._space.pins.matches
+        anchors = {self.anchors.find(*ids) for match in matches for ids in match.tier_block_ids().T.tolist()}
+        return [
+            checkpoint.slot
+            for anchor in anchors
+            if anchor is not None
+            for checkpoint in anchor.tails.values()
+            if self._tier(checkpoint) is tier
+        ]
+
+    def _evict(self, checkpoint: Checkpoint, besides: Checkpoint | None = None) -> None:
+        """Free the slot of a device checkpoint. It goes to the host where that has a slot for it."""
+        self._floor = max(self._floor, checkpoint.worth)
+        self.counts["evicted"] += 1
+        if not self._may_demote(checkpoint, besides):
+            self._drop_for_room(checkpoint)
+            return
+        slot, host_slot = checkpoint.slot, self.take_host(besides)
+        self.add_move("swap_out", slot, host_slot)
+        if checkpoint.tail:
+            self._space.add_move("swap_out", [(self.tail_block(slot), self.host_tail_block(host_slot))])
+        self.device.forget(checkpoint)
+        self.device.release(slot)
+        checkpoint.slot, checkpoint.is_on_host = host_slot, True
+        self.host.keep(checkpoint)
+        self.host.rank(checkpoint)
+        self.counts["demoted"] += 1
+
+    def _drop_for_room(self, checkpoint: Checkpoint) -> None:
+        self.evicted.add(checkpoint)
+        self.drop(checkpoint)
+
+    def _may_demote(self, checkpoint: Checkpoint, besides: Checkpoint | None) -> bool:
+        """Return whether the host has a slot for a checkpoint: a free one, or one that is worth less."""
+        if not self.anchors.is_valid(checkpoint.anchor):
+            return False
+        if self.host.num_free:
+            return True
+        victim = self._victim(self.host, besides)
+        return victim is not None and rank_of(victim) < rank_of(checkpoint)

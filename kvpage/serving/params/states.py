@@ -1,0 +1,35 @@
+"""StateConfig: how many states an engine keeps of a model whose layers have some, and at which positions."""
+
+from dataclasses import dataclass
+
+from kvpage.checks.values import check_at_least
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """The settings of recurrent states. Models without any do not read them.
+
+    A checkpoint is the state after an exact prefix, with the K and V after its last whole block. Running requests have
+    states of their own besides: `max_num_seqs` of them.
+
+    Attributes:
+        checkpoint_bytes: Memory of the device for checkpoints, at most. There is no more than one for each block.
+        host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
+            are preempted.
+        checkpoint_every: A checkpoint is also taken every so many tokens of a prompt; None for the ends of prompts and
+            answers, where prompts diverge, and `cache_at`.
+
+    Raises:
+        TypeError: A value is no integer.
+        ValueError: A value is out of its range.
+    """
+
+    checkpoint_bytes: int = 2**30
+    host_checkpoint_bytes: int = 0
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("checkpoint_bytes", self.checkpoint_bytes, 0)
+        check_at_least("host_checkpoint_bytes", self.host_checkpoint_bytes, 0)
+        if self.checkpoint_every is not None:
+            check_at_least("checkpoint_every", self.checkpoint_every, 1)
