@@ -22,7 +22,7 @@ class MixerForward:
     def __init__(self, mixer: StateMixer, copy: nn.Module) -> None:
         self.mixer, self._copy = mixer, copy
         self._own: Any = vars(copy).get("forward")
-        self._scanned = ScannedForward.of(mixer.module, copy) if mixer.is_stepwise else None
+        self._scanned = ScannedForward.of(mixer, copy) if mixer.is_stepwise else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = current_step.get()
@@ -39,8 +39,7 @@ class MixerForward:
         """Call the copy's own forward for a piece, whose states are in the cache."""
         args, kwargs = self._with_cache(args, kwargs, cache)
         if self._scanned and self._scanned.is_current:
-            ((layer, _, index),) = (key for key in self.mixer.keys if key[1] == "recurrent")
-            return self._scanned.compute(cache.get_recurrent_state(layer, index), args, kwargs)
+            return self._scanned.compute(cache, args, kwargs)
         return self._computing()(*args, **kwargs)
 
     def _computing(self) -> Callable[..., Any]:

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvpage.cache.state_cache import StateKey
 from kvpage.serving.model.native.trial import random_rows, relative_error
+from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.piece_cache import PieceCache
 
 NAME = "mamba_selective_scan"
 SLAB = 64  # tokens whose decays are in memory at once
@@ -27,8 +30,8 @@ MAX_ERROR = 1e-5  # of fp32 numbers, relative
 class ScannedForward:
     """The forward of one copy. `is_current` tells whether its class has the forward still that this was made of."""
 
-    def __init__(self, copy: nn.Module, own: FunctionType, scan: Callable[..., Any]) -> None:
-        self._copy, self._own, self._scan = copy, own, scan
+    def __init__(self, copy: nn.Module, key: StateKey, own: FunctionType, scan: Callable[..., Any]) -> None:
+        self._copy, self._key, self._own, self._scan = copy, key, own, scan
         self._starts: Iterator[torch.Tensor] = iter(())
         self._forward = MethodType(_with_meaning(own, self._scan_from), copy)
 
@@ -37,9 +40,11 @@ class ScannedForward:
         current: Any = type(self._copy).forward
         return current is self._own
 
-    def compute(self, state: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward. state: [n, channels, size], or with heads before the channels; None if there is none."""
-        # A scan for each head, in their order, where there are heads.
+    def compute(self, cache: PieceCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward for a piece. cache: also among the arguments."""
+        layer, _, index = self._key
+        state = cache.get_recurrent_state(layer, index)
+        # The state is [n, channels, size], or has heads before the channels. Each head has a scan, in their order.
         self._starts = iter(() if state is None else [state] if state.dim() == 3 else state.unbind(1))
         return self._forward(*args, **kwargs)
 
@@ -48,15 +53,17 @@ class ScannedForward:
         return self._scan(*args, **kwargs) if start is None else _continued(self._scan, start, *args, **kwargs)
 
     @classmethod
-    def of(cls, module: nn.Module, copy: nn.Module) -> "ScannedForward | None":
-        """Return the forward for the module's copy; None if the module calls no such scan, or has its own forward."""
+    def of(cls, mixer: StateMixer, copy: nn.Module) -> "ScannedForward | None":
+        """Return the forward for a copy of the mixer's module; None if the module calls no such scan as its class does."""
+        module, keys = mixer.module, [key for key in mixer.keys if key[1] == "recurrent"]
         own: Any = type(module).forward
         inner = getattr(own, "__wrapped__", own)
-        if "forward" in vars(module) or type(inner) is not FunctionType or NAME not in inner.__code__.co_names:
+        calls_scan = type(inner) is FunctionType and NAME in inner.__code__.co_names
+        if "forward" in vars(module) or not calls_scan or len(keys) != 1:
             return None
         scan = inner.__globals__.get(NAME)
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-        return cls(copy, own, scan) if callable(scan) and _goes_on(scan, device) else None
+        return cls(copy, keys[0], own, scan) if callable(scan) and _goes_on(scan, device) else None
 
 
 def _with_meaning(own: FunctionType, scan: Callable[..., Any]) -> FunctionType:
