@@ -54,7 +54,7 @@ class ScannedForward:
 
     @classmethod
     def of(cls, mixer: StateMixer, copy: nn.Module) -> "ScannedForward | None":
-        """Return the forward for a copy of the mixer's module; None if the module calls no such scan as its class does."""
+        """Return the forward for a copy of the mixer's module; None if its class calls no such scan."""
         module, keys = mixer.module, [key for key in mixer.keys if key[1] == "recurrent"]
         own: Any = type(module).forward
         inner = getattr(own, "__wrapped__", own)
