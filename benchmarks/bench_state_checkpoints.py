@@ -33,9 +33,8 @@ from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
 from kvpage.serving.model.states.model_states import ModelStates
-from kvpage.serving.params.states import StateConfig
 
 BLOCK_SIZE, NUM_KEPT = 16, 8
 GATE_TOKENS = 8

@@ -183,6 +183,12 @@ class HybridManager(BlockManager):
         """Make the reserved slots checkpoints, once the step has filled them and its tokens are committed.
 
         Those of positions that are not committed are freed.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._sequences.on_device[seq_id]  # KeyError
         self._states_of.keep(seq_id)
@@ -192,6 +198,12 @@ class HybridManager(BlockManager):
         """Free the reserved slots after a failed step, which may have spoiled the state.
 
         The sequence is to be released. Until then its state can be neither forked, swapped out nor kept.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._states_of.give_up(seq_id)
 

@@ -11,9 +11,8 @@ from support.state_models import SERVED, make_state_model
 
 from kvpage import CacheConfig
 from kvpage.checks.errors import OutOfSlots
-from kvpage.serving import KVPageCache, KVPageCachePool
+from kvpage.serving import KVPageCache, KVPageCachePool, StateConfig
 from kvpage.serving.model.states.scan_start import ScannedForward
-from kvpage.serving.params.states import StateConfig
 
 B, NEW = 4, 32
 LATENT = ("bailing_hybrid", "kimi_linear")
