@@ -20,10 +20,12 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     """
     attention = reach_of_attention(space.tree, tokens, namespace, True, space.rule)
     state = _reach_of_state(space, states, tokens, namespace, attention)
-    num_cached = state.num_tokens
+    if state.num_tokens > attention.num_tokens:  # the checkpoint has the K and V of its tail
+        ending = Ending.PROMPT if state.num_tokens >= len(tokens) - 1 else attention.ending
+        attention = replace(attention, num_tokens=state.num_tokens, ending=ending)
     return Explanation(
         num_tokens=len(tokens),
-        num_cached_tokens=num_cached,
+        num_cached_tokens=state.num_tokens,
         groups=(attention, state),
         elsewhere=longest_elsewhere(space.tree, tokens, namespace, attention.num_tokens),
     )

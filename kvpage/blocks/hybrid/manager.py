@@ -324,5 +324,8 @@ class HybridManager(BlockManager):
         wanted.append((found.diverged_at, MarkKind.SPLIT))
         wanted.append((num_tokens - num_left_over, MarkKind.END))
         if every is not None:
-            wanted += [(position, MarkKind.REGULAR) for position in range(every, num_tokens + 1, every)]
+            wanted += [
+                (position, MarkKind.REGULAR)
+                for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
+            ]
         return marks_of_prompt(prompt.tokens, self.block_size, wanted, found.num_tokens)
