@@ -9,6 +9,9 @@ import typer
 from kvpage.layout.model_folder import check_model_folder
 
 
+REPEATABLE = ("served_model_name", "api_key", "allowed_host", "store")  # their lists have the plural as a name
+
+
 def serve(
     model: Annotated[Path, typer.Argument(help="a local Hugging Face folder with its tokenizer")],
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 for all")] = "127.0.0.1",
@@ -50,13 +53,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API. It needs the extra `server`."""
     given = dict(locals())
-    for plural, name in (
-        ("served_model_names", "served_model_name"),
-        ("api_keys", "api_key"),
-        ("allowed_hosts", "allowed_host"),
-        ("stores", "store"),
-    ):
-        given[plural] = tuple(given.pop(name) or ())
+    for name in REPEATABLE:
+        given[f"{name}s"] = tuple(given.pop(name) or ())
     try:
         check_model_folder(model)  # the imports below take seconds
     except ValueError as error:
