@@ -184,6 +184,12 @@ class HybridManager(BlockManager):
         """Make the reserved slots checkpoints, once the step has filled them and its tokens are committed.
 
         Those of positions that are not committed are freed.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._sequences.on_device[seq_id]  # KeyError
         self._states_of.keep(seq_id)
@@ -193,6 +199,12 @@ class HybridManager(BlockManager):
         """Free the reserved slots after a failed step, which may have spoiled the state.
 
         The sequence is to be released. Until then its state can be neither forked, swapped out nor kept.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._states_of.give_up(seq_id)
 
@@ -233,6 +245,10 @@ class HybridManager(BlockManager):
         copy, running = self.states.take(), self._states_of.running[seq_id]
         self.states.add_move("copy", slot, copy)
         self._states_of.add(new_seq_id, copy, running.priority, running.last, {})
+
+    def first_forkable(self, seq_id: SeqId) -> int:
+        """Return the number of tokens that `fork` takes of the sequence: all."""
+        return self._sequences.state(seq_id).num_tokens
 
     @uninterrupted
     def release(self, seq_id: SeqId) -> None:
@@ -345,5 +361,8 @@ class HybridManager(BlockManager):
         wanted.append((found.diverged_at, MarkKind.SPLIT))
         wanted.append((num_tokens - num_left_over, MarkKind.END))
         if every is not None:
-            wanted += [(position, MarkKind.REGULAR) for position in range(every, num_tokens + 1, every)]
+            wanted += [
+                (position, MarkKind.REGULAR)
+                for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
+            ]
         return marks_of_prompt(prompt.tokens, self.block_size, wanted, found.num_tokens)
