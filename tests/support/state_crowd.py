@@ -8,7 +8,16 @@ import random
 from collections.abc import Callable
 
 import torch
-from support.state_engines import B, check_nothing_held, greedy, make_engine, own_tokens, poison, random_prompt, states_for
+from support.state_engines import (
+    B,
+    check_nothing_held,
+    greedy,
+    make_engine,
+    own_tokens,
+    poison,
+    random_prompt,
+    states_for,
+)
 from support.state_models import make_state_model
 
 from kvpage.serving import RequestOutput
