@@ -245,6 +245,10 @@ class HybridManager(BlockManager):
         self.states.add_move("copy", slot, copy)
         self._states_of.add(new_seq_id, copy, running.priority, running.last, {})
 
+    def first_forkable(self, seq_id: SeqId) -> int:
+        """Return the number of tokens that `fork` takes of the sequence: all."""
+        return self._sequences.state(seq_id).num_tokens
+
     @uninterrupted
     def release(self, seq_id: SeqId) -> None:
         """End a sequence, also one that is swapped out. Its slot is free, unless a checkpoint has it.

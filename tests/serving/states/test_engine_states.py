@@ -21,8 +21,7 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
-from kvpage.serving.steer.branches import Branches
+from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams, StateConfig
 
 KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
 PROMPT = random_prompt(4 * B + 3)
@@ -216,8 +215,8 @@ def test_what_models_with_states_do_not_have() -> None:
     engine = make_engine(make_state_model("lfm2"))
     with pytest.raises(ValueError, match="store must be None for a model whose layers keep states"):
         engine.use_store(object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="branches need a model whose layers keep no states"):
-        Branches(engine)
+    with pytest.raises(ValueError, match="engine must have a model whose layers keep no states"):
+        PagedTokenTrie(engine)
     engine.warmup()
     with pytest.raises(TypeError, match="states must be"):
         EngineConfig(CacheConfig(B, 32), states=3)  # type: ignore[arg-type]
