@@ -246,16 +246,18 @@ class StateSpace:
                     self.drop(checkpoint)
 
     def stats(self) -> SlotStats:
-        """Return the counters, and the slots of both tiers now."""
-        self.drop_stale()
+        """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask."""
+        stale = [one for anchor in self.anchors.stale() for one in list(anchor.tails.values())]
+        num_host = sum(one.is_on_host for one in stale)
+        num_device = len(stale) - num_host
         return SlotStats(
             num_slots=self.device.num_slots,
-            num_free_slots=self.device.num_free,
-            num_checkpoints=self.device.num_checkpoints,
+            num_free_slots=self.device.num_free + num_device,
+            num_checkpoints=self.device.num_checkpoints - num_device,
             num_host_slots=self.host.num_slots,
-            num_free_host_slots=self.host.num_free,
-            num_host_checkpoints=self.host.num_checkpoints,
-            **self.counts,
+            num_free_host_slots=self.host.num_free + num_host,
+            num_host_checkpoints=self.host.num_checkpoints - num_host,
+            **{**self.counts, "lost": self.counts["lost"] + len(stale)},
         )
 
     def host_id(self, sequences: Sequences, seq_id: SeqId, block: int) -> int:

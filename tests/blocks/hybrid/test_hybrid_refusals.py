@@ -1,6 +1,7 @@
 """What HybridManager refuses, by the argument's name, before anything is changed."""
 
 import pytest
+import torch
 from support.hybrid_requests import B, begin, manager_of
 
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -16,6 +17,7 @@ WRONG_MARKS = [
     ("3", TypeError, "cache_at must be a sequence of integers, got '3'"),
     (5, TypeError, "cache_at must be a sequence, got int"),
     (None, TypeError, "cache_at must be a sequence, got NoneType"),
+    (torch.ones(2, dtype=torch.int32, device="meta"), TypeError, "cache_at must be an integer, got tensor"),
 ]
 
 

@@ -8,6 +8,12 @@ MANAGER = [
     "tests/blocks/test_block_space.py",
     "tests/native/test_left_over.py",
 ]
+HYBRID = [
+    "tests/blocks/hybrid/test_hybrid_manager.py",
+    "tests/blocks/hybrid/test_hybrid_refusals.py",
+    "tests/blocks/hybrid/test_hybrid_tiers.py",
+    "tests/blocks/test_explain.py",
+]
 SCHEDULER = [
     "tests/serving/loop/test_scheduler_edges.py",
     "tests/serving/loop/test_scheduler_queue.py",
@@ -41,6 +47,10 @@ SUITES = {
     "kvpage/blocks/lives/growth.py": MANAGER,
     "kvpage/blocks/lives/swaps.py": MANAGER,
     "kvpage/blocks/lives/sequences.py": MANAGER,
+    "kvpage/blocks/hybrid/anchors.py": HYBRID,
+    "kvpage/blocks/hybrid/beginning.py": HYBRID,
+    "kvpage/blocks/hybrid/sequence_states.py": HYBRID,
+    "kvpage/blocks/hybrid/state_space.py": HYBRID,
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/kernels/attention_plan.py": LAUNCHES,
     "kvpage/kernels/attention_launch.py": LAUNCHES,
