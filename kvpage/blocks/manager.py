@@ -11,8 +11,7 @@ A sequence's table has two parts:
 `commit` moves the border. Blocks that the step has filled pass to the tree. If the tree already has the same tokens,
 its id for them is taken. No other sequence finds a block that is not committed.
 
-Copies between the tiers or within one gather in the manager as moves, in order. `do_moves` has them done before each
-step:
+Copies between the tiers or within one gather in the manager as moves, in order. They are done before each step:
 
     allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
 """
@@ -27,7 +26,7 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
 from kvpage.blocks.space import BlockSpace, HostPolicy
-from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
+from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
@@ -79,10 +78,7 @@ class BlockManager:
         self.rows = SequenceSteps(self.space, self._sequences)
 
     def take_moves(self) -> BlockMoves:
-        """Return the moves to make before the next step, in order. Each is handed over once.
-
-        The manager takes them as made. `do_moves` keeps each move until it is made.
-        """
+        """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""
         return self.space.take_moves()
 
     def due_moves(self) -> Iterator[BlockMove]:
@@ -367,6 +363,10 @@ class BlockManager:
         tokens = some_tokens(tokens)
         tree = self.tree if self.enable_prefix_caching else None
         return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+
+    def state(self, seq_id: SeqId) -> SequenceState:
+        """Return a copy of the state of a sequence on the device."""
+        return self._sequences.state(seq_id)
 
     def is_swapped(self, seq_id: SeqId) -> bool:
         """Return whether the sequence is off the device."""

@@ -50,6 +50,13 @@ def test_the_end_of_the_prompt_and_of_what_is_cached():
     assert reach(BlockManager(4, B, False), TOKENS).groups[0].ending is Ending.OFF
 
 
+def test_what_a_prompt_cannot_use_is_not_missed():
+    """One token is left to compute at least. What differs there is told nevertheless."""
+    whole = reach(filled(), [*TOKENS[:10], 99]).groups[0]
+    assert (whole.num_tokens, whole.ending, whole.differs_at) == (10, Ending.PROMPT, 10)
+    assert reach(filled(), TOKENS[:1]).groups[0].ending is Ending.PROMPT
+
+
 def test_another_namespace_that_has_more_is_named():
     manager = filled()
     found = reach(manager, TOKENS, b"tenant")
@@ -61,7 +68,7 @@ def test_another_namespace_that_has_more_is_named():
 def test_a_state_without_a_checkpoint():
     manager = manager_of()
     serve(manager, TOKENS, cache_at=[5])
-    found = reach(manager, [*TOKENS[:10], 99])
+    found = reach(manager, [*TOKENS[:10], 99, 98])
     attention, state = found.groups
     assert (attention.num_tokens, attention.ending) == (10, Ending.DIFFERENT)
     assert (state.num_tokens, state.ending, state.below, state.above) == (5, Ending.NO_CHECKPOINT, 5, None)
@@ -74,6 +81,16 @@ def test_a_checkpoint_that_leaves_no_token_over():
     serve(manager, TOKENS, cache_at=[2, 2 * B])
     state = reach(manager, TOKENS[: 2 * B]).groups[1]
     assert (state.num_tokens, state.above) == (2, 2 * B)
+
+
+def test_a_tail_that_reaches_further_than_cached_blocks():
+    """The first prompt has the block in another way; the checkpoint's tail has it in the prompt's."""
+    manager = manager_of()
+    serve(manager, [*TOKENS[:5], 90, 91, 92])
+    serve(manager, TOKENS[: B + 3])
+    attention, state = reach(manager, [*TOKENS[: B + 2], 80, 81]).groups
+    assert (attention.num_tokens, attention.ending, attention.differs_at) == (B + 2, Ending.NOT_CACHED, None)
+    assert state.num_tokens == B + 2
 
 
 def test_a_prompt_that_is_cached_whole():

@@ -47,7 +47,7 @@ def test_caching_keeps_a_generation_and_eviction_ends_it():
     pool, host, tree, tokens = filled(num_host_blocks=2)
     assert pool.generations([0, 1, 2]).tolist() == [1, 1, 1]
     _, pairs = tree.demote(2)
-    left, on_host = pairs[:, 0], pairs[:, 1]
+    left, on_host = pairs.T.copy()
     assert sorted(left.tolist()) == [1, 2]
     assert pool.generations(left).tolist() == [2, 2] and host.generations(on_host).tolist() == [1, 1]
     tree.evict_host(2)

@@ -4,7 +4,7 @@ prefix that it stands for."""
 from battery import Advance, Battery, Figures
 from support.hybrid_worlds import WORLDS
 
-LIFE, CHECK_EVERY = 5_000, 16
+LIFE, CHECK_EVERY = 1_000, 16
 
 
 def run_managers(seed: int, count: int, advance: Advance) -> Figures:
@@ -19,4 +19,4 @@ def run_managers(seed: int, count: int, advance: Advance) -> Figures:
     return figures
 
 
-BATTERIES = [Battery("random hybrid managers", "operations", 120_000, 20_000_000, run_managers)]
+BATTERIES = [Battery("random hybrid managers", "operations", 10_000, 20_000_000, run_managers)]

@@ -73,7 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                      | {"max_num_batched_tokens": 8, "enable_prefix_caching": True, "share_parts": False}
                      | {"host_policy": HostPolicy(), "load_or_compute": True, "pin_quota": 1, "store_deadline": 0.5}
                      | {"kv_scales": (KVScales.of(0.5, 1.0),), "calibration_tokens": None, "save_generated": True}
-                     | {"states": StateConfig(), "residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}),
+                     | {"residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}
+                     | {"states": StateConfig()}),
     "EngineConfig, calibrated": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "kv_scales": "calibrate"}
                                  | {"calibration_tokens": [1, 2, 3]}),
     "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}

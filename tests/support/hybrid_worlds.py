@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from support.hybrid_life import HybridLife
+from support.whim import Whim
 
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.space import HostPolicy
@@ -18,6 +19,7 @@ class World:
     checkpoint_every: int | None = None
     after_hits: int | None = None
     is_caching: bool = True
+    has_rule: bool = False
 
     def life(self, seed: int) -> HybridLife:
         manager = HybridManager(
@@ -29,6 +31,7 @@ class World:
             checkpoint_every=self.checkpoint_every,
             num_host_blocks=self.num_host_blocks,
             host_policy=HostPolicy(self.after_hits),
+            rule=Whim(seed, self.block_size) if self.has_rule else None,
             pin_quota=6,
         )
         return HybridLife(seed, manager)
@@ -44,4 +47,5 @@ WORLDS = [
     World(12, 4, 14, 60, 30),
     World(24, 4, 4, 8, 4, is_caching=False),
     World(20, 4, 2, 20, 1, 5),
+    World(16, 4, 10, 40, 6, has_rule=True),
 ]

@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 
 from kvpage.serving.generate.forward_inputs import named_arguments
 
+REGISTERING = Lock()
+"""Held while hooks are registered: torch numbers them without a lock, so two threads could take one number."""
+
 
 class ForwardListener(Protocol):
     """A cache, as the hooks see it."""
@@ -42,8 +45,6 @@ class ForwardHooks:
     the module between. The outermost module that is called with the listener gives the tokens.
     """
 
-    _registering = Lock()  # torch numbers hooks without a lock: two threads could take one number
-
     def __init__(self, model: PreTrainedModel, listener: ForwardListener) -> None:
         self._listener: weakref.ref[ForwardListener] = weakref.ref(listener)
         self._handles: list[RemovableHandle] = []
@@ -51,7 +52,7 @@ class ForwardHooks:
         # transformers does not annotate get_decoder.
         decoder: torch.nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call, unused-ignore]
         modules = {id(module): module for module in (model, model.base_model, decoder)}
-        with self._registering:
+        with REGISTERING:
             for module in modules.values():
                 if module is not None:
                     self._hook(module)

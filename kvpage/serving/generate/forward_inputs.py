@@ -1,7 +1,9 @@
-"""ForwardInputs: the arguments of a model's forward that decide over K and V."""
+"""ForwardInputs: the arguments of a model's forward that decide over K and V. Forward: one that is under way."""
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch
 from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
+from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.row_pass import RowPass
 
 # K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,
 # and cannot be read off the tokens.
@@ -53,6 +57,32 @@ class ForwardInputs(NamedTuple):
             in_place = _are_in_place(given, start, tokens.shape)
             is_whole = [whole and right for whole, right in zip(is_whole, in_place, strict=True)]
         return cls(tokens, start, is_whole)
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward that is under way, over the rows' tokens [start, end).
+
+    slots: the blocks' slots for the tokens; None where they go to the working rows.
+    layers_left: the layers that have not written yet.
+    repeats: the number of rows that were made of each.
+    call: torch's frame, which ends with the forward.
+    states: those of the rows; None for a model without any.
+    """
+
+    tokens: TokenRows
+    start: int
+    end: int
+    slots: RowSlots | None
+    layers_left: set[int]
+    repeats: int
+    call: FrameType
+    states: RowPass | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every layer has written its K and V, and its states."""
+        return not self.layers_left and (self.states is None or self.states.is_done())
 
 
 def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ nobody owns is poisoned. The long form is the battery of hybrid managers."""
 import pytest
 from support.hybrid_worlds import WORLDS
 
-NUM_OPERATIONS, CHECK_EVERY = 8_000, 4
+NUM_OPERATIONS, CHECK_EVERY = 1_200, 4
 
 
 @pytest.mark.parametrize("number", range(len(WORLDS)))
@@ -12,20 +12,25 @@ def test_states_and_blocks_are_those_of_the_exact_prefix(number):
     life = WORLDS[number].life(seed=number)
     life.live(NUM_OPERATIONS, CHECK_EVERY)
     figures, world = life.figures, WORLDS[number]
-    assert figures["refused"] > 0
-    assert (figures["restored"] > 100) == world.is_caching
-    assert (figures["tails"] > 50) == (world.is_caching and world.block_size > 1)
+    assert (figures["restored"] > 5) == world.is_caching
+    assert (figures["tails"] > 2) == (world.is_caching and world.block_size > 1)
     assert (figures["resumed"] > 0) == (world.num_host_slots > 0)
 
 
 def test_every_operation_leaves_a_whole_manager():
     for number, world in enumerate(WORLDS):
-        world.life(seed=100 + number).live(500)
+        world.life(seed=100 + number).live(200)
+
+
+def test_calls_without_room_change_nothing():
+    life = WORLDS[8].life(seed=3)
+    life.live(600, CHECK_EVERY)
+    assert life.figures["refused"] > 50
 
 
 def test_no_slot_is_lost_over_many_requests():
     life = WORLDS[1].life(seed=7)
-    life.live(10_000, check_every=500)
+    life.live(3_000, check_every=500)
     for seq_id in [*life.on_device, *life.swapped]:
         life.manager.release(seq_id)
     life.manager.reset_prefix_cache()

@@ -1,11 +1,10 @@
 """HybridManager, one behaviour each: where sequences begin, which marks they have, and what happens to their slots."""
 
 import pytest
+from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
 from kvpage import OutOfBlocks
 from kvpage.checks.errors import OutOfSlots
-
-from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
 
 def prompt(num_tokens, start=1):
@@ -85,6 +84,17 @@ def test_a_portion_reserves_only_its_own_marks():
     manager.release(0)
     assert manager.stats().slots.num_checkpoints == 2
     assert serve(manager, [*tokens[:5], 90]) == 5
+
+
+def test_a_mark_that_was_not_reached_is_kept_for_the_next_portion():
+    manager, tokens = manager_of(), prompt(3 * B)
+    begin(manager, 0, tokens, cache_at=[2, 6])
+    manager.marks_of(0, 0, len(tokens))
+    manager.commit(0, tokens[:4])
+    manager.keep(0)
+    assert manager.stats().slots.num_checkpoints == 1
+    assert [position for position, _ in manager.marks_of(0, 4, 12)] == [6, 11]
+    manager.check()
 
 
 def test_identical_prompts_at_once_keep_one_checkpoint():

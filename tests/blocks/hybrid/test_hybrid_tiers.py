@@ -60,13 +60,13 @@ def test_an_evicted_checkpoint_goes_to_the_host_with_its_tail():
     begin(manager, 0, range(100, 108))
     begin(manager, 1, range(200, 208))
     blocks, states = make_moves(manager)
-    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_out", [[kept[0], 1]])]
-    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_out", [[16 + kept[0], 4 + 1]])]
+    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_out", [[kept[0], 0]])]
+    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_out", [[16 + kept[0], 4 + 0]])]
     manager.release(0)
     assert begin(manager, 2, TOKENS) == len(TOKENS) - 1
     blocks, states = make_moves(manager)
-    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_in", [[1, manager.slot_of(2)]])]
-    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_in", [[5, manager.block_ids(2)[2]]])]
+    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_in", [[0, manager.slot_of(2)]])]
+    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_in", [[4, manager.block_ids(2)[2]]])]
     manager.check()
 
 
