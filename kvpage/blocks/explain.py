@@ -9,7 +9,7 @@ Nothing is pinned by asking, and nothing counts as used.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from kvpage._C import PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -18,7 +18,7 @@ from kvpage.blocks.states import Ids
 MOST_NAMESPACES = 1024  # that are searched for a longer match
 
 
-class Ending(StrEnum):
+class Ending(str, Enum):
     """Why a group reaches no further."""
 
     PROMPT = "the prompt ends"
@@ -29,6 +29,9 @@ class Ending(StrEnum):
     NO_KV = "a checkpoint further on lacks K and V before it"
     NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
     OFF = "prefix caching is off"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import fuzz_ops
 import fuzz_products
 import fuzz_sampling
 import fuzz_serving
+import fuzz_states
 import fuzz_store
 import fuzz_vllm
 
@@ -44,6 +45,7 @@ TARGETS = [
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),
     Target("hybrid manager", fuzz_hybrid.HybridWorld, 3, 100),
+    Target("states", fuzz_states.StateCacheWorld),
     Target("engine's caches", fuzz_manager.EngineWorld),
     Target("vllm", fuzz_vllm.VllmWorld, 2),
     Target("configs", fuzz_configs.ConfigWorld, 2, 100),

@@ -23,6 +23,8 @@ from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.values import check_at_least
 
+MOST_BLOCKS = 2**31 - 1
+
 
 class StateSpace:
     """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
@@ -36,6 +38,8 @@ class StateSpace:
     def __init__(self, space: BlockSpace, num_slots: int, num_host_slots: int = 0) -> None:
         check_at_least("num_slots", num_slots, 1)
         check_at_least("num_host_slots", num_host_slots, 0)
+        _check_most("num_blocks + num_slots", space.pool.num_blocks + num_slots)
+        _check_most("num_host_blocks + num_host_slots", space.host_pool.num_blocks + num_host_slots)
         self.device, self.host = SlotTier(num_slots), SlotTier(num_host_slots)
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
@@ -360,3 +364,9 @@ class StateSpace:
             return True
         victim = self._victim(self.host, besides)
         return victim is not None and rank_of(victim) < rank_of(checkpoint)
+
+
+def _check_most(name: str, num_blocks: int) -> None:
+    """Raise ValueError unless the ids of so many blocks, the tail blocks included, fit into the tables."""
+    if num_blocks > MOST_BLOCKS:
+        raise ValueError(f"{name} must be at most {MOST_BLOCKS}, got {num_blocks}")

@@ -36,6 +36,8 @@ WRONG_OPTIONS = [
     ({"num_slots": True}, "num_slots must be an integer of at least 1, got True"),
     ({"num_slots": 2.0}, "num_slots must be an integer of at least 1, got 2.0"),
     ({"num_slots": 1, "num_host_slots": -1}, "num_host_slots must be an integer of at least 0, got -1"),
+    ({"num_slots": 2**31 - 8}, "num_blocks \\+ num_slots must be at most 2147483647, got 2147483648"),
+    ({"num_slots": 1, "num_host_slots": 2**31}, "num_host_blocks \\+ num_host_slots must be at most 2147483647"),
     ({"num_slots": 1, "checkpoint_every": 0}, "checkpoint_every must be an integer of at least 1, got 0"),
 ]
 
