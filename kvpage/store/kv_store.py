@@ -337,8 +337,6 @@ class KVStore(TieredStore):
         """
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
 
-    # --- states of recurrent layers ----------------------------------------------------------------------------------
-
     @gated
     def states(self, layout: StateLayout, kv_dtype: torch.dtype | None = None) -> StateRecords:
         """Return the records of states of one layout, each after an exact prefix.
@@ -361,8 +359,11 @@ class KVStore(TieredStore):
         """Return how far chunks reach into a prompt, and why not further; `states(...).explain` tells of states, too.
 
         Args:
-            tokens: int [num_tokens], at least one.
+            tokens: int [num_tokens].
             namespace: where to look.
+
+        Raises:
+            ValueError: there are no tokens.
         """
         array = self._checked(tokens, namespace)
         if not len(array):

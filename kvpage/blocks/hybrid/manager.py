@@ -16,8 +16,8 @@ from dataclasses import replace
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.explaining import explain_hybrid
-from kvpage.blocks.hybrid.held import HeldCheckpoints
+from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots

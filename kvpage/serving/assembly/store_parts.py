@@ -7,9 +7,9 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
+from kvpage.serving.assembly.state_store_connector import StateStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.state_store_connector import StateStoreConnector
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
 
 

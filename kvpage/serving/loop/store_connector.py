@@ -12,9 +12,9 @@ the tree all the same. Until then it writes to blocks of its own. These are its 
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,91 +29,52 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
+from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached
 from kvpage.serving.loop.moves.store_saves import StoreSaves
-from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
 from kvpage.serving.loop.request import Request
 
-__all__ = ["BlockStore", "LayeredStore"]
+__all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
 
 NUM_LOADERS = 2
-TokenIds = npt.NDArray[np.int32]
 
 
-class BlockStore(Protocol):
-    """A store that an engine can ask; `kvpage.store.KVStore` is one. Its methods are called in other threads.
+@dataclass(slots=True)
+class StoreConnectorStats:
+    """Counters since the engine was made.
 
-    None of them raises for trouble of the store's own: that is a miss. An exception that comes nevertheless is counted,
-    and so is an answer that is no count. Both are misses, too.
+    Attributes:
+        num_lookups: Prompts that the store was asked for.
+        num_lookup_tokens: Their tokens.
+        num_found_tokens: Tokens that the store had beyond those that were cached.
+        num_loads: Loads that have reached the prefix tree.
+        num_loaded_tokens: Their tokens.
+        num_early_loads: Those of them whose bytes were on their way still.
+        num_refused_tokens: Tokens found and left there: computing was expected to be faster.
+        num_late: Loads that their requests did not wait for.
+        num_errors: Exceptions of the store, and answers that are no counts.
+        num_stores: Prompts that were handed to the store.
+        num_stored_tokens: Tokens that it held afterwards.
+        num_skipped: Prompts that were not stored because too many were on their way.
+        load_seconds: Time that the threads spent on loads.
+        store_seconds: The same for storing.
     """
 
-    def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Look a prompt up.
-
-        Args:
-            tokens: int32 [num_tokens].
-            namespace: Only sequences of the same namespace are found.
-
-        Returns:
-            How many leading tokens it holds.
-        """
-
-    def load_blocks(
-        self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, start: int, namespace: bytes
-    ) -> int:
-        """Load K and V of tokens[start:] into the blocks, as far as they are held and the blocks reach.
-
-        Args:
-            tokens: int32 [num_tokens].
-            engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            start: The first token that is loaded.
-            namespace: As for `lookup`.
-
-        Returns:
-            The number of leading tokens whose K and V are there now.
-        """
-
-    def store_blocks(
-        self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, namespace: bytes
-    ) -> int:
-        """Keep K and V of the tokens.
-
-        Args:
-            tokens: int32 [num_tokens].
-            engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            namespace: As for `lookup`.
-
-        Returns:
-            How many leading tokens it holds now.
-        """
-
-
-class LayeredStore(Protocol):
-    """A BlockStore that may have one method more, which an engine on a GPU calls in place of `load_blocks`."""
-
-    def load_by_layer(
-        self,
-        tokens: TokenIds,
-        engine: CacheEngine,
-        block_table: npt.NDArray[np.int32],
-        verified: Callable[[int, Arrival], object],
-        *,
-        start: int,
-        namespace: bytes,
-    ) -> int:
-        """Do as `load_blocks`, and tell what is verified before its bytes are there. Return when they are.
-
-        Args:
-            tokens: As of `load_blocks`. So are engine, block_table, start and namespace.
-            verified: Called in this thread, once at most, with the number that will be returned, and the arrival of
-                its layers.
-
-        Returns:
-            As of `load_blocks`. Fewer tokens than were verified, or an exception, say that the copies have failed.
-        """
+    num_lookups: int = 0
+    num_lookup_tokens: int = 0
+    num_found_tokens: int = 0
+    num_loads: int = 0
+    num_loaded_tokens: int = 0
+    num_early_loads: int = 0
+    num_refused_tokens: int = 0
+    num_late: int = 0
+    num_errors: int = 0
+    num_stores: int = 0
+    num_stored_tokens: int = 0
+    num_skipped: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
 
 
 class StoreConnector:
@@ -320,14 +281,16 @@ class StoreConnector:
             begin = time.perf_counter()
             with stream():
                 end = call(start=start, namespace=load.namespace)
-            seconds = time.perf_counter() - begin
-            self.stats.load_seconds += seconds
             end = min(end, num_tokens)
-            if self.rule and end > start:
-                self.rule.saw_transfer((end - start) // size * self.rule.block_bytes, seconds)
+            self._saw_load(end - start, time.perf_counter() - begin)
             return end
 
         return self._loaders.submit(load_blocks)
+
+    def _saw_load(self, num_tokens: int, seconds: float) -> None:
+        self.stats.load_seconds += seconds
+        if self.rule and num_tokens > 0:
+            self.rule.saw_transfer(num_tokens // self.rule.block_size * self.rule.block_bytes, seconds)
 
     def _finish_early(self, load: StoreLoad, num_verified: int, arrival: Arrival) -> None:
         """Commit verified tokens whose bytes are on their way. The load keeps its blocks until it is done.

@@ -1,7 +1,8 @@
 """How far the chunks and the states of a store reach into a prompt, and why not further."""
 
+from collections.abc import Sequence
+
 from kvpage.blocks.explain import Ending, Explanation, GroupReach
-from kvpage.store.states.state_search import Array, StateSearch
 
 
 def explain_chunks(num_found: int, num_tokens: int) -> GroupReach:
@@ -14,22 +15,20 @@ def explain_chunks(num_found: int, num_tokens: int) -> GroupReach:
     return GroupReach("attention", num_found, Ending.PROMPT if num_found == num_tokens else Ending.NOT_CACHED)
 
 
-def explain_states(search: StateSearch, tokens: Array, namespace: bytes) -> Explanation:
+def explain_states(num_tokens: int, usable: int, positions: Sequence[int], num_chunk_tokens: int | None) -> Explanation:
     """Return how much of a prompt can be loaded, and why not more.
 
     Args:
-        search: Of the prompt's positions.
-        tokens: The prompt.
-        namespace: Where to look.
+        num_tokens: Tokens of the prompt.
+        usable: The longest position that can be loaded.
+        positions: Those of all states.
+        num_chunk_tokens: Leading tokens whose chunks are there; None for a model without K and V.
     """
-    most = len(tokens) - 1
-    usable = search.longest(tokens, namespace, most)
-    above = min((one for one in search.all_of(tokens, namespace) if one > usable), default=None)
-    state = GroupReach("state", usable, _ending(usable, most, above), below=usable or None, above=above)
-    if not search.has_chunks:
-        return Explanation(len(tokens), usable, (state,))
-    num_found = max(search.num_chunk_tokens(tokens, namespace), usable)
-    return Explanation(len(tokens), usable, (explain_chunks(num_found, len(tokens)), state))
+    above = min((one for one in positions if one > usable), default=None)
+    state = GroupReach("state", usable, _ending(usable, num_tokens - 1, above), below=usable or None, above=above)
+    if num_chunk_tokens is None:
+        return Explanation(num_tokens, usable, (state,))
+    return Explanation(num_tokens, usable, (explain_chunks(max(num_chunk_tokens, usable), num_tokens), state))
 
 
 def _ending(usable: int, most: int, above: int | None) -> Ending:

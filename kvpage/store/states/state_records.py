@@ -206,7 +206,10 @@ class StateRecords:
             tokens: int [num_tokens], a prompt.
             namespace: where to look.
         """
-        return explain_states(self._search, self._checked(tokens, namespace), namespace)
+        array, search = self._checked(tokens, namespace), self._search
+        usable, positions = search.longest(array, namespace, len(array) - 1), search.all_of(array, namespace)
+        num_found = search.num_chunk_tokens(array, namespace) if search.has_chunks else None
+        return explain_states(len(array), usable, positions, num_found)
 
     def _payload(self, state: Memory, writable: bool) -> RunPayload:
         payload = RunPayload(*pieces_of(state, writable))

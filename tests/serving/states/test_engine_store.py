@@ -17,7 +17,7 @@ from support.store_kv import Troubled, corrupt
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.params.states import StateConfig
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, KVStoreMetadata
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, C = 4, 8
@@ -262,6 +262,15 @@ def test_others_never_meet(expected: list[list[int]]) -> None:
         engine.add_request(PROMPTS[0], SamplingParams(max_tokens=1), namespace=b"other")
         assert engine.step()[0].output.num_cached_tokens == 0
         engine.close()
+
+
+def test_metadata_of_a_model_without_attention() -> None:
+    model = make_state_model("mamba2")
+    engines = [make_engine(model) for _ in range(2)]
+    with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(engines[0].cache, "m")) as store:
+        tokens, _ = serve(engines[0], store)
+        assert store.metadata.kv_dtype is None
+        assert serve(engines[1], store) == (tokens, ENDS)
 
 
 def test_stores_that_do_not_go_with_states(lfm2: torch.nn.Module) -> None:

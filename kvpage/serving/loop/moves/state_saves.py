@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blocks.hybrid.held import HeldCheckpoint
+from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.serving.loop.moves.store_saves import StoreSaves
 from kvpage.serving.loop.moves.stored_states import StoredStates

@@ -7,17 +7,14 @@ load    the store ─► K and V of the tokens into blocks ─► the state into
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvpage.blocks.hybrid.held import HeldCheckpoint
+from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.groups import StateLayout
-
-TokenIds = npt.NDArray[np.int32]
+from kvpage.serving.loop.moves.block_store import TokenIds
 
 
 class States(Protocol):

@@ -84,10 +84,7 @@ class StateStoreConnector(StoreConnector):
             begin = time.perf_counter()
             with stream():
                 is_there = self._stored.load(tokens, start, given.block_ids, slot, load.namespace)
-            seconds = time.perf_counter() - begin
-            self.stats.load_seconds += seconds
-            if self.rule and is_there:
-                self.rule.saw_transfer((num_tokens - start) // self.rule.block_size * self.rule.block_bytes, seconds)
+            self._saw_load(num_tokens - start if is_there else 0, time.perf_counter() - begin)
             return num_tokens if is_there else 0
 
         return self._loaders.submit(load_all)
