@@ -26,6 +26,7 @@ class Ending(StrEnum):
     NOT_CACHED = "nothing more is cached: it was never computed, or evicted"
     NO_CHECKPOINT = "no checkpoint has been taken further on"
     EVICTED = "a checkpoint further on was evicted"
+    NO_KV = "a checkpoint further on lacks K and V before it"
     NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
     OFF = "prefix caching is off"
 

@@ -17,6 +17,7 @@ from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
 from kvpage.blocks.hybrid.explaining import explain_hybrid
+from kvpage.blocks.hybrid.held import HeldCheckpoints
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots
@@ -295,6 +296,38 @@ class HybridManager(BlockManager):
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         return self._swaps_in.swap_in(seq_id, tokens)
+
+    # --- beside a store ----------------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def hold_checkpoints(self, tokens: Tokens, namespace: bytes = b"") -> HeldCheckpoints:
+        """Keep the checkpoints of a prompt where they are, with the blocks before them, to read them beside steps.
+
+        Moves that are due come first: do_moves, do_state_moves.
+
+        Args:
+            tokens: The prompt.
+            namespace: Where to look.
+
+        Returns:
+            The checkpoints, which are held until their release.
+        """
+        check_namespace(namespace)
+        return HeldCheckpoints(self.space, self.states, some_tokens(tokens), namespace)
+
+    def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Return the position at which a sequence with these tokens would begin. Nothing counts as used.
+
+        Args:
+            tokens: The prompt.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        left = tokens_left_over(len(tokens), None, 1, self.enable_prefix_caching)
+        found = self._beginnings.find(Prompt(tokens, namespace, 0, left))
+        self.space.tree.release(found.match)
+        return found.num_tokens
 
     # --- questions ---------------------------------------------------------------------------------------------------
 

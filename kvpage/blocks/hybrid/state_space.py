@@ -43,6 +43,7 @@ class StateSpace:
         self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
         self.evicted = EvictedCheckpoints(self.anchors)
+        self._held: list[Checkpoint] = []  # dropped ones, whose slots are read still
         self._floor = 0  # what the last evicted checkpoint was worth
         space.watch(self)
 
@@ -174,10 +175,32 @@ class StateSpace:
         """Return the id of a host slot's tail block."""
         return self._space.host_pool.num_blocks + slot
 
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint's slot and tail block as they are, until `let_go` as often."""
+        checkpoint.num_holds += 1
+        self._tier(checkpoint).rank(checkpoint)
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """End a `hold`. The slot of a checkpoint that was dropped meanwhile is free after the last."""
+        checkpoint.num_holds -= 1
+        if not checkpoint.is_dropped:
+            self._tier(checkpoint).rank(checkpoint)
+        elif not checkpoint.num_holds:
+            self._held.remove(checkpoint)
+            self._tier(checkpoint).release(checkpoint.slot)
+
+    @property
+    def held_slots(self) -> list[int]:
+        """The device slots of checkpoints that are dropped, and held."""
+        return [checkpoint.slot for checkpoint in self._held]
+
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Forget a checkpoint. Its slot is free."""
+        """Forget a checkpoint. Its slot is free, unless it is held."""
         self._tier(checkpoint).forget(checkpoint)
-        self._tier(checkpoint).release(checkpoint.slot)
+        if checkpoint.num_holds:
+            self._held.append(checkpoint)
+        else:
+            self._tier(checkpoint).release(checkpoint.slot)
         del checkpoint.anchor.tails[checkpoint.tail]
         if not checkpoint.anchor.tails:
             self.anchors.remove(checkpoint.anchor)

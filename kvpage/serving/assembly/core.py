@@ -24,6 +24,7 @@ from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.assembly.parts import EngineParts
 from kvpage.serving.assembly.prompts import EnginePrompts
+from kvpage.serving.assembly.store_parts import check_keeps_states, make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -41,7 +42,7 @@ from kvpage.serving.loop.ranks.lead import Lead
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
-from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
+from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
@@ -119,26 +120,13 @@ class EngineCore(EnginePrompts):
 
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
         if self.states is not None:
-            raise ValueError("store must be None for a model whose layers keep states: chunks hold K and V alone")
+            check_keeps_states(store)
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
             raise ValueError("store must be given once, the engine has one")
-        save_generated = self.config.save_generated
-        if save_generated is None:
-            save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
-        self._connectors.connect_store(
-            StoreConnector(
-                store,
-                self.cache,
-                self.manager,
-                self._transfers,
-                rule,
-                deadline=self.config.store_deadline,
-                save_generated=save_generated,
-                save_portions=self.config.save_portions,
-            )
-        )
+        about = store, self.cache, self.manager, self._transfers, rule, self.states
+        self._connectors.connect_store(make_store_connector(self.config, *about))
 
     def use_segments(self, blender: Blender, segments: SegmentCache) -> None:
         """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it.

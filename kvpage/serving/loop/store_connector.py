@@ -14,7 +14,6 @@ the tree all the same. Until then it writes to blocks of its own. These are its 
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -33,9 +32,10 @@ from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached
 from kvpage.serving.loop.moves.store_saves import StoreSaves
+from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
 from kvpage.serving.loop.request import Request
 
-__all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
+__all__ = ["BlockStore", "LayeredStore"]
 
 NUM_LOADERS = 2
 TokenIds = npt.NDArray[np.int32]
@@ -116,43 +116,6 @@ class LayeredStore(Protocol):
         """
 
 
-@dataclass(slots=True)
-class StoreConnectorStats:
-    """Counters since the engine was made.
-
-    Attributes:
-        num_lookups: Prompts that the store was asked for.
-        num_lookup_tokens: Their tokens.
-        num_found_tokens: Tokens that the store had beyond those that were cached.
-        num_loads: Loads that have reached the prefix tree.
-        num_loaded_tokens: Their tokens.
-        num_early_loads: Those of them whose bytes were on their way still.
-        num_refused_tokens: Tokens found and left there: computing was expected to be faster.
-        num_late: Loads that their requests did not wait for.
-        num_errors: Exceptions of the store, and answers that are no counts.
-        num_stores: Prompts that were handed to the store.
-        num_stored_tokens: Tokens that it held afterwards.
-        num_skipped: Prompts that were not stored because too many were on their way.
-        load_seconds: Time that the threads spent on loads.
-        store_seconds: The same for storing.
-    """
-
-    num_lookups: int = 0
-    num_lookup_tokens: int = 0
-    num_found_tokens: int = 0
-    num_loads: int = 0
-    num_loaded_tokens: int = 0
-    num_early_loads: int = 0
-    num_refused_tokens: int = 0
-    num_late: int = 0
-    num_errors: int = 0
-    num_stores: int = 0
-    num_stored_tokens: int = 0
-    num_skipped: int = 0
-    load_seconds: float = 0.0
-    store_seconds: float = 0.0
-
-
 class StoreConnector:
     """Loads and stores for one engine. All methods are for the engine's thread.
 
@@ -188,7 +151,7 @@ class StoreConnector:
         self._asked: set[Request] = set()
         waits_for_others = getattr(store, "waits_for_others", False)  # as ArrivingStore
         self._loaders = started_pool(max_loads if waits_for_others else NUM_LOADERS, "kvpage-load")
-        self.saves = self._saves = StoreSaves(self._store, manager, cache.device)
+        self.saves = self._saves = self._make_saves()
 
     def ask(self, waiting: Iterable[Request]) -> bool:
         """Go on with everything under way, and ask for the first of the waiting; return whether that was all."""
@@ -243,6 +206,9 @@ class StoreConnector:
         if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
             self.save(tokens[:num_tokens], namespace)
 
+    def _make_saves(self) -> StoreSaves:
+        return StoreSaves(self._store, self._manager, self._cache.device)
+
     def _store(self, tokens: TokenIds, block_ids: npt.NDArray[np.int32], namespace: bytes) -> int:
         return self.store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
 
@@ -269,13 +235,22 @@ class StoreConnector:
 
     def _start(self, request: Request) -> None:
         load = StoreLoad(request, time.monotonic() + self._deadline)
-        if len(load.tokens) - 1 - num_cached(self._manager, load.tokens, load.namespace) < self._manager.block_size:
+        if len(load.tokens) - 1 - self._num_cached(load) < self._manager.block_size:
             return
-        tokens, namespace = load.tokens, load.namespace
-        load.begin(self._loaders.submit(lambda: self.store.lookup(tokens, namespace=namespace)))
+        load.begin(self._loaders.submit(lambda: self._lookup(load.tokens, load.namespace)))
         self.stats.num_lookups += 1
         self.stats.num_lookup_tokens += len(load.tokens)
         self._loads[request] = load
+
+    def _num_cached(self, load: StoreLoad) -> int:
+        return num_cached(self._manager, load.tokens, load.namespace)
+
+    def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
+        return self.store.lookup(tokens, namespace=namespace)
+
+    def _num_wanted(self, load: StoreLoad, num_found: int) -> int:
+        """Return how many of the tokens that the store has are to be loaded: whole blocks."""
+        return min(num_found, len(load.tokens) - 1) // self._manager.block_size * self._manager.block_size
 
     @uninterrupted
     def _poll(self) -> None:
@@ -316,13 +291,12 @@ class StoreConnector:
 
     def _begin(self, load: StoreLoad, num_found: int) -> bool:
         """Begin a load into blocks of its own; False if it is not worth it, or blocks are short."""
-        size = self._manager.block_size
-        num_tokens = min(num_found, len(load.tokens) - 1) // size * size
-        num_missing = num_tokens - num_cached(self._manager, load.tokens, load.namespace)
-        if num_missing < size:
+        num_tokens = self._num_wanted(load, num_found)
+        num_missing = num_tokens - self._num_cached(load)
+        if num_missing < self._manager.block_size:
             return False
         self.stats.num_found_tokens += num_missing
-        if self.rule and not self.rule.should_load(num_missing // size):
+        if self.rule and not self.rule.should_load(num_missing // self._manager.block_size):
             self.stats.num_refused_tokens += num_missing
             return False
         try:

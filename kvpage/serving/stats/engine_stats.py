@@ -9,7 +9,7 @@ from kvpage.observe.residency import ResidencyStats
 from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.graphs.decode_graphs import GraphStats
 from kvpage.serving.loop.moves.block_transfers import TransferStats
-from kvpage.serving.loop.store_connector import StoreConnectorStats
+from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
 
 __all__ = [
     "BlendStats",

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 
 from kvpage.observe.histogram import HistogramStats
 from kvpage.serving.blending.connector import BlendStats
-from kvpage.serving.loop.store_connector import StoreConnectorStats
+from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
 from kvpage.serving.stats.engine_stats import EngineStats
 
 __all__ = ["EngineCollector", "HasStats"]

@@ -29,6 +29,7 @@ STORE = [
     "tests/store/load/test_layer_load.py",
 ]
 RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.py"]
+STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]
 TREE = [
     "tests/blocks/test_tree_edges.py",
     "tests/blocks/test_prefix_tree.py",
@@ -56,6 +57,9 @@ SUITES = {
     "kvpage/kernels/attention_constants.py": LAUNCHES,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
+    "kvpage/store/states/state_index.py": STATES,
+    "kvpage/store/states/state_keys.py": STATES,
+    "kvpage/store/states/state_search.py": STATES,
     "csrc/tree/prefix_tree.cpp": TREE,
     "csrc/tree/prefix_tree_insert.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,

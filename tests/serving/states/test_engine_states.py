@@ -213,7 +213,7 @@ def test_bad_budgets_are_refused(fields: dict, words: str) -> None:
 
 def test_what_models_with_states_do_not_have() -> None:
     engine = make_engine(make_state_model("lfm2"))
-    with pytest.raises(ValueError, match="store must be None for a model whose layers keep states"):
+    with pytest.raises(ValueError, match="store must keep states for a model whose layers have some"):
         engine.use_store(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="engine must have a model whose layers keep no states"):
         PagedTokenTrie(engine)
