@@ -135,9 +135,10 @@ def reach_of_attention(
         rule: Whether host blocks are worth their way back.
     """
     ids, num_common, cached = tree.look(tokens, namespace)
-    num_host = int((ids[0] < 0).sum())
+    wanted = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
+    num_host = int((wanted < 0).sum())
     if num_host and rule is not None and not rule.should_load(num_host):
-        num_tokens = (ids.shape[1] - num_host) * tree.block_size
+        num_tokens = (len(wanted) - num_host) * tree.block_size
         return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
     reach = num_common if shares_parts else ids.shape[1] * tree.block_size
     ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT
