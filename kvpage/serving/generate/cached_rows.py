@@ -15,6 +15,7 @@ The next `begin`, `select` or `release` commits the tokens of a `finish`. Until 
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -211,9 +212,8 @@ class CachedRows:
         """Commit the computed tokens and release all rows. Committed blocks can be found until they are evicted."""
         try:
             self.commit()
-            for row in self._rows if self._states is not None and self.length else ():
-                if not row.is_private:
-                    self._states.keep_end(row.seq_id)
+            if self._states is not None and self.length:
+                self._states.keep_ends([row.seq_id for row in self._rows if not row.is_private])
         finally:
             self._release_all()
 
@@ -266,7 +266,8 @@ class CachedRows:
         max_cached: int | None = None,
         cache_at: Sequence[int] = (),
     ) -> _Row:
-        seq_id, named = next(self._seq_ids), {"cache_at": cache_at} if self._states is not None else {}
+        seq_id = next(self._seq_ids)
+        named: dict[str, Any] = {} if self._states is None else {"cache_at": cache_at}
         allocation = self._manager.allocate(seq_id, tokens, namespace, max_cached_tokens=max_cached, **named)
         return _Row(seq_id, len(tokens), allocation.num_cached_tokens, namespace, is_private)
 

@@ -98,8 +98,8 @@ class KVPageCache(StatefulCache):
             self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace, marks)
             self._rows.skip_found()
             forwards = pool.states.forwards if pool.states else ()
-            hooks = [ForwardHooks(pool.model, self), *(MixerHooks(forward, self) for forward in forwards)]
-            self._held = _Held(self._rows, hooks)
+            of_mixers = [MixerHooks(forward, self) for forward in forwards]
+            self._held = _Held(self._rows, [ForwardHooks(pool.model, self), *of_mixers])
             self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held.release)
             self._finalizer.atexit = False
 

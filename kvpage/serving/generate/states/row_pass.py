@@ -69,9 +69,10 @@ class RowPass:
         """Copy states of a mixer to the slots of marks, after so many tokens of the forward."""
         here = [(row, slot) for position, row, slot in self._marks if position == self._start + num_tokens]
         for key in keys if here else ():
-            state = self.states.known(key)
+            states = self.states.known(key)
+            assert states is not None, "the mixer has computed it"
             for row, slot in here:
-                self._views[key][slot].copy_(state[row])
+                self._views[key][slot].copy_(states[row])
 
     def is_done(self) -> bool:
         """Return whether every state was computed."""

@@ -35,9 +35,10 @@ class RowStates:
         for seq_id in seq_ids:
             self._manager.keep(seq_id)
 
-    def keep_end(self, seq_id: Hashable) -> None:
-        """Make the state of a row findable, whose tokens are all committed. The row is released next."""
-        self._manager.keep_end(seq_id)
+    def keep_ends(self, seq_ids: Sequence[Hashable]) -> None:
+        """Make the states of rows findable, whose tokens are all committed. The rows are released next."""
+        for seq_id in seq_ids:
+            self._manager.keep_end(seq_id)
 
     def copy(self, seq_id: Hashable, to: Hashable) -> None:
         """Copy the state of a row to another."""

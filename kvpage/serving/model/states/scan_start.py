@@ -124,7 +124,8 @@ def _goes_on(scan: Callable[..., Any], device: torch.device) -> bool:
     """Try the function out: a scan in two parts must be the scan."""
     hidden, dt, z = random_rows(3, 2, 4, 7).to(device)
     B, C = random_rows(2, 2, 3, 7).to(device)
-    A, named = -random_rows(4, 3).abs().to(device), {"delta_bias": random_rows(4).to(device), "delta_softplus": True}
+    A, bias = -random_rows(4, 3).abs().to(device), random_rows(4).to(device)
+    named: dict[str, Any] = {"delta_bias": bias, "delta_softplus": True}
     named |= {"D": random_rows(4).to(device), "return_last_state": True}
     parts = slice(0, 3), slice(3, 7)
     try:
