@@ -8,7 +8,6 @@ import typer
 
 from kvpage.layout.model_folder import check_model_folder
 
-
 REPEATABLE = ("served_model_name", "api_key", "allowed_host", "store")  # their lists have the plural as a name
 
 
