@@ -136,8 +136,7 @@ def replay(
     host_state_slots: Annotated[int, typer.Option(min=0, help="state slots of the host tier")] = 0,
     state_bytes: Annotated[int, typer.Option(min=0, help="bytes of a state slot")] = 0,
     checkpoint_every: Annotated[
-        list[int] | None,
-        typer.Option(help="a further replay with a checkpoint every so many tokens; may be repeated"),
+        list[int] | None, typer.Option(help="one more replay, with a checkpoint every so many tokens; may be repeated")
     ] = None,
     sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
     plot: Annotated[Path | None, typer.Option(help="where to draw; a sweep draws kvpage-replay.png by default")] = None,
@@ -172,15 +171,7 @@ def replay(
         reports = report.replay_all(requests, configs, Console(stderr=True))
     except (ValueError, OSError) as error:
         raise SystemExit(f"kvpage replay: {error}") from error
-    if as_json:
-        print(report.as_json(configs, reports))
-    else:
-        report.show(configs, reports, Console())
-    if plot is None and swept:
-        plot = Path("kvpage-replay.png")
-    if plot:
-        report.plot(swept, configs, reports, plot)
-        Console(stderr=True).print(f"drawn: {plot}")
+    report.give(swept, configs, reports, plot, as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -176,6 +176,21 @@ def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
     return json.dumps([figures(config, report) for config, report in zip(configs, reports, strict=True)])
 
 
+def give(
+    sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path | None, is_json: bool
+) -> None:
+    """Print the table or JSON, and draw into `path`; a sweep is drawn without one, too."""
+    if is_json:
+        print(as_json(configs, reports))
+    else:
+        show(configs, reports, Console())
+    if path is None and sweep:
+        path = Path("kvpage-replay.png")
+    if path:
+        plot(sweep, configs, reports, path)
+        Console(stderr=True).print(f"drawn: {path}")
+
+
 def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path) -> None:
     """Draw the hit rate over the swept size, for each policy. Without a sweep, draw the blocks in use over time."""
     from matplotlib.figure import Figure

@@ -182,6 +182,22 @@ def test_the_only_slot_passes_from_the_checkpoint_to_the_sequence():
     manager.check()
 
 
+def test_a_checkpoint_that_is_read_is_not_taken_over():
+    manager, tokens = manager_of(num_slots=1), prompt(B + 2)
+    begin(manager, 0, tokens)
+    prefill(manager, 0, tokens, 0)
+    assert manager.keep_end(0)
+    manager.release(0)
+    make_moves(manager)
+    held = manager.hold_checkpoints([*tokens, 9])
+    with pytest.raises(OutOfSlots):
+        begin(manager, 1, [*tokens, 9])
+    manager.check()
+    held.release()
+    assert begin(manager, 1, [*tokens, 9]) == B + 2
+    manager.check()
+
+
 def test_max_cached_tokens_limits_the_checkpoint():
     manager, tokens = manager_of(), prompt(3 * B)
     serve(manager, tokens, cache_at=[2, 5, 7])
