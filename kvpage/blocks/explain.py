@@ -9,7 +9,7 @@ Nothing is pinned by asking, and nothing counts as used.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from kvpage._C import PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -18,7 +18,7 @@ from kvpage.blocks.states import Ids
 MOST_NAMESPACES = 1024  # that are searched for a longer match
 
 
-class Ending(StrEnum):
+class Ending(str, Enum):
     """Why a group reaches no further."""
 
     PROMPT = "the prompt ends"
@@ -29,6 +29,9 @@ class Ending(StrEnum):
     NO_KV = "a checkpoint further on lacks K and V before it"
     NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
     OFF = "prefix caching is off"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +135,10 @@ def reach_of_attention(
         rule: Whether host blocks are worth their way back.
     """
     ids, num_common, cached = tree.look(tokens, namespace)
-    num_host = int((ids[0] < 0).sum())
+    wanted = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
+    num_host = int((wanted < 0).sum())
     if num_host and rule is not None and not rule.should_load(num_host):
-        num_tokens = (ids.shape[1] - num_host) * tree.block_size
+        num_tokens = (len(wanted) - num_host) * tree.block_size
         return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
     reach = num_common if shares_parts else ids.shape[1] * tree.block_size
     ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT

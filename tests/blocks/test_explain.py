@@ -1,10 +1,13 @@
 """explain: how far each group reaches into a prompt, and why it ends there. Nothing is changed by asking."""
 
+import random
+
 import pytest
 from support.hybrid_requests import B, manager_of, serve
 
 from kvpage import BlockManager
 from kvpage.blocks.explain import Ending, Explanation
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager as Manager
 
 TOKENS = list(range(1, 3 * B + 2))
@@ -16,6 +19,13 @@ def filled(**options) -> BlockManager:
     manager.commit(0, TOKENS)
     manager.release(0)
     return manager
+
+
+def fill(manager: Manager, num_blocks: int) -> None:
+    """Take blocks for a moment, without leaving any cached."""
+    manager.allocate("filler", range(1000, 1000 + num_blocks * B))
+    manager.do_moves(lambda move: None)
+    manager.release("filler")
 
 
 def reach(manager: Manager, tokens, namespace=b"") -> Explanation:
@@ -55,6 +65,29 @@ def test_what_a_prompt_cannot_use_is_not_missed():
     whole = reach(filled(), [*TOKENS[:10], 99]).groups[0]
     assert (whole.num_tokens, whole.ending, whole.differs_at) == (10, Ending.PROMPT, 10)
     assert reach(filled(), TOKENS[:1]).groups[0].ending is Ending.PROMPT
+
+
+@pytest.mark.parametrize("share_parts", [True, False])
+@pytest.mark.parametrize("latency", [None, 0.03, 0.6])
+def test_a_request_finds_what_was_said(latency, share_parts):
+    """Blocks are in both tiers, and the rule refuses some of them."""
+    rng = random.Random(f"{latency} {share_parts}")
+    rule = (
+        None if latency is None else LoadOrCompute(1, B, bytes_per_second=1.0, tokens_per_second=3.9, latency=latency)
+    )
+    manager = BlockManager(40, B, num_host_blocks=12, share_parts=share_parts, rule=rule)
+    for seq_id in range(300):
+        tokens = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randrange(1, 6 * B + 2))]
+        told = manager.explain(tokens).num_cached_tokens
+        found = manager.allocate(seq_id, tokens).num_cached_tokens
+        assert told == found
+        manager.do_moves(lambda move: None)
+        manager.commit(seq_id, tokens[found:])
+        manager.release(seq_id)
+        if manager.num_free_blocks < 12 or rng.random() < 0.4:
+            fill(manager, rng.randrange(20, 40))
+    space = manager.stats().space
+    assert (space.host_hit_tokens > 0) == (latency != 0.6) and (space.refused_tokens > 0) == (latency is not None)
 
 
 def test_another_namespace_that_has_more_is_named():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from support.hybrid_memory import HybridMemory, Prefixes
+from support.whim import Whim
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -123,7 +124,8 @@ class HybridLife:
         ideal = self.ideal(tokens, namespace, min(len(tokens) - left, len(tokens) if most is None else most))
         self.next_id += 1
         priority = self.rng.choice([0, 0, 0, 3])
-        is_told = left == 1 and most is None and self.manager.space.rule is None and self.rng.random() < 0.5
+        has_whims = isinstance(self.manager.space.rule, Whim)
+        is_told = left == 1 and most is None and not has_whims and self.rng.random() < 0.5
         told = self.manager.explain(tokens, namespace).num_cached_tokens if is_told else None
         given = self.attempt(
             lambda: self.manager.allocate(self.next_id, tokens, namespace, priority, most, left, cache_at)

@@ -218,6 +218,18 @@ def test_a_checkpoint_does_not_outlive_its_blocks():
     assert serve(manager, tokens) == 0
 
 
+def test_statistics_change_nothing():
+    """A thread of its own may ask for them."""
+    manager, tokens = manager_of(num_blocks=4, num_slots=6), prompt(2 * B)
+    serve(manager, tokens)
+    begin(manager, 0, prompt(4 * B, 1000))
+    before = manager.states.device.free_slots, dict(manager.states.counts)
+    assert manager.stats().slots.num_free_slots == 5
+    assert before == (manager.states.device.free_slots, manager.states.counts)
+    manager.states.drop_stale()
+    assert manager.stats().slots.lost == manager.states.counts["lost"] == 1
+
+
 def test_pinned_prefixes_keep_their_checkpoints_longer():
     manager, tokens = manager_of(num_slots=3, num_blocks=64, pin_quota=4), prompt(2 * B)
     serve(manager, tokens)

@@ -1,6 +1,7 @@
 """What HybridManager refuses, by the argument's name, before anything is changed."""
 
 import pytest
+import torch
 from support.hybrid_requests import B, begin, manager_of
 
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -16,6 +17,7 @@ WRONG_MARKS = [
     ("3", TypeError, "cache_at must be a sequence of integers, got '3'"),
     (5, TypeError, "cache_at must be a sequence, got int"),
     (None, TypeError, "cache_at must be a sequence, got NoneType"),
+    (torch.ones(2, dtype=torch.int32, device="meta"), TypeError, "cache_at must be an integer, got tensor"),
 ]
 
 
@@ -34,6 +36,8 @@ WRONG_OPTIONS = [
     ({"num_slots": True}, "num_slots must be an integer of at least 1, got True"),
     ({"num_slots": 2.0}, "num_slots must be an integer of at least 1, got 2.0"),
     ({"num_slots": 1, "num_host_slots": -1}, "num_host_slots must be an integer of at least 0, got -1"),
+    ({"num_slots": 2**31 - 8}, "num_blocks \\+ num_slots must be at most 2147483647, got 2147483648"),
+    ({"num_slots": 1, "num_host_slots": 2**31}, "num_host_blocks \\+ num_host_slots must be at most 2147483647"),
     ({"num_slots": 1, "checkpoint_every": 0}, "checkpoint_every must be an integer of at least 1, got 0"),
 ]
 

@@ -187,6 +187,9 @@ def test_a_failed_step_leaves_no_wrong_state(model, failing: torch.nn.Module, at
         ([True], TypeError, "cache_at must"),
         ([1.5], TypeError, "cache_at must"),
         ("12", TypeError, "cache_at must"),
+        ("", TypeError, "cache_at must"),
+        (None, TypeError, "cache_at must"),
+        (torch.tensor([[1, 2]]), TypeError, "cache_at must"),
     ],
 )
 def test_bad_marks_are_refused(cache_at: object, error: type[Exception], words: str) -> None:
