@@ -102,10 +102,10 @@ class Connectors:
             if end < request.num_tokens:
                 self.store.save_portion(_first_tokens(request, end), start, request.namespace)
 
-    def save_generated(self, request: Request, num_computed: int) -> None:
-        """Store the tokens of a request that has just finished: those that were computed. They are cached still."""
+    def save_generated(self, request: Request) -> None:
+        """Store the tokens of a request that has finished, and still has its blocks. Its state is a checkpoint."""
         if self.store and self.store.save_generated:
-            self.store.save(_first_tokens(request, num_computed), request.namespace)
+            self.store.save(_first_tokens(request, request.num_computed), request.namespace)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
         """Note how long computing takes: loading is compared with it."""

@@ -166,12 +166,18 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is. Its committed tokens can still be found."""
         if request in self.running:
-            self._keep_state(request)
+            self.keep_state(request)
             self._stop(request)
         else:
             self.waiting.remove(request)
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
+
+    def keep_state(self, request: Request) -> None:
+        """Leave its state, after all that is committed, to others. A second call does nothing."""
+        if self._states.are_kept:
+            self._commit(request)
+            self._states.keep_end(request)
 
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
@@ -240,7 +246,7 @@ class Scheduler:
         """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
         self._commit(request)
         if request.scores_prompt or not self._swapped_out(request):
-            self._keep_state(request)
+            self.keep_state(request)
             self.manager.release(request.seq_id)
         request.leave_blocks()
 
@@ -255,12 +261,6 @@ class Scheduler:
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
         request.set_committed()
-
-    def _keep_state(self, request: Request) -> None:
-        """Leave its state, after all that is committed, to requests that go on from there."""
-        if self._states.are_kept:
-            self._commit(request)
-            self._states.keep_end(request)
 
     def _make_private(self, request: Request) -> None:
         """Commit only the tokens before the first reused one: they were computed exactly, those after it were not."""

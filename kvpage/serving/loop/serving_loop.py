@@ -364,9 +364,9 @@ class ServingLoop:
     def _take_token(self, request: Request, token: int, now: float, logprobs: TokenLogprobs | None) -> None:
         self.num_generated_tokens += 1
         if request.append(token, now, logprobs):
-            num_computed = request.num_computed
+            self._scheduler.keep_state(request)
+            self._connectors.save_generated(request)
             self._end(request)
-            self._connectors.save_generated(request, num_computed)
         self._suspects.clear([request])
         self._tell(request, token, logprobs)
 

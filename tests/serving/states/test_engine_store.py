@@ -251,6 +251,34 @@ def test_answers_and_named_positions(lfm2: torch.nn.Module, save_generated: bool
         assert serve(make_engine(lfm2), store, prompts) == (own, [end, 9])
 
 
+@pytest.mark.parametrize("where", ["save", "save_generated"])
+def test_a_save_that_raises_costs_a_step(lfm2: torch.nn.Module, expected: list[list[int]], where: str) -> None:
+    with make_store() as store:
+        engine = make_engine(lfm2, save_generated=True)
+        engine.use_store(store)
+        works, calls = getattr(engine._connectors, where), []
+
+        def fails(*args: object) -> None:
+            calls.append(where)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            works(*args)
+
+        setattr(engine._connectors, where, fails)
+        ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+        outputs, num_raised = {}, 0
+        while engine.has_unfinished:
+            try:
+                outputs |= {one.request_id: one.output for one in engine.step() if one.output}
+            except KeyboardInterrupt:
+                num_raised += 1
+            engine.manager.check()
+        assert [outputs[one].token_ids for one in ids] == expected and num_raised == 1
+        engine.close()
+        engine.manager.check()
+        assert serve(make_engine(lfm2), store) == (expected, ENDS)
+
+
 def test_others_never_meet(expected: list[list[int]]) -> None:
     model = make_state_model("mamba2")
     with make_store() as store:
