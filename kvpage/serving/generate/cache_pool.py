@@ -18,6 +18,7 @@ from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
+from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates, keeps_states
 from kvpage.serving.model.window_check import check_windows
 from kvpage.serving.params.states import StateConfig
@@ -59,7 +60,6 @@ class KVPageCachePool(ModelBlocks):
             max_working_bytes: the most bytes on the device, beside the blocks, for K and V in one piece. Caches in use
                 take as much as their rows' blocks, and a quarter of that or 64 tokens a row. Without room, each forward
                 gathers K and V, one layer at a time. None: no limit. 0, and blocks that quantise: always gather.
-
             states: the budget of the states of a model whose layers keep some, of rows in use and checkpoints together;
                 None for the default. Other models do not read it.
 
@@ -74,15 +74,10 @@ class KVPageCachePool(ModelBlocks):
                 state; for scales that the cache does not take or that distort the logits.
         """
         check_model(model)
-        if not isinstance(cache_config, CacheConfig):
-            raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
-        if cache_config.num_gpu_blocks == 0:
-            raise ValueError("num_gpu_blocks must be positive, got 0")
+        _check_cache_config(cache_config)
         if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
             raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
-        budget = StateConfig() if states is None else states
-        if not isinstance(budget, StateConfig):
-            raise TypeError(f"states must be a StateConfig, got {type(budget).__name__}")
+        budget = _checked_budget(states)
         check_config(model, takes_states=True)
         _check_cacheable(model)
         check_eval(model)
@@ -113,7 +108,9 @@ def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: Sta
     if not keeps_states(model.config):
         check_config(model)
         return None
-    return PoolStates.of_model(model, ModelStates.of_model(model), cache_config, budget)
+    found = ModelStates.of_model(model)
+    forwards = tuple(MixerForward(mixer, mixer.module) for mixer in found.mixers)
+    return PoolStates.of_model(model, found, forwards, cache_config, budget)
 
 
 def _verify(
@@ -146,3 +143,17 @@ def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheCo
             f"backend must be 'mla' exactly where a model hands latents to its cache, {type(model).__name__} hands "
             f"{handed} to {cache_config.backend!r}"
         )
+
+
+def _checked_budget(states: StateConfig | None) -> StateConfig:
+    """Return the budget of states. TypeError for anything else."""
+    if not isinstance(states, StateConfig | None):
+        raise TypeError(f"states must be a StateConfig, got {type(states).__name__}")
+    return StateConfig() if states is None else states
+
+
+def _check_cache_config(cache_config: CacheConfig) -> None:
+    if not isinstance(cache_config, CacheConfig):
+        raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
+    if cache_config.num_gpu_blocks == 0:
+        raise ValueError("num_gpu_blocks must be positive, got 0")

@@ -4,7 +4,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Mapping
-from threading import Lock
 from types import FrameType
 from typing import Any, Protocol
 
@@ -12,10 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvpage.serving.generate.forward_inputs import named_arguments
-
-REGISTERING = Lock()
-"""Held while hooks are registered: torch numbers them without a lock, so two threads could take one number."""
+from kvpage.serving.generate.states.hooking import REGISTERING, named_arguments
 
 
 class ForwardListener(Protocol):

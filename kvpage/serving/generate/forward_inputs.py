@@ -1,7 +1,6 @@
 """ForwardInputs: the arguments of a model's forward that decide over K and V. Forward: one that is under way."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -83,21 +82,6 @@ class Forward:
     def is_done(self) -> bool:
         """Whether every layer has written its K and V, and its states."""
         return not self.layers_left and (self.states is None or self.states.is_done())
-
-
-def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, with those of its **kwargs; nothing for a call that does not fit."""
-    try:
-        bound = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself will raise it
-        return {}
-    named: dict[str, Any] = {}
-    for name, value in bound.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named
 
 
 def as_token_rows(input_ids: Any) -> TokenRows:

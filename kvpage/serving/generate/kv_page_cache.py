@@ -97,8 +97,7 @@ class KVPageCache(StatefulCache):
         with HeldInterrupts():
             self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace, marks)
             self._rows.skip_found()
-            forwards = pool.states.forwards if pool.states else ()
-            of_mixers = [MixerHooks(forward, self) for forward in forwards]
+            of_mixers = [MixerHooks(forward, self) for forward in (pool.states.forwards if pool.states else ())]
             self._held = _Held(self._rows, [ForwardHooks(pool.model, self), *of_mixers])
             self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held.release)
             self._finalizer.atexit = False

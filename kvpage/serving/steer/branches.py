@@ -31,6 +31,12 @@ class Branch:
 
     tokens   [ 5  9  2 | 7  1 |  4 ]     4: appended since, has no slot yet
              num_computed  num_room
+
+    Args:
+        tokens: Its tokens, int32.
+        num_computed: How many of them are computed.
+        num_room: For how many of them there are slots.
+        namespace: Only sequences of the same namespace share blocks with it.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], num_computed: int, num_room: int, namespace: bytes = b"") -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvpage.serving.generate.forward_hooks import REGISTERING
+from kvpage.serving.generate.states.hooking import REGISTERING
 from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer import PieceForward
 
 
 class StateListener(Protocol):
@@ -30,7 +30,7 @@ class StateListener(Protocol):
 class MixerHooks:
     """Hooks on one mixer for one listener, which they do not keep alive. They ignore calls without it."""
 
-    def __init__(self, forward: MixerForward, listener: StateListener) -> None:
+    def __init__(self, forward: PieceForward, listener: StateListener) -> None:
         self._mixer, self._forward = forward.mixer, forward
         self._listener: weakref.ref[StateListener] = weakref.ref(listener)
         self._outputs: list[Any] = []

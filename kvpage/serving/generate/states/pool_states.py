@@ -15,7 +15,7 @@ from kvpage.layout.config import CacheConfig, DeviceConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.model.kv_shape import KVShape
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.params.states import StateConfig
 
@@ -34,17 +34,24 @@ class StatefulParts(NamedTuple):
 class PoolStates:
     """The states of a pool's model.
 
-    found: in the model. device, host: how many slots each tier has. checkpoint_every: see StateConfig.
+    found: in the model. forwards: of its mixers. device, host: how many slots each tier has.
+    checkpoint_every: see StateConfig.
     """
 
     found: ModelStates
+    forwards: tuple[PieceForward, ...]
     device: int
     host: int
     checkpoint_every: int | None
 
     @classmethod
     def of_model(
-        cls, model: PreTrainedModel, found: ModelStates, cache: CacheConfig, budget: StateConfig
+        cls,
+        model: PreTrainedModel,
+        found: ModelStates,
+        forwards: tuple[PieceForward, ...],
+        cache: CacheConfig,
+        budget: StateConfig,
     ) -> "PoolStates":
         """Return the slots that a budget allows, a tail block of each included.
 
@@ -60,7 +67,7 @@ class PoolStates:
         if not num_slots:
             raise ValueError(f"checkpoint_bytes must be {each} or more, a state of {name} and its tail, got {given}")
         num_host = min(budget.host_checkpoint_bytes // each, num_most + cache.num_cpu_blocks)
-        return cls(found, num_slots, num_host, budget.checkpoint_every)
+        return cls(found, forwards, num_slots, num_host, budget.checkpoint_every)
 
     def small(self) -> "PoolStates":
         """Return as many slots as a check of the model needs."""
@@ -89,8 +96,7 @@ class PoolStates:
             host_policy=host_policy,
             pin_quota=pin_quota,
         )
-        forwards = [MixerForward(mixer, mixer.module) for mixer in self.found.mixers]
-        states = RowStates(manager, StateCache(self.found.layout, self.device, self.host, device), forwards)
+        states = RowStates(manager, StateCache(self.found.layout, self.device, self.host, device), self.forwards)
         config = shape.model_config()
         engine = CacheEngine(with_tails, config, device_config=DeviceConfig(device), kv_scales=kv_scales)
         return StatefulParts(engine, manager, states)

@@ -9,7 +9,7 @@ from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.cache.state_cache import StateCache
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer import PieceForward
 
 
 class RowStates:
@@ -18,7 +18,7 @@ class RowStates:
     forwards: Of the modules of the model that read and write states.
     """
 
-    def __init__(self, manager: HybridManager, cache: StateCache, forwards: Sequence[MixerForward]) -> None:
+    def __init__(self, manager: HybridManager, cache: StateCache, forwards: Sequence[PieceForward]) -> None:
         self.forwards = forwards
         self._manager, self._cache = manager, cache
 

@@ -62,6 +62,9 @@ class StatefulCache(LayeredCache):
             layer_idx: The layer.
             state_idx: Which of the layer's.
             kwargs: Ignored.
+
+        Returns:
+            The same states.
         """
         return self._states.update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
