@@ -66,7 +66,7 @@ SUITES = {
     "kvpage/blocks/hybrid/state_space.py": HYBRID,
     "kvpage/blocks/hybrid/checkpoint.py": HYBRID,
     "kvpage/blocks/hybrid/evicted.py": HYBRID,
-    "kvpage/blocks/hybrid/explaining.py": HYBRID,
+    "kvpage/blocks/hybrid/looks/explaining.py": HYBRID,
     "kvpage/blocks/hybrid/manager.py": HYBRID,
     "kvpage/blocks/hybrid/marks.py": HYBRID,
     "kvpage/blocks/hybrid/slot_tier.py": HYBRID,
