@@ -20,7 +20,7 @@ from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
 from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates, keeps_states
-from kvpage.serving.model.window_check import check_windows
+from kvpage.serving.model.window_check import check_windows, short_windows
 from kvpage.serving.params.states import StateConfig
 
 
@@ -110,7 +110,10 @@ def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: Sta
         return None
     found = ModelStates.of_model(model)
     forwards = tuple(MixerForward(mixer, mixer.module) for mixer in found.mixers)
-    return PoolStates.of_model(model, found, forwards, cache_config, budget)
+    states = PoolStates.of_model(model, found, forwards, cache_config, budget)
+    if short_windows(model):
+        raise ValueError(f"layers must not have windows beside states, those of {type(model).__name__} have both")
+    return states
 
 
 def _verify(

@@ -25,8 +25,7 @@ def check_windows(model: PreTrainedModel) -> None:
     Windows longer than any row are skipped: rows end where the rotary embedding changes. The check takes the memory of
     one layer's K and V over twice the longest window.
     """
-    limit = constant_rope_len(model)
-    windows = {layer: window for layer, window in cache_windows(model).items() if window < limit}
+    windows = short_windows(model)
     if not windows:
         return
     error = relative_error(_logits(model, windows, OUTSIDE_FACTOR), _logits(model, windows, 1.0))
@@ -35,6 +34,12 @@ def check_windows(model: PreTrainedModel) -> None:
             f"a sliding window must be in the model's mask, {type(model).__name__} leaves that of "
             f"{max(windows.values())} tokens to a cache that forgets the tokens before it; blocks keep them"
         )
+
+
+def short_windows(model: PreTrainedModel) -> dict[int, int]:
+    """Return those of `cache_windows` that are shorter than the longest row."""
+    limit = constant_rope_len(model)
+    return {layer: window for layer, window in cache_windows(model).items() if window < limit}
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:

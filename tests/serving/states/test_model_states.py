@@ -12,7 +12,7 @@ from support.state_models import REFUSED, SCANNED, SERVED, STEPWISE, make_state_
 
 from kvpage import CacheConfig
 from kvpage.layout.groups import GroupKind
-from kvpage.serving import EngineConfig
+from kvpage.serving import Engine, EngineConfig, KVPageCachePool
 from kvpage.serving.assembly import found_states
 from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
@@ -82,6 +82,22 @@ def test_the_model_does_not_change(kind: str) -> None:
     assert model.config.to_dict() == config.to_dict()
     assert all(torch.equal(one, weights[name]) for name, one in model.state_dict().items())
     assert torch.equal(own_logits(model, tokens), expected)
+
+
+@pytest.mark.parametrize("kind", ["minimax", "qwen4_exp"])
+def test_a_cache_of_the_model_s_own_is_refused_by_name(kind: str) -> None:
+    model = make_state_model(kind)
+    words = f"model must take a cache of kvpage's, {type(model).__name__} says: "
+    with pytest.raises(ValueError, match=words):
+        Engine.from_model(model, CONFIG)
+    with pytest.raises(ValueError, match=words):
+        KVPageCachePool.from_model(model, CONFIG.cache_config)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_windows_beside_states_are_refused_by_a_pool(kind: str) -> None:
+    with pytest.raises(ValueError, match="layers must not have windows beside states, those of Inkling"):
+        KVPageCachePool.from_model(make_state_model(kind), CONFIG.cache_config)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -86,8 +86,11 @@ def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: 
 def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
     seen, argument = SeenCache(model.config), _cache_argument(model)
     tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
+    except ValueError as error:
+        raise ValueError(f"model must take a cache of kvpage's, {type(model).__name__} says: {error}") from error
     return seen
 
 
